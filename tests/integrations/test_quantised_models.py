@@ -173,8 +173,9 @@ def test_sizes_that_are_no_whole_blocks_keep_gate_and_up_apart(checkpoints: dict
     assert torch.equal(dense.gate_up_EJH, module.gate_up_proj) and torch.equal(dense.down_EHI, module.down_proj)
 
 
-def test_plain_trainer_trains_adapters_beside_them(checkpoints: dict[str, Made], tmp_path: Path) -> None:
-    folder, _ = checkpoints["mxfp4"]
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_plain_trainer_trains_adapters_beside_them(name: str, checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    folder, _ = checkpoints[name]
     model = load(folder)
     lora.attach(model, r=2)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}

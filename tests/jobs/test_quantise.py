@@ -102,8 +102,14 @@ def test_what_transformers_does_not_know_it_does_not_take_for_numbers(
         load(tmp_path / "out", "eager")
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@quick(lambda format: format in ("fp8", "nvfp4"))
+@pytest.mark.parametrize("format", FORMATS)
 def test_an_interrupted_run_goes_on_and_leaves_no_model_before(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     class Killed(Exception):
         pass
@@ -114,28 +120,28 @@ def test_an_interrupted_run_goes_on_and_leaves_no_model_before(
 
     out = tmp_path / "out"
     with pytest.raises(Killed):
-        quantise_folder(models["qwen3_moe"], out, "fp8", progress=stop_at_second)
+        quantise_folder(models["qwen3_moe"], out, format, progress=stop_at_second)
     assert not (out / "config.json").exists() and len(list(out.glob("*.safetensors"))) == 1
     with pytest.raises(
         ValueError, match=r"--out: expected a new folder, or one to go on with.*another model or format"
     ):
-        quantise_folder(models["qwen3_moe"], out, "mxfp8")
+        quantise_folder(models["qwen3_moe"], out, next(each for each in FORMATS if each != format))
     with pytest.raises(ValueError, match="which amoeba quantise has not finished"):
         check_model(str(out))
-    report = quantise_folder(models["qwen3_moe"], out, "fp8")
+    report = quantise_folder(models["qwen3_moe"], out, format)
     assert report.resumed_layers == 1 and check_model(str(out)) == str(out)
-    quantise_folder(models["qwen3_moe"], tmp_path / "at-once", "fp8")
+    quantise_folder(models["qwen3_moe"], tmp_path / "at-once", format)
     for path in (tmp_path / "at-once").iterdir():
         if path.suffix != ".safetensors":
             assert path.read_bytes() == (out / path.name).read_bytes(), path.name
             continue
         once, resumed = load_file(path), load_file(out / path.name)
         assert once.keys() == resumed.keys()
-        assert all(torch.equal(t.view(torch.uint8), resumed[n].view(torch.uint8)) for n, t in once.items() if t.dim())
+        assert all(torch.equal(bits_of(t), bits_of(resumed[n])) for n, t in once.items())
     with pytest.raises(ValueError, match="which is there"):
-        quantise_folder(models["qwen3_moe"], out, "fp8")
+        quantise_folder(models["qwen3_moe"], out, format)
     with pytest.raises(ValueError, match=r"which is the model itself\. Choose another name\.$"):
-        quantise_folder(models["qwen3_moe"], models["qwen3_moe"], "fp8")
+        quantise_folder(models["qwen3_moe"], models["qwen3_moe"], format)
 
 
 def test_the_command(models: dict[str, Path], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.weights import LORA_NAMES
 from selection import quick
-from small_layer import Layer, kernel_device
+from small_layer import E, Layer, kernel_device
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -76,13 +76,73 @@ def test_the_kernels_agree_with_dequantised_experts_in_every_gradient(format: Fo
             assert (found[name] - tensor).norm() <= 2e-6 * tensor.norm(), name
 
 
-@quick(lambda backend: backend == "eager")
+ROUTINGS = {
+    "no tokens": torch.zeros(0, 2, dtype=torch.int64),
+    "sentinels and an empty expert": torch.tensor([[0, E], [E, E], [3, 0], [0, -1], [2, 3]]),
+    "sentinels alone": torch.full((3, 2), E),
+}
+
+
+@quick(lambda format, routing: format in (FP8_128, MXFP4))
+@pytest.mark.parametrize("routing", ROUTINGS)
+@by_format
+def test_the_kernels_take_any_routing(format: Format, routing: str) -> None:
+    expert_TK = ROUTINGS[routing]
+    layer = Layer(rank=2, hidden=33, inner=16, tokens=len(expert_TK), expert_TK=expert_TK).to(kernel_device())
+    quantised = quantise_experts(frozen(layer), format)
+    expected = run(layer, dequantise_experts(quantised), backend="eager")
+    found = run(layer, quantised, backend="triton")
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 2e-6 * tensor.norm(), name
+    with torch.no_grad():  # few tokens have kernels of their own then
+        y_TH = experts(
+            layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), quantised,
+            lora=layer.lora(layer.tensors), backend="triton",
+        )  # fmt: skip
+    assert (y_TH - expected["output"]).norm() <= 2e-6 * expected["output"].norm()
+
+
+@quick(lambda format, backend: backend == "eager" or format is NVFP4)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_two_runs_have_the_same_bits(backend: str) -> None:
-    layer = Layer(rank=3, hidden=20, inner=12, tokens=9).to(kernel_device() if backend == "triton" else CPU)
-    quantised = quantise_experts(frozen(layer), NVFP4)
+@by_format
+def test_two_runs_have_the_same_bits(format: Format, backend: str) -> None:
+    layer = Layer(rank=3, hidden=20, inner=12, tokens=5).to(kernel_device() if backend == "triton" else CPU)
+    quantised = quantise_experts(frozen(layer), format)
     first, second = (run(layer, quantised, backend=backend) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.gpu
+@by_format
+def test_on_a_gpu_no_pass_waits_and_a_replayed_graph_has_the_same_bits(format: Format) -> None:
+    layer = Layer(rank=3, hidden=96, inner=160, tokens=199).to(torch.device("cuda"))
+    in_half = {name: tensor for name, tensor in layer.tensors.items() if name != "weight" and name not in LORA_NAMES}
+    layer.tensors |= {name: tensor.detach().bfloat16().requires_grad_() for name, tensor in in_half.items()}
+    layer.dy_TH = layer.dy_TH.bfloat16()
+    quantised = quantise_experts(frozen(layer), format)
+    few = layer.tensors["x"][:5].detach(), Routing(layer.expert_TK[:5], layer.tensors["weight"][:5].detach())
+
+    def passes() -> dict[str, Tensor]:
+        with torch.no_grad():
+            decoded = experts(*few, quantised, lora=layer.lora(layer.tensors))
+        return run(layer, quantised) | {"decoded": decoded}
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        first = passes()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = passes()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = passes()
+    graph.replay()
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor) and torch.equal(captured[name], tensor), name
 
 
 def test_one_expert_at_a_time_is_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
