@@ -31,6 +31,24 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
 MOST_STACK = 128
+# On a Hopper GPU kernels that read or write codes have none at all, but for these (Triton 3.6, 3.9, with factors in
+# fp32 of rank 64), which have more elsewhere, too.
+OF_CODES = (
+    "fp8",
+    "mxfp",
+    "nvfp",
+    "quantise",
+    "turn_",
+    "activate_backward in fp8",
+    "decode fp8",
+    "decode mx",
+    "decode nv",
+)
+SPILLED = {
+    "fp8-128 8: multiply": 8,
+    "decode fp8-128 with factors 64: up_by_expert": 160,
+    "decode fp8-128 with factors 64: down_by_expert": 40,
+}
 MOST_BYTES = 8  # that a thread reads one by one
 # Where each thread reads a quarter of a tile's scales, all for itself, by Triton 3.9 on sm_120. Codes are copied there.
 MOST_SCALES = {"mxfp8 transposed 2000: multiply": 32}
@@ -77,7 +95,9 @@ def check(capability: int, found: dict[str, dict[str, int]]) -> None:
     assert found
     for name, figures in found.items():
         assert figures["shared"] <= SHARED_BYTES[capability], f"{name} does not fit on sm_{capability}"
-        assert figures["stack"] <= MOST_STACK, f"{name} does not keep all in registers on sm_{capability}"
+        of_codes = capability == 90 and name.startswith(OF_CODES)
+        most = SPILLED.get(name, 0) if of_codes else max(MOST_STACK, SPILLED.get(name, 0))
+        assert figures["stack"] <= most, f"{name} does not keep all in registers on sm_{capability}"
         if (
             name.startswith(("decode", "fp8", "mxfp", "nvfp")) and "attention" not in name
         ):  # as many as there are scales
