@@ -39,8 +39,8 @@ OTHERS = (
     "activation_backward_of_a_shared_factor",
     "activation_backward_of_wide_factors",
 )
-# Products in e4m3. What is live from one tile to the next may be put aside, sums may not. (Triton 3.9 puts up to 88 bytes
-# aside and fetches an address or two again in each step; 3.6 up to 24, in `along` and with half blocks, outside steps.)
+# Products in e4m3. What is live from one tile to the next may be put aside, sums may not. (Triton 3.9 puts 88 bytes
+# aside at most and fetches an address or two again in each step; 3.6 at most 24, and nothing in a step.)
 MOST_PUT_ASIDE = 88
 SCALED = (
     "scaled_up",
