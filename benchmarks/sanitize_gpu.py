@@ -90,21 +90,49 @@ def run_in_order(order: str) -> None:
     run_layer(torch.bfloat16, 300, 320, 192, Activation(), False, backend="tasks")
 
 
-def run_in_fp8() -> None:
-    """Forward and backward with products in e4m3, as `--precision fp8` trains."""
+def run_in_fp8(recipe: str, hidden: int, inner: int) -> None:
+    """Forward and backward with products in e4m3, as `--precision` trains; one expert has no rows."""
     from amoeba.precision.recipes import with_precision
 
+    normal, routing = _drawn(300)
+    weights = with_precision(ExpertWeights(normal(8, 2 * inner, hidden), normal(8, hidden, inner)), recipe)
+    experts(normal(300, hidden), routing, weights, backend="triton").sum().backward()
+    torch.cuda.synchronize()
+
+
+def run_in_codes(format: str) -> None:
+    """Frozen experts with LoRA factors: forward and backward of many tokens, and one, five and 64 tokens decoded, with
+    the factors and without."""
+    from amoeba import LoraFactors
+    from amoeba.precision.experts import quantise_experts
+    from amoeba.precision.formats import FORMATS
+
+    normal, routing = _drawn(300)
+    with torch.no_grad():
+        weights = quantise_experts(ExpertWeights(normal(8, 2 * 192, 320), normal(8, 320, 192)), FORMATS[format])
+    shapes = [(8, 16, 320), (8, 192, 16)] * 2 + [(8, 16, 192), (8, 320, 16)]
+    lora = LoraFactors(*(normal(*shape).float().detach().requires_grad_() for shape in shapes), scaling=2.0)
+    experts(normal(300, 320), routing, weights, lora=lora, backend="triton").sum().backward()
+    with torch.no_grad():
+        for tokens in (1, 5, 64):
+            few = Routing(routing.expert_TK[:tokens], routing.weight_TK[:tokens])
+            for factors in (None, lora):
+                experts(normal(tokens, 320), few, weights, lora=factors, backend="triton")
+    torch.cuda.synchronize()
+
+
+def _drawn(tokens: int) -> tuple[Callable[..., torch.Tensor], Routing]:
+    """Normally distributed numbers in bf16 that want gradients, and two of eight experts for each token."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
         drawn = torch.randn(*size, device="cuda", generator=generator) * 0.1
         return drawn.bfloat16().requires_grad_()
 
-    expert_TK = torch.rand(300, 8, device="cuda", generator=generator).topk(2, 1).indices
-    weights = with_precision(ExpertWeights(normal(8, 512, 384), normal(8, 384, 256)), "fp8")
-    routing = Routing(expert_TK, torch.rand(300, 2, device="cuda", generator=generator).requires_grad_())
-    experts(normal(300, 384), routing, weights).sum().backward()
-    torch.cuda.synchronize()
+    expert_TK = torch.rand(tokens, 8, device="cuda", generator=generator).topk(2, 1).indices
+    expert_TK[expert_TK == 3] = 8
+    weight_TK = torch.rand(tokens, 2, device="cuda", generator=generator).requires_grad_()
+    return normal, Routing(expert_TK, weight_TK)
 
 
 # Of `ShardedExperts`: sums row by row, straight with fixed room, and straight while own rows are computed.
@@ -225,7 +253,15 @@ LAYERS: dict[str, Callable[[], None]] = {
     "gated": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False),
     "scheduled backward": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False, backend="tasks"),
     "scheduled, small": lambda: run_in_order("small"),
-    "fp8": run_in_fp8,
+    "fp8": lambda: run_in_fp8("fp8", 384, 256),
+    "fp8 of half blocks": lambda: run_in_fp8("fp8", 320, 192),
+    "fp8-saved": lambda: run_in_fp8("fp8-saved", 384, 256),
+    "fp8-all": lambda: run_in_fp8("fp8-all", 384, 256),
+    "fp8-all of half blocks": lambda: run_in_fp8("fp8-all", 320, 192),
+    "experts in fp8": lambda: run_in_codes("fp8-128"),
+    "experts in mxfp8": lambda: run_in_codes("mxfp8"),
+    "experts in mxfp4": lambda: run_in_codes("mxfp4"),
+    "experts in nvfp4": lambda: run_in_codes("nvfp4"),
     PEERS: run_over_ranks,
     "plain": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation("relu2", gated=False), False),
     "fp32, odd sizes": lambda: run_layer(torch.float32, 199, 63, 199, CLAMPED, True),

@@ -31,8 +31,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Bytes of a thread's stack that are no spill: a slot for what the compiler cannot keep otherwise.
 MOST_STACK = 128
-# On a Hopper GPU kernels that read or write codes have none at all, but for these (Triton 3.6, 3.9, with factors in
-# fp32 of rank 64), which have more elsewhere, too.
+# In bf16 on a Hopper GPU kernels that read or write codes have none at all, but for these, by Triton 3.6 or 3.9: with
+# factors in fp32 of rank 64 they do spill.
 OF_CODES = (
     "fp8",
     "mxfp",
@@ -65,7 +65,7 @@ def test_the_largest_tiles_fit_where_shared_memory_is_smallest(tmp_path: Path) -
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kernel_fits(capability: int, dtype: str, tmp_path: Path) -> None:
     found = compiled_by(__file__, tmp_path, str(capability), dtype)
-    check(capability, found)
+    check(capability, found, exact=(capability, dtype) == (90, "bfloat16"))
     if dtype == "bfloat16" and capability >= 89:
         names = {name.rpartition(": ")[2] for name in found}
         assert kernels_of_the_source() - names == set(), "these are compiled for no GPU but the one that they ran on"
@@ -91,12 +91,13 @@ def kernels_of_the_source() -> set[str]:
     return found - {"decode", "make_list"}  # of the tasks' table: for tests, and of Hopper's tasks
 
 
-def check(capability: int, found: dict[str, dict[str, int]]) -> None:
+def check(capability: int, found: dict[str, dict[str, int]], exact: bool = False) -> None:
+    """exact: kernels that read or write codes put nothing aside."""
     assert found
     for name, figures in found.items():
         assert figures["shared"] <= SHARED_BYTES[capability], f"{name} does not fit on sm_{capability}"
-        of_codes = capability == 90 and name.startswith(OF_CODES)
-        most = SPILLED.get(name, 0) if of_codes else max(MOST_STACK, SPILLED.get(name, 0))
+        most = 0 if exact and name.startswith(OF_CODES) else MOST_STACK
+        most = max(most, SPILLED.get(name, 0))
         assert figures["stack"] <= most, f"{name} does not keep all in registers on sm_{capability}"
         if (
             name.startswith(("decode", "fp8", "mxfp", "nvfp")) and "attention" not in name

@@ -43,10 +43,8 @@ class RunPrecision:
 def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecision:
     """precision: another than the run's own dtype. device: where the model will be."""
     sharded = {name: placed for name, (_, placed) in sharded_modules(model).items()}
-    layers = [
-        sharded[name].local if name in sharded else weights_of(module)
-        for name, module in experts_modules(model).items()
-    ]
+    others = (weights_of(module) for name, module in experts_modules(model).items() if name not in sharded)
+    layers = [*(placed.local for placed in sharded.values()), *filter(None, others)]
     refused = [fp8_triton.why_not_on(device, weights) for weights in layers]
     code_bytes = sum(
         cost.code_bytes(
