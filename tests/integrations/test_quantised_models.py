@@ -203,6 +203,10 @@ def test_placing_them_elsewhere_is_refused_and_auto_leaves_them(checkpoints: dic
         amoeba.place_experts(model, "mxfp4-weights")
     with pytest.raises(ValueError, match="experts as ordinary tensors"):
         model.save_pretrained(tmp_path)
+    before = logits(model)
+    with pytest.raises(ValueError, match=r"experts as ordinary tensors; .* Keep experts_implementation=\"amoeba\""):
+        model.set_experts_implementation("eager")  # which would compute with nothing, and say nothing
+    assert torch.equal(logits(model), before)
 
 
 def spoil(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -121,7 +121,7 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest
     assert run_precision(served, "fp8", cpu).backend.startswith(f"{in_torch} (triton needs a Hopper GPU")
     for model, device in ((other, hopper), (served, cpu)):
         found = run_precision(model, "auto", device)
-        assert found.backend.startswith("of the run's dtype, without fp8 (triton needs ")
+        assert found.backend.startswith("that of the run's dtype, without fp8 (triton needs ")
         assert found.code_bytes == 0 and "codes" not in str(found)
     first = next(iter(experts_modules(served).values()))
     first.__dict__.update(next(iter(experts_modules(other).values())).__dict__)

@@ -30,7 +30,9 @@ from amoeba.integrations.experts_module import (
     LORA,
     PRECISION,
     ExpertsModule,
+    check_own_parameters,
     described,
+    experts_modules,
     find_out,
     forget,
     placed_now,
@@ -173,6 +175,8 @@ def _tell_of_others() -> None:
 
     @functools.wraps(asked)
     def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
+        if experts_implementation != NAME:
+            _check_own_experts(self, experts_implementation)
         asked(self, experts_implementation)
         if experts_implementation == NAME:
             _warn_of_others(self)
@@ -180,6 +184,13 @@ def _tell_of_others() -> None:
     post_init._tells_of_others = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init
     PreTrainedModel.set_experts_implementation = set_experts_implementation
+
+
+def _check_own_experts(model: Any, experts_implementation: Any) -> None:
+    """transformers would compute with the shapes that were left of placed experts: other numbers, without an error."""
+    remedy = f'keep experts_implementation="{NAME}", or load the model anew for {experts_implementation!r}'
+    for name, module in experts_modules(model).items():
+        check_own_parameters(module, name, remedy)
 
 
 def _warn_of_others(model: Any) -> None:

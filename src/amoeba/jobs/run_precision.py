@@ -63,7 +63,7 @@ def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecis
 def _backends(refused: list[str | None], precision: str) -> str:
     """refused: for each layer why the kernels do not take it, or None."""
     kernels, torch_alone = (f"{each.BACKEND.name}, {each.BACKEND.summary}" for each in (fp8_triton, fp8))
-    other = "of the run's dtype, without fp8" if precision == AUTO else torch_alone
+    other = "that of the run's dtype, without fp8" if precision == AUTO else torch_alone
     reasons = list(dict.fromkeys(reason for reason in refused if reason is not None))
     if not reasons:
         return kernels
