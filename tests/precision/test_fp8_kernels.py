@@ -9,6 +9,7 @@ in Triton's interpreter and in fp32.
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -318,24 +319,26 @@ def test_on_a_gpu_two_runs_and_a_recomputing_one_have_the_same_bits_and_no_pass_
 
 @pytest.mark.gpu
 @on_hopper
-def test_on_a_gpu_a_replayed_graph_sees_what_was_written_through_data() -> None:
+@pytest.mark.parametrize("promised", [False, True], ids=["", "captured under a promise"])
+@by_recipe
+def test_on_a_gpu_a_replayed_graph_sees_what_was_written_through_data(recipe: str, promised: bool) -> None:
     layer = on_gpu()
-    expected_before = gradients(layer, "fp8", "triton")
+    expected_before = gradients(layer, recipe, "triton")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        gradients(layer, "fp8", "triton")
+        gradients(layer, recipe, "triton")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients(layer, "fp8", "triton")
+    with UnchangedWeights() if promised else nullcontext(), torch.cuda.graph(graph):
+        found = gradients(layer, recipe, "triton")
     graph.replay()
     assert all(torch.equal(found[name], right) for name, right in expected_before.items())
     for name in ("gate_up", "down"):
         layer.tensors[name].data.mul_(1.5)
     graph.replay()
     replayed = {name: tensor.clone() for name, tensor in found.items()}
-    for name, right in gradients(layer, "fp8", "triton").items():
+    for name, right in gradients(layer, recipe, "triton").items():
         assert torch.equal(replayed[name], right), name
 
 
