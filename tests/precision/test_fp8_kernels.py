@@ -319,7 +319,7 @@ def test_on_a_gpu_two_runs_and_a_recomputing_one_have_the_same_bits_and_no_pass_
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("promised", [False, True], ids=["", "captured under a promise"])
+@pytest.mark.parametrize("promised", [False, True], ids=["captured", "captured under a promise"])
 @by_recipe
 def test_on_a_gpu_a_replayed_graph_sees_what_was_written_through_data(recipe: str, promised: bool) -> None:
     layer = on_gpu()
