@@ -14,7 +14,7 @@ import torch
 from few_cases import ENVIRONMENT, TINY, all_commands, invoke, last_line, only_few_cases
 from typer.main import get_command
 
-from amoeba.backends import eager, registry
+from amoeba.backends import eager, fp8_choice, registry
 from amoeba.bench import suite
 from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.shapes import Shape
@@ -103,9 +103,17 @@ def test_doctor_describes_the_machine_and_every_backend():
     taken = [dtype for row in document["backends"] if row["device"] == "cpu" for dtype in row["auto"]]
     assert sorted(taken) == ["bfloat16", "float16", "float32", "float64"]
     in_fp8 = {row["name"]: row["backend"] for row in document["precisions"] if row["device"] == "cpu"}
+    assert "never fp8, which needs a Hopper GPU" in in_fp8.pop("auto")
     assert in_fp8.keys() == {"fp8", "fp8-ste", "fp8-saved", "fp8-all"} and all(
         "plain torch" in backend for backend in in_fp8.values()
     )
+
+
+def test_doctor_says_from_how_many_rows_on_auto_takes_fp8(monkeypatch):
+    monkeypatch.setattr(fp8_choice.BACKEND, "why_not", lambda request: None)
+    document = last_line(invoke("doctor", "--json"))
+    (told,) = (row["backend"] for row in document["precisions"] if row["name"] == "auto" and row["device"] == "cpu")
+    assert "from 1024 rows an expert on (256 within UnchangedWeights); with fewer " in told
 
 
 @pytest.mark.parametrize(

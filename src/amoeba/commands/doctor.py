@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from amoeba import tuned
+from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of, explain
 from amoeba.commands.options import DTYPES, dtype_name
@@ -17,7 +18,7 @@ from amoeba.cpu.build import library_states
 from amoeba.cpu_features import compute_dtype, cpu_flags
 from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
 from amoeba.placements import all_placements
-from amoeba.precision.recipes import SUMMARIES, with_precision
+from amoeba.precision.recipes import AUTO, SUMMARIES, summary_of, with_precision
 from amoeba.routing import Routing
 from amoeba.weights import ExpertWeights
 
@@ -118,7 +119,18 @@ def _precisions_on(device: torch.device) -> list[dict[str, str]]:
         request = _request(device, torch.bfloat16)
         explanation = explain(replace(request, weights=with_precision(request.weights, precision)))
         rows.append({"name": precision, "device": device.type, "summary": summary, "backend": str(explanation)})
-    return rows
+    return [*rows, {"name": AUTO, "device": device.type, "summary": summary_of(AUTO), "backend": _by_auto(device)}]
+
+
+def _by_auto(device: torch.device) -> str:
+    """What computes experts that train in the precision "auto"."""
+    request = _request(device, torch.bfloat16)
+    in_fp8 = replace(request, weights=with_precision(request.weights, fp8_choice.RECIPE))
+    if (reason := fp8_choice.BACKEND.why_not(in_fp8)) is not None:
+        return f"{explain(request)}; never fp8, which {reason}"
+    rows, unchanged = fp8_choice.FEWEST_ROWS_PER_EXPERT, fp8_choice.FEWEST_ROWS_UNCHANGED
+    fewest = f"from {rows} rows an expert on ({unchanged} within UnchangedWeights)"
+    return f"{explain(in_fp8)}, {fewest}; with fewer {explain(request)}"
 
 
 def _request(device: torch.device, dtype: torch.dtype) -> Request:
