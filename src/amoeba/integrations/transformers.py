@@ -175,9 +175,12 @@ def _tell_of_others() -> None:
 
     @functools.wraps(asked)
     def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-        if experts_implementation != NAME:
-            _check_own_experts(self, experts_implementation)
         asked(self, experts_implementation)
+        try:
+            _check_own_experts(self, experts_implementation)
+        except ValueError:
+            asked(self, NAME)
+            raise
         if experts_implementation == NAME:
             _warn_of_others(self)
 
@@ -190,7 +193,8 @@ def _check_own_experts(model: Any, experts_implementation: Any) -> None:
     """transformers would compute with the shapes that were left of placed experts: other numbers, without an error."""
     remedy = f'keep experts_implementation="{NAME}", or load the model anew for {experts_implementation!r}'
     for name, module in experts_modules(model).items():
-        check_own_parameters(module, name, remedy)
+        if getattr(getattr(module, "config", None), "_experts_implementation", NAME) != NAME:
+            check_own_parameters(module, name, remedy)
 
 
 def _warn_of_others(model: Any) -> None:
