@@ -18,11 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CHART = ROOT / "docs" / "images" / "fp8_losses.svg"
-DOCUMENTS = "*fp8-losses-seed*.json"
+DOCUMENTS = ("*fp8-losses-preset*.json", "*fp8-losses-seed*.json")
 
 # Sizes in pixels; left and right of the first panel (losses), top and bottom of both, the second shows differences.
 WIDTH, HEIGHT = 760, 430
-LEFT, RIGHT, TOP, BOTTOM = 64, 720, 78, 268
+LEFT, RIGHT, TOP, BOTTOM = 64, 720, 90, 268
 BELOW_TOP, BELOW_BOTTOM = 308, 382
 COLOURS = {"bf16": "grouped", "fp8": "ours"}
 AGAIN = "bf16 again"
@@ -43,10 +43,11 @@ STYLE = """
 
 
 def all_seeds() -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(DOCUMENTS))]
+    paths = sorted(path for pattern in DOCUMENTS for path in RESULTS.glob(pattern))
+    found = [json.loads(path.read_text()) for path in paths]
     if not found:
-        raise SystemExit(f"draw_losses: expected a document {DOCUMENTS} in {RESULTS}, found none")
-    return sorted(found, key=lambda document: document["seed"])
+        raise SystemExit(f"draw_losses: expected a document {' or '.join(DOCUMENTS)} in {RESULTS}, found none")
+    return sorted(found, key=lambda document: (-document["tokens_per_step"], document["seed"]))
 
 
 def chart(documents: list[dict[str, Any]]) -> str:
@@ -85,15 +86,19 @@ def chart(documents: list[dict[str, Any]]) -> str:
         for colour, step, each in apart
     ]
     title = f"{documents[0]['model']}: held-out loss in bf16 and in fp8"
-    tokens = f"{last} steps of {documents[0]['tokens_per_step']} tokens, equal seeds and data"
-    ends = ", ".join(f"{100 * (runs['fp8'][-1][1] / runs['bf16'][-1][1] - 1):+.2f}" for runs in pairs)
+    ends: dict[int, list[str]] = {}
+    for document, runs in zip(documents, pairs, strict=True):
+        apart_at_end = 100 * (runs["fp8"][-1][1] / runs["bf16"][-1][1] - 1)
+        ends.setdefault(document["tokens_per_step"], []).append(f"{apart_at_end:+.2f}")
+    told = ", ".join(f"{', '.join(each)} % from bf16 with {tokens} tokens a step" for tokens, each in ends.items())
     body = "\n  ".join(drawn)
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">
   <title>{title}</title>
   <style>{STYLE}  </style>
   <rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>
   <text x="24" y="32" class="head">{title}</text>
-  <text x="24" y="52" class="muted">{tokens}; fp8 (dashed) ends {ends} % from bf16</text>
+  <text x="24" y="50" class="muted">{last} steps, equal seeds and data; fp8 dashed</text>
+  <text x="24" y="66" class="muted">fp8 ends {told}</text>
   {body}
 </svg>
 """

@@ -49,4 +49,4 @@ def test_losses_are_drawn_with_their_differences() -> None:
     space = "{http://www.w3.org/2000/svg}"
     curves = [each.attrib["points"].split() for each in root.iter(f"{space}polyline")]
     assert [len(points) for points in curves] == [2, 1, 2, 1] and len(list(root.iter(f"{space}circle"))) == 3
-    assert "ends +27.50, +27.50 % from bf16" in drawn and "+4.0 %" in drawn
+    assert "ends +27.50, +27.50 % from bf16 with 8192 tokens a step" in drawn and "+4.0 %" in drawn

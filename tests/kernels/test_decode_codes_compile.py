@@ -29,11 +29,15 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
 
 
 def test_nothing_is_spilled_but_what_is_known(kernels):
-    assert len(kernels) == 22
+    assert len(kernels) == 28
     known = SPILLED.get(triton.__version__.rpartition(".")[0], {})
     for name, found in kernels.items():
         stack, accesses = known.get(name, (0, 0))
         assert found["stack_bytes"] <= stack and found["local_accesses"] <= accesses, (name, found)
+
+
+def test_lanes_that_hold_one_sum_hold_the_same_bits(kernels):
+    assert all(found["products_in_exchanges"] == 0 for found in kernels.values()), kernels
 
 
 def test_four_bytes_side_by_side_are_decoded_together(kernels):
@@ -72,9 +76,10 @@ class WithOrder(WithWaits):
 
 
 def main() -> dict[str, dict[str, int]]:
-    """64 tokens through Qwen3-30B's layers, and 8 whose slots up's programs list for down's, once with factors."""
+    """64 tokens through Qwen3-30B's layers, 8 whose slots up's programs list for down's, once with factors, and one."""
     from amoeba.kernels.decode import block_scaled, by_expert, low_rank
     from amoeba.kernels.decode import block_scaled_by_expert as kernels
+    from amoeba.kernels.decode import block_scaled_by_slot as by_slot
     from amoeba.precision import FP8_128, MXFP4, NVFP4, Format, QuantisedMatrix
     from amoeba.precision.experts import BlockScaledExperts
     from amoeba.precision.quantised import block_counts
@@ -85,6 +90,7 @@ def main() -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     up, down, listing = kernels._up_by_expert, kernels._down_by_expert, kernels._list_slots
     total, low = by_expert._sum_of_slots, low_rank._low
+    slots_up, slots_down = by_slot._up_by_slot, by_slot._down_by_token
 
     def empty(format: Format, rows: int, columns: int) -> QuantisedMatrix:
         data = torch.empty(E, rows, format.stored_columns(columns), dtype=torch.uint8)
@@ -103,20 +109,30 @@ def main() -> dict[str, dict[str, int]]:
         (FP8_128, "early"),
         (MXFP4, "early"),
         (NVFP4, "early"),
+        (FP8_128, "one"),
+        (MXFP4, "one"),
+        (NVFP4, "one"),
     ):
         of_format: dict[str, dict[str, int]] = {}
         watched = WithOrder if format.element.bits == 4 else WithWaits
         kernels._up_by_expert, kernels._down_by_expert = watched(up, of_format), watched(down, of_format)
         kernels._list_slots, by_expert._sum_of_slots = CompileOnly(listing, of_format), WithWaits(total, of_format)
         low_rank._low = WithWaits(low, of_format)
-        tokens = 8 if way == "early" else 64
+        by_slot._up_by_slot, by_slot._down_by_token = (
+            CompileOnly(slots_up, of_format),
+            CompileOnly(slots_down, of_format),
+        )
+        tokens = {"early": 8, "one": 1}.get(way, 64)
         with torch.device("meta"):
             weights = BlockScaledExperts.holding(empty(format, 2 * I, H), empty(format, H, I))
             x_TH = torch.empty(tokens, H, dtype=torch.bfloat16)
             lora = factors() if (format, way) == (NVFP4, "early") else None
             problem = Problem(x_TH, torch.empty(tokens, K, dtype=torch.int64), torch.empty(tokens, K), weights, lora)
-            chosen = block_scaled.by_expert(problem)._replace(overlap=True)
-            block_scaled.decode(problem, configuration=chosen._replace(**({way: True} if way else {})))
+            kind, options = (
+                (block_scaled.by_slot, {}) if way == "one" else (block_scaled.by_expert, {way: True} if way else {})
+            )
+            chosen = kind(problem)._replace(overlap=True)
+            block_scaled.decode(problem, configuration=chosen._replace(**options))
         found |= {f"{name} {format.name} {way}".strip(): figures for name, figures in of_format.items()}
     return found
 

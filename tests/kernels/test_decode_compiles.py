@@ -9,6 +9,7 @@ a program, since Triton's interpreter cannot compile.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,10 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
 def test_nothing_is_spilled(kernels):
     assert len(kernels) == 7
     assert all(found["local_accesses"] == found["stack_bytes"] == 0 for found in kernels.values()), kernels
+
+
+def test_lanes_that_hold_one_sum_hold_the_same_bits(kernels):
+    assert all(found["products_in_exchanges"] == 0 for found in kernels.values()), kernels
 
 
 def test_the_factors_of_shared_experts_go_through_the_tensor_cores(kernels):
@@ -63,7 +68,16 @@ class CompileOnly:
         self.keep(f"{self.kernel.__name__.strip('_')}{' of a' * constants.get('AFTER_ROWS', False)}", made)
 
     def keep(self, name: str, made: Any) -> None:
-        self.found[name] = figures(made)
+        self.found[name] = figures(made) | {"products_in_exchanges": products_in_exchanges(made.asm["ptx"])}
+
+
+def products_in_exchanges(ptx: str) -> int:
+    """Additions across lanes that take a product in, each lane its own one: then lanes that hold one sum differ in its
+    last bit, and which of them is stored is nobody's choice."""
+    exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", ptx))
+    return sum(
+        bool(exchanged & set(re.findall(r"%\w+", line)[1:])) for line in ptx.splitlines() if "fma.rn.f32" in line
+    )
 
 
 def _type_of(argument: Any) -> str:

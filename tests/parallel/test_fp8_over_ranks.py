@@ -181,6 +181,7 @@ def settled(rank: int, fewest: int, tokens: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8_choice, "BACKEND", SimpleNamespace(why_not=lambda request: None))
         patch.setattr(fp8_choice, "FEWEST_ROWS_PER_EXPERT", fewest)
+        patch.setattr(fp8_choice, "LEAST_SIZE", 0)
         auto = step(in_precision(layer, "auto"), *given)
     same = [name for name in ("fp8", "bf16") if all(equal(step(in_precision(layer, name), *given), auto))]
     return " and ".join(same)

@@ -12,6 +12,11 @@ from amoeba.precision.recipes import Fp8Experts
 from small_layer import E, K, Layer
 
 
+@pytest.fixture(autouse=True)
+def small_experts_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_choice, "LEAST_SIZE", 0)
+
+
 def request(layer: Layer, precision: str = "auto") -> Request:
     weights = with_precision(layer.weights(layer.tensors), precision)
     return Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
@@ -64,3 +69,13 @@ def test_a_compiled_layer_asks_again_whether_a_promise_holds(monkeypatch: pytest
     with UnchangedWeights():
         assert seen()
     assert not seen()
+
+
+def test_small_experts_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_choice.BACKEND, "why_not", lambda request: None)
+    monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_PER_EXPERT", 0)
+    asked = request(Layer(hidden=64, inner=24))
+    for least, taken in ((64 * 24, True), (64 * 24 + 1, False)):
+        monkeypatch.setattr(fp8_choice, "LEAST_SIZE", least)
+        assert isinstance(fp8_choice.settled(asked), Fp8Experts) == taken
+    assert "64 x 24" in (fp8_choice.why_not(asked) or "")

@@ -4,10 +4,11 @@ E experts
 
     weights = settled(request)          # experts that train, by a recipe or without one
 
-Two things decide: whether our kernels serve the layer, since fp8 in plain torch is slower than bf16; and how many rows
-an expert gets, since its codes are written anew in each pass, however few rows use them. Where weights are promised not
-to change (`amoeba.precision.UnchangedWeights`) only the first pass writes codes, and fewer rows pay. Nothing else tells
-as much: weights without gradients may be written through `.data`, too.
+Three things decide: whether our kernels serve the layer, since fp8 in plain torch is slower than bf16; how large an
+expert is, since small products are over before they are faster; and how many rows it gets, since its codes are written
+anew in each pass, however few rows use them. Where weights are promised not to change
+(`amoeba.precision.UnchangedWeights`) only the first pass writes codes, and fewer rows pay. Nothing else tells as much:
+weights without gradients may be written through `.data`, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ FEWEST_ROWS_PER_EXPERT = 1024
 # With codes that are there: steps 1.20 to 1.27, forward passes 1.37 to 1.49 at each number of rows above (ibid.). Fewer
 # were not measured. Two steps of 256 rows are worth their codes (0.89, then 1.20 or more), three forward passes are.
 FEWEST_ROWS_UNCHANGED = 256
+# Smaller experts (H200, document `fp8-small-layers-unfinished` of bf0fbb0, 2026-11-17), the codes written, then there:
+#                          step          forward alone
+#   H=768 I=704, 2048      1.01, 1.06    0.90, 1.00
+#   H=768 I=704, 1024      0.97, 1.05    0.84, 1.00
+#   H=1024 I=512, 1024     0.95, 1.04    0.87, 1.05
+#   H=512 I=256, 1024      0.87, 0.93    0.76, 0.88
+# Nothing between these and the table above was measured.
+LEAST_SIZE = 2048 * 768  # H · I
 
 
 def settled(request: Request, rows: int | None = None, experts: int | None = None) -> AnyExperts:
@@ -46,6 +55,9 @@ def why_not(request: Request, rows: int | None = None, experts: int | None = Non
     """Why "auto" leaves these experts in their own dtype; or None."""
     if (reason := BACKEND.why_not(request)) is not None:
         return reason
+    hidden, inner = request.weights.hidden, request.weights.intermediate
+    if hidden * inner < LEAST_SIZE:
+        return f"fp8 pays for experts of 2048 x 768 numbers and more, these are of {hidden} x {inner}"
     rows = request.routing.expert_TK.numel() if rows is None else rows
     experts = request.weights.num_experts if experts is None else experts
     unchanged = promise() is not None

@@ -129,8 +129,8 @@ def _by_auto(device: torch.device) -> str:
     if (reason := fp8_choice.BACKEND.why_not(in_fp8)) is not None:
         return f"{explain(request)}; never fp8, which {reason}"
     rows, unchanged = fp8_choice.FEWEST_ROWS_PER_EXPERT, fp8_choice.FEWEST_ROWS_UNCHANGED
-    fewest = f"from {rows} rows an expert on ({unchanged} within UnchangedWeights)"
-    return f"{explain(in_fp8)}, {fewest}; with fewer {explain(request)}"
+    fewest = f"for experts of 2048 x 768 and more, from {rows} rows an expert on ({unchanged} within UnchangedWeights)"
+    return f"{explain(in_fp8)}, {fewest}; else {explain(request)}"
 
 
 def _request(device: torch.device, dtype: torch.dtype) -> Request:

@@ -19,7 +19,7 @@ from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, load_b, rounded, times_low
-from amoeba.kernels.decode.tiles import load_tile
+from amoeba.kernels.decode.tiles import load_tile, product_alone
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 
@@ -216,6 +216,6 @@ def _down_at_once(
     if RANK > 0:
         low_rows = low_NR + ((token * K + k).to(tl.int64) * RANK)[:, None]
         low = tl.load(low_rows + r[None, :], mask=owned[:, None] & (r < RANK)[None, :], other=0.0)
-        y_KH += tl.sum(rounded(b, low).to(tl.float32) * low.to(tl.float32)[:, None, :], axis=2)
-    y = tl.sum(y_KH * scale[:, None], axis=0)
+        y_KH += tl.sum(product_alone(rounded(b, low).to(tl.float32), low.to(tl.float32)[:, None, :]), axis=2)
+    y = tl.sum(product_alone(y_KH, scale[:, None]), axis=0)
     tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=h < H)

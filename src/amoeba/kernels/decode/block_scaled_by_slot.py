@@ -27,7 +27,7 @@ from amoeba.kernels.decode.codes import (
 )
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
-from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
+from amoeba.kernels.decode.tiles import activate, product_alone, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 
@@ -112,7 +112,7 @@ def _sums(
         product = low.to(tl.float32) * even.to(tl.float32) + high.to(tl.float32) * odd.to(tl.float32)
         scale *= PAIR_SCALE
     found = tl.reshape(tl.sum(product, axis=3), (HEIGHT, LINES, CHUNKS // LINES))
-    return tl.reshape(found * scale[:, :, None], (HEIGHT, CHUNKS))
+    return tl.reshape(product_alone(found, scale[:, :, None]), (HEIGHT, CHUNKS))
 
 
 @quick
@@ -307,7 +307,7 @@ def _down_by_token(
             total *= tl.load(matrix_scale + expert * STRIDE_MATRIX_SCALE)
         if RANK > 0:
             low = load_b(low_NR, slot_R, owned, RANK)
-            beside += tl.sum(rounded(b, low).to(tl.float32) * low.to(tl.float32), axis=1)
-        y += tl.sum(tl.reshape((total + beside) * weight, (SLOTS, COLUMNS)), axis=0)
+            beside += tl.sum(product_alone(rounded(b, low).to(tl.float32), low.to(tl.float32)), axis=1)
+        y += tl.sum(tl.reshape(product_alone(total + beside, weight), (SLOTS, COLUMNS)), axis=0)
     column = first + tl.arange(0, COLUMNS)
     tl.store(y_TH + token.to(tl.int64) * H + column, y.to(y_TH.dtype.element_ty), mask=column < H)

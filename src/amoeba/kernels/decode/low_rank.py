@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.decode.tiles import load_tile
+from amoeba.kernels.decode.tiles import load_tile, product_alone
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
 from amoeba.weights import LoraFactors
@@ -199,7 +199,7 @@ def times_low(b, low, rank):
     """B · low of one slot."""
     r = tl.arange(0, b.shape[1])
     value = tl.load(low + r, mask=r < rank, other=0.0)
-    return tl.sum(rounded(b, value).to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
+    return tl.sum(product_alone(rounded(b, value).to(tl.float32), value.to(tl.float32)[None, :]), axis=1)
 
 
 @triton.jit

@@ -12,6 +12,13 @@ from amoeba.kernels import activation as activations
 
 
 @triton.jit
+def product_alone(left, right):
+    """left · right, rounded by itself. Else the compiler makes it a part of the first addition across lanes, where each
+    lane adds the rounded product of the other one to its own: lanes then hold one sum that differs in its last bit."""
+    return left * right + 0.0
+
+
+@triton.jit
 def load_tile(pointers, row_ok, depth_ok, EVEN_ROWS: tl.constexpr, EVEN_DEPTH: tl.constexpr, POLICY: tl.constexpr):
     """A tile with zeros where there is nothing; without masks where there is nothing to mask."""
     if EVEN_ROWS and EVEN_DEPTH:

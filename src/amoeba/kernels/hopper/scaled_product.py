@@ -10,9 +10,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 The persistent kernel of `amoeba.kernels.hopper.product`, with another inside. The matrix unit adds up e4m3 products in
 fewer bits than fp32 has, so it starts from zero every 128 of the depth, and threads add its result, times both scales,
 to sums in fp32. A warpgroup has 64 rows by 256 columns: their sums take 128 registers a thread, the transient result of
-the matrix unit, of one half of the columns after the other, 64. Meanwhile it multiplies for the other warpgroup. Scales
-are loaded one step ahead. All this costs nothing: dx takes as long without any scales (1140 to 1210 TFLOP/s on an H200,
-2026-11-16).
+the matrix unit, of one half of the columns after the other, 64. Meanwhile it multiplies for the other warpgroup, which
+is why they take turns (`scaled_product_turns`). Scales are loaded one step ahead, or come with rows.
 
 Widths are multiples of 64, see `scaled_product_kernel`. Matrices are stored along the depth, the matrix unit takes e4m3
 in no other way: a product with the transposed matrix needs a transposed copy.
@@ -89,13 +88,14 @@ def _measured(plan: Plan, depth: int, columns: int) -> Ways:
     """The fastest on an H200 (docs/log.md, 2026-11-16 and 17). TFLOP/s at qwen3_30b and dsv3, then of others in the
     same run:
 
-    up, h in bf16     along    1040, 1172      brisk 932, 989
-    up, h in e4m3     along     996, 1128      plain 924, 1118
-    up, h not kept    along    1132, 1198      under 1053, 1151
-    dA'               along    1099, 1165      all, when it was in fp32, 1016, 1173
-    down              under    1124, 1219      plain 1038, 1192                         depths of 768 and 2048
-    dx                under    1191            plain 1157                               a depth of 1536
-    dx                plain          1223      under 1207                               a depth of 4096
+    up, h in bf16     along             1033, 1193      along before turns    1018, 1153
+    up, h in e4m3     along             1035, 1239      without turns         1033, 1193    plain (earlier) 924, 1118
+    up, h not kept    along             1169, 1296      without turns         1161, 1257    under (earlier) 1053, 1151
+    dA'               along             1139, 1282      without turns         1121, 1241
+    down              under             1131            in turns              1084          a depth of 768
+    down              under in turns          1272      under                       1246    a depth of 2048
+    dx                under             1205            in turns              1189          a depth of 1536
+    dx                under in turns          1319      under                       1265    a depth of 4096
 
     Biases and half blocks have the same bits in other ways, but were not timed so: they keep what they had. So do tiles
     that are no whole turns of the ring of stages, which cannot take `along`."""
