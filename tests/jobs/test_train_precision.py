@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 
 from typer.testing import CliRunner
 
+from amoeba.backends import fp8_choice
 from amoeba.cli import app
 from amoeba.commands.run_console import describe
 from amoeba.integrations.experts_module import experts_modules
@@ -111,6 +112,12 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cpu, hopper = torch.device("cpu"), torch.device("cuda")
     served, other = (build("qwen3_moe", hidden_size=64, moe_intermediate_size=size).bfloat16() for size in (64, 96))
+    small = run_precision(served, "auto", hopper)
+    assert small.backend.endswith(
+        "without fp8 (fp8 pays for experts of 2048 x 768 numbers and more, these are of 64 x 64)"
+    )
+    assert small.code_bytes == 0
+    monkeypatch.setattr(fp8_choice, "LEAST_SIZE", 64 * 64)
     for precision in ("fp8", "auto"):
         found = run_precision(served, precision, hopper)
         assert found.backend == "triton, products in fp8 by our kernels for Hopper" and found.code_bytes > 0

@@ -55,9 +55,8 @@ def why_not(request: Request, rows: int | None = None, experts: int | None = Non
     """Why "auto" leaves these experts in their own dtype; or None."""
     if (reason := BACKEND.why_not(request)) is not None:
         return reason
-    hidden, inner = request.weights.hidden, request.weights.intermediate
-    if hidden * inner < LEAST_SIZE:
-        return f"fp8 pays for experts of 2048 x 768 numbers and more, these are of {hidden} x {inner}"
+    if (reason := too_small(request.weights)) is not None:
+        return reason
     rows = request.routing.expert_TK.numel() if rows is None else rows
     experts = request.weights.num_experts if experts is None else experts
     unchanged = promise() is not None
@@ -66,3 +65,12 @@ def why_not(request: Request, rows: int | None = None, experts: int | None = Non
         said = ", with weights unchanged" if unchanged else ""
         return f"fp8 pays from {fewest} rows per expert on{said}, here {rows} are for {experts}"
     return None
+
+
+def too_small(weights: AnyExperts) -> str | None:
+    """Why "auto" takes fp8 for these experts with no number of rows; or None."""
+    if weights.hidden * weights.intermediate >= LEAST_SIZE:
+        return None
+    return (
+        f"fp8 pays for experts of 2048 x 768 numbers and more, these are of {weights.hidden} x {weights.intermediate}"
+    )

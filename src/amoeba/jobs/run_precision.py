@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from amoeba import cost
-from amoeba.backends import fp8, fp8_triton
+from amoeba.backends import fp8, fp8_choice, fp8_triton
 from amoeba.errors import counted
 from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.integrations.own_tensors import sharded_modules
@@ -45,7 +45,7 @@ def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecis
     sharded = {name: placed for name, (_, placed) in sharded_modules(model).items()}
     others = (weights_of(module) for name, module in experts_modules(model).items() if name not in sharded)
     layers = [*(placed.local for placed in sharded.values()), *filter(None, others)]
-    refused = [fp8_triton.why_not_on(device, weights) for weights in layers]
+    refused = [_why_not(device, weights, precision) for weights in layers]
     code_bytes = sum(
         cost.code_bytes(
             experts=weights.num_experts,
@@ -60,6 +60,13 @@ def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecis
     return RunPrecision(precision, summary_of(precision), _backends(refused, precision), code_bytes, bool(sharded))
 
 
+def _why_not(device: torch.device, weights: Any, precision: str) -> str | None:
+    """Why the kernels do not take a layer, or None."""
+    if (reason := fp8_triton.why_not_on(device, weights)) is not None:
+        return f"{fp8_triton.BACKEND.name} {reason}"
+    return fp8_choice.too_small(weights) if precision == AUTO else None
+
+
 def _backends(refused: list[str | None], precision: str) -> str:
     """refused: for each layer why the kernels do not take it, or None."""
     kernels, torch_alone = (f"{each.BACKEND.name}, {each.BACKEND.summary}" for each in (fp8_triton, fp8))
@@ -67,6 +74,6 @@ def _backends(refused: list[str | None], precision: str) -> str:
     reasons = list(dict.fromkeys(reason for reason in refused if reason is not None))
     if not reasons:
         return kernels
-    because = f"{other} ({fp8_triton.BACKEND.name} {', '.join(reasons)})"
+    because = f"{other} ({', '.join(reasons)})"
     left = len(refused) - refused.count(None)
     return because if left == len(refused) else f"{kernels}; for {counted(left, 'layer')} {because}"
