@@ -95,6 +95,8 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
             assert found["steps"] == 2, name
             assert found["local_accesses_in_steps"] == 0, f"{name} does not keep its sums in registers"
             assert found["waits_in_steps"] == 4, f"{name} waits elsewhere than for its two products"
+            in_turns = name in ALONG or "in turns" in name
+            assert found["turns_in_steps"] == (4 if in_turns else 0), f"{name}: each product hands its turn over"
         else:
             assert found["local_accesses_between_products"] <= 2, f"{name} does not keep its sums in registers"
         if name in SCALED_GRADIENTS:
@@ -334,6 +336,7 @@ def figures(compiled: Any) -> dict[str, int]:
         "steps": len(steps),
         "local_accesses_in_steps": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in steps),
         "waits_in_steps": sum(loop.count("WARPGROUP.DEPBAR") for loop in steps),
+        "turns_in_steps": sum(loop.count("BAR.ARV") for loop in steps),
         "local_accesses_between_products": sum(one < at < other for at in local for one, other in loops),
     }
 
