@@ -86,6 +86,7 @@ def store_buffer(out, desc, buffer, stride, row, end, column, width, shift, whol
 
 @gluon.jit
 def store_masked(out, buffer, stride, row, end, column, width, shift):
+    """What a buffer holds, by threads, up to the last row and column."""
     HEIGHT: gl.constexpr = buffer.shape[0]
     COLUMNS: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
