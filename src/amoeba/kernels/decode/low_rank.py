@@ -205,8 +205,9 @@ def times_low(b, low, rank):
 @triton.jit
 def add_low_rank(total, b_OR, o, o_ok, low_S, slot_ok, RANK: tl.constexpr):
     """total + B · low of many slots, by the tensor cores; by the rows o of one expert's B. Of many ranks so many at a
-    time as find room: fp32 is multiplied in registers."""
-    NARROW: tl.constexpr = low_S.dtype.element_ty.primitive_bitwidth <= 16
+    time as find room: fp32 is multiplied in registers, and a B in fp32 comes through them."""
+    WIDE_B: tl.constexpr = b_OR.dtype.element_ty.primitive_bitwidth > 16
+    NARROW: tl.constexpr = not WIDE_B and low_S.dtype.element_ty.primitive_bitwidth <= 16
     MOST: tl.constexpr = MOST_RANKS if NARROW else MOST_WIDE_RANKS
     STEP: tl.constexpr = STEP_RANKS if NARROW else MOST_WIDE_RANKS
     if RANK <= MOST:
