@@ -117,6 +117,7 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest
         "without fp8 (fp8 pays for experts of 2048 x 768 numbers and more, these are of 64 x 64)"
     )
     assert small.code_bytes == 0
+    assert run_precision(served, "fp8", hopper).backend.startswith("triton, ")  # by name it is taken
     monkeypatch.setattr(fp8_choice, "LEAST_SIZE", 64 * 64)
     for precision in ("fp8", "auto"):
         found = run_precision(served, precision, hopper)

@@ -68,9 +68,8 @@ def why_not(request: Request, rows: int | None = None, experts: int | None = Non
 
 
 def too_small(weights: AnyExperts) -> str | None:
-    """Why "auto" takes fp8 for these experts with no number of rows; or None."""
-    if weights.hidden * weights.intermediate >= LEAST_SIZE:
+    """Why "auto" does not take fp8 for these experts, however many rows they get; or None."""
+    hidden, inner = weights.hidden, weights.intermediate
+    if hidden * inner >= LEAST_SIZE:
         return None
-    return (
-        f"fp8 pays for experts of 2048 x 768 numbers and more, these are of {weights.hidden} x {weights.intermediate}"
-    )
+    return f"fp8 pays for experts of 2048 x 768 numbers and more, these are of {hidden} x {inner}"
