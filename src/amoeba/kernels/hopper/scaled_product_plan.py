@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def REGISTERS(self) -> list[int]:
-        """Of the second warpgroup's threads and of those that fill stages, so that neither puts sums of a step aside."""
+        """Of the second warpgroup's threads and of those that fill stages, so that neither puts a step's sums aside."""
         return [224, 56] if self.ACTIVATE or self.AHEAD or self.UNDER else [216, 72]
 
     @property
