@@ -45,7 +45,8 @@ _SHARE_OF_MEMORY = 0.8
 _LARGEST_FP32_COPY = 1 << 30
 _NOT_ASKED_FOR = "was not asked for"
 _WARM, _RECOMPUTED = ", weights unchanged", ", h recomputed"
-# Of experts in codes on a CPU, what `auto` leaves aside: measured where it is asked for.
+# Frozen experts in codes. On a GPU they are measured with few tokens, and with many where they are asked for; on a CPU
+# also by what `auto` leaves aside, where that is asked for.
 _CODED = ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")
 BY_BACKEND = {f"{coded} by {backend}": (coded, backend) for coded in _CODED for backend in ("eager", "cpu-fused")}
 RECIPES = tuple(recipe + way for recipe in SUMMARIES for way in ("", _WARM, _RECOMPUTED))
@@ -63,7 +64,8 @@ def implementations(
     if not lora:
         in_fp8, not_in_fp8 = _in_fp8(workload)
         found, left_out = found + in_fp8, left_out | not_in_fp8
-    decodes = workload.shape.forward_only and workload.device.type == "cuda"
+    on_gpu = workload.device.type == "cuda" and not training
+    decodes = on_gpu and (workload.shape.forward_only or any(name in _CODED for name in ours or ()))
     if lora or ((infers or decodes) and workload.dtype == torch.bfloat16):
         for more in (_elsewhere, _by_other_backends, _in_fp32):
             more_found, more_left_out = more(workload, ours)

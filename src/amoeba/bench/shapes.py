@@ -77,6 +77,8 @@ _TABLE = (
     Shape("lora_decode", 1, 512, 256, 32, 4, forward_only=True, rank=8),
     Shape("lora_qwen3_512", 512, 2048, 768, 128, 8, rank=8),
     Shape("lora_qwen3_2048", 2048, 2048, 768, 128, 8, rank=8),
+    Shape("lora_qwen3_8192", 8192, 2048, 768, 128, 8, rank=16),
+    Shape("lora_gpt_oss_4096", 4096, 2880, 2880, 32, 4, rank=16),  # without its biases and clamps
     Shape("lora_dsv2lite_512", 512, 2048, 1408, 64, 6, rank=8),
     Shape("lora_dsv2lite_2048", 2048, 2048, 1408, 64, 6, rank=8),
     Shape("lora_dsv3_512", 512, 7168, 2048, 64, 8, rank=16),
