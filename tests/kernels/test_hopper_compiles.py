@@ -270,6 +270,7 @@ def _type_of(argument: Any) -> str:
         torch.int64: "i64",
         torch.float32: "fp32",
         torch.float8_e4m3fn: "fp8e4nv",
+        torch.uint8: "u8",
     }
     if isinstance(argument, torch.Tensor):
         return f"*{names[argument.dtype]}"

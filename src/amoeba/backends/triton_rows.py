@@ -105,6 +105,14 @@ class TritonRows(SortedRows):
         )
         return h_NJ
 
+    def _multiply_x_then_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor:
+        """... by two kernels."""
+        weights = self.problem.weights
+        h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if h_NJ is None else h_NJ
+        self._multiply(self.x, weights.gate_up_EJH, h_NJ, bias_EO=weights.gate_up_bias_EJ, addend=addend)
+        activate(h_NJ, weights.activation, a_NI, self.offs_E)
+        return h_NJ
+
     def down(self, a_NI: Any) -> Tensor:
         y_NH, weights = self.new_rows(self.problem.weights.hidden), self.problem.weights
         addend = None if self.low_rank is None else self.low_rank.add_to_y(a_NI)
@@ -276,10 +284,7 @@ class HopperRows(TritonRows):
 
         weights = self.problem.weights
         if weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1:
-            h_NJ = self.new_rows(weights.gate_up_EJH.shape[1]) if h_NJ is None else h_NJ
-            self._multiply(self.x, weights.gate_up_EJH, h_NJ, bias_EO=weights.gate_up_bias_EJ, addend=addend)
-            activate(h_NJ, weights.activation, a_NI, self.offs_E)
-            return h_NJ
+            return self._multiply_x_then_activate(h_NJ, a_NI, addend)
         x_TH, order_N = self._gathered(self.x)
         assert order_N is not None
         product.up(
@@ -393,6 +398,16 @@ def in_whole_pieces(rows_TH: Tensor) -> Tensor:
 
 def why_not_hopper(problem: Problem) -> str | None:
     """The reason why plain Triton computes the products instead."""
+    if (reason := why_not_on_hopper(problem)) is not None:
+        return reason
+    for name, weight in (("gate_up", problem.weights.gate_up_EJH), ("down", problem.weights.down_EHI)):
+        if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()) or place_of(weight) % 16:
+            return f"needs {name} in one piece, its strides are {weight.stride()}"
+    return None
+
+
+def why_not_on_hopper(problem: Problem) -> str | None:
+    """... whatever kind of weights there are."""
     x_TH = problem.x_TH
     if x_TH.device.type != "cuda" or torch.cuda.get_device_capability(x_TH.device)[0] != 9:
         return "needs a Hopper GPU (compute capability 9.0)"
@@ -401,7 +416,4 @@ def why_not_hopper(problem: Problem) -> str | None:
     for name, width in (("H", x_TH.shape[1]), ("I", problem.weights.down_EHI.shape[2])):
         if width % HOPPER_WIDTH:
             return f"needs {name} to be a multiple of {HOPPER_WIDTH}, it is {width}"
-    for name, weight in (("gate_up", problem.weights.gate_up_EJH), ("down", problem.weights.down_EHI)):
-        if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()) or place_of(weight) % 16:
-            return f"needs {name} in one piece, its strides are {weight.stride()}"
     return None

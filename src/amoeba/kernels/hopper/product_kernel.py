@@ -316,7 +316,7 @@ def _consume_carrying(
 
 
 @gluon.jit
-def _consume(
+def consume(
     table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, depth, width, columns,
     h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -357,11 +357,11 @@ def product_kernel(
     deep = depth if PLAN.SHORT else depth + rank
     gl.warp_specialize(
         [
-            (_consume, (
+            (consume, (
                 table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(0), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
-            (_consume, (
+            (consume, (
                 table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
                 columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),

@@ -1,0 +1,186 @@
+"""Codes of weights to bf16 in shared memory, by a warpgroup of their own, for Hopper's products with them.
+
+E experts · O rows of a stored matrix
+
+A stage of the matrix is decoded in four parts, each thread 32 numbers of a row at a time, with the scale they share (or
+the two, in blocks of 16). A number is its code times its scale in fp32, rounded to bf16: what
+`QuantisedMatrix.dequantise` gives, bit by bit.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from amoeba.kernels.hopper.descriptor import reinterpret
+
+# Of a stage.
+PARTS = gl.constexpr(4)
+
+# Four codes of e4m3 and their scales to four numbers.
+_E4M3 = gl.constexpr("""
+{
+    .reg .b16 low, high, a, b, c, d;
+    .reg .b32 first, second;
+    .reg .f32 p, q, r, s;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 first, low;
+    cvt.rn.f16x2.e4m3x2 second, high;
+    mov.b32 {a, b}, first;
+    mov.b32 {c, d}, second;
+    cvt.f32.f16 p, a;
+    cvt.f32.f16 q, b;
+    cvt.f32.f16 r, c;
+    cvt.f32.f16 s, d;
+    mul.f32 p, p, $3;
+    mul.f32 q, q, $4;
+    mul.f32 r, r, $5;
+    mul.f32 s, s, $6;
+    cvt.rn.bf16x2.f32 $0, q, p;
+    cvt.rn.bf16x2.f32 $1, s, r;
+}
+""")
+# Bytes of two codes of e2m1 to words of two numbers. Both nibbles come to the lower ends of a word's halves; one
+# multiplication brings a nibble's sign to bit 15 and the rest to bits 6 to 8, which is the number times 2^-126 in bf16;
+# what else it leaves is masked. The scale is a power of two, in both halves of a word: neither product rounds, unless
+# what comes out is below 2^-126.
+_E2M1_POWER = gl.constexpr("""
+{
+    .reg .b32 upper, raise, none;
+    mov.b32 raise, 0x7E807E80;
+    mov.b32 none, 0x80008000;
+    shr.u32 upper, $4, 4;
+    prmt.b32 $0, $4, upper, 0x4400;
+    prmt.b32 $1, $4, upper, 0x5511;
+    prmt.b32 $2, $4, upper, 0x6622;
+    prmt.b32 $3, $4, upper, 0x7733;
+    and.b32 $0, $0, 0x000F000F;
+    and.b32 $1, $1, 0x000F000F;
+    and.b32 $2, $2, 0x000F000F;
+    and.b32 $3, $3, 0x000F000F;
+    mul.lo.u32 $0, $0, 0x1040;
+    mul.lo.u32 $1, $1, 0x1040;
+    mul.lo.u32 $2, $2, 0x1040;
+    mul.lo.u32 $3, $3, 0x1040;
+    and.b32 $0, $0, 0x81C081C0;
+    and.b32 $1, $1, 0x81C081C0;
+    and.b32 $2, $2, 0x81C081C0;
+    and.b32 $3, $3, 0x81C081C0;
+    fma.rn.bf16x2 $0, $0, raise, none;
+    fma.rn.bf16x2 $1, $1, raise, none;
+    fma.rn.bf16x2 $2, $2, raise, none;
+    fma.rn.bf16x2 $3, $3, raise, none;
+    fma.rn.bf16x2 $0, $0, $5, none;
+    fma.rn.bf16x2 $1, $1, $6, none;
+    fma.rn.bf16x2 $2, $2, $7, none;
+    fma.rn.bf16x2 $3, $3, $8, none;
+}
+""")
+# The same where a scale is any number of fp32, here times 2^14: of the nibbles fp16 is made, which is 2^-14 of them.
+_PAIR = """
+    prmt.b32 v, $4, upper, {bytes};
+    and.b32 w, v, 0x00080008;
+    and.b32 v, v, 0x00070007;
+    mul.lo.u32 w, w, 0x1000;
+    mad.lo.u32 v, v, 0x200, w;
+    mov.b32 {{a, b}}, v;
+    cvt.f32.f16 p, a;
+    cvt.f32.f16 q, b;
+    mul.f32 p, p, {scale};
+    mul.f32 q, q, {scale};
+    cvt.rn.bf16x2.f32 {out}, q, p;
+"""
+_PAIRS = "".join(_PAIR.format(bytes=f"0x{4 + i}{4 + i}{i}{i}", scale=f"${5 + i}", out=f"${i}") for i in range(4))
+_E2M1 = gl.constexpr(
+    "{ .reg .b32 upper, v, w; .reg .b16 a, b; .reg .f32 p, q; shr.u32 upper, $4, 4;" + _PAIRS + "}"
+)
+_RAISED = gl.constexpr(16384.0)
+
+
+@gluon.jit
+def load_scales(
+    scales, k, n, width, columns, part_rows, part_blocks, across, PART: gl.constexpr, PLAN: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """As they are stored, (rows, groups) of one part of the stage at k. scales: the expert's. across: in a row."""
+    layout: gl.constexpr = PLAN.GROUPS_LAYOUT
+    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    of_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    if PLAN.B_K_MAJOR:
+        ROWS: gl.constexpr = BLOCK_N // PARTS
+        GROUPS: gl.constexpr = BLOCK_K // PLAN.GROUP
+        if PLAN.PAIRED:
+            first = n * PLAN.COLUMNS + PART % 2 * ROWS
+            row = gl.minimum(first + gl.arange(0, ROWS, of_rows), columns - 1) + PART // 2 * columns
+        else:
+            row = gl.minimum(n * BLOCK_N + PART * ROWS + gl.arange(0, ROWS, of_rows), width - 1)
+        column = k + gl.arange(0, GROUPS, of_groups) * PLAN.GROUP
+    else:
+        ROWS: gl.constexpr = BLOCK_K // PARTS
+        GROUPS: gl.constexpr = BLOCK_N // PLAN.GROUP
+        row = k + PART * ROWS + gl.arange(0, ROWS, of_rows)
+        column = gl.minimum(n * BLOCK_N + gl.arange(0, GROUPS, of_groups) * PLAN.GROUP, width - 1)
+    if PLAN.ROW_BLOCK > 1:
+        second = (row >= part_rows).to(gl.int32)  # of two parts, or none
+        row = second * part_blocks + (row - second * part_rows) // PLAN.ROW_BLOCK
+    return gl.load(scales + (row * across)[:, None] + (column // PLAN.COLUMN_BLOCK)[None, :])
+
+
+@gluon.jit
+def _e4m3_to_float(code):
+    """fp32 of codes in uint8."""
+    size = (code & 127).to(gl.int32)
+    bits = (size << 20) | ((code & 128).to(gl.int32) << 24)  # the number times 2^-120
+    value = bits.to(gl.float32, bitcast=True) * 1.329227995784916e36
+    return gl.where(size == 127, float("nan"), value)
+
+
+@gluon.jit
+def _power(code):
+    """The exponents' powers of two in bf16, in both halves of a word."""
+    exponent = code.to(gl.int32)
+    half = gl.where(exponent == 0, 0x40, gl.where(exponent == 255, 0x7FC0, exponent << 7))
+    return half * 0x10001
+
+
+@gluon.jit
+def _e8m0_to_float(code):
+    exponent = code.to(gl.int32)
+    bits = gl.where(exponent == 0, 1 << 22, gl.where(exponent == 255, 0x7FC00000, exponent << 23))
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def decode_part(code_buf, matrix_buf, scale, of_matrix, PART: gl.constexpr, PLAN: gl.constexpr):
+    """One part of a stage. scale: as `load_scales` gives it. of_matrix: of the expert's, where the format has it."""
+    ROWS: gl.constexpr = code_buf.shape[0] // PARTS
+    WIDTH: gl.constexpr = code_buf.shape[1]
+    BYTES: gl.constexpr = PLAN.GROUP * PLAN.BITS // 8
+    layout: gl.constexpr = PLAN.GROUPS_LAYOUT
+    flat: gl.constexpr = PLAN.CODES_LAYOUT
+    code = code_buf.slice(PART * ROWS, ROWS, 0).load(flat)
+    code = gl.convert_layout(code.reshape((ROWS, WIDTH // BYTES, BYTES)), layout, assert_trivial=True)
+    if PLAN.SCALE == "e4m3":
+        scale = _e4m3_to_float(scale) * of_matrix
+    elif PLAN.SCALE == "e8m0" and PLAN.BITS == 8:
+        scale = _e8m0_to_float(scale)
+    if PLAN.BITS == 8:
+        value = gl.inline_asm_elementwise(
+            _E4M3, "=r,=r,r,f,f,f,f", [code, scale[:, :, None]], dtype=gl.bfloat16, is_pure=True, pack=4
+        )
+        into = matrix_buf
+    else:
+        if PLAN.SCALE == "e8m0":
+            value = gl.inline_asm_elementwise(
+                _E2M1_POWER, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, _power(scale)[:, :, None]], dtype=gl.int32,
+                is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            value = gl.inline_asm_elementwise(
+                _E2M1, "=&r,=&r,=&r,=&r,r,f,f,f,f", [code, (scale * _RAISED)[:, :, None]], dtype=gl.int32,
+                is_pure=True, pack=4,
+            )  # fmt: skip
+        words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+        into = reinterpret(matrix_buf, gl.int32, [ROWS * PARTS, WIDTH], words)
+    value = gl.convert_layout(value.reshape((ROWS, WIDTH)), flat, assert_trivial=True)
+    into.slice(PART * ROWS, ROWS, 0).store(value)
