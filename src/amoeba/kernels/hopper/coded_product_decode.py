@@ -2,8 +2,7 @@
 
 E experts · O rows of a stored matrix
 
-A stage of the matrix is decoded in four parts, each thread 32 numbers of a row at a time, with the scale they share (or
-the two, in blocks of 16). A number is its code times its scale in fp32, rounded to bf16: what
+A thread has 32 numbers of each of four rows of a stage, and the scale they share (or the two, in blocks of 16). A number is its code times its scale in fp32, rounded to bf16: what
 `QuantisedMatrix.dequantise` gives, bit by bit.
 """
 
@@ -14,8 +13,6 @@ from triton.experimental.gluon import language as gl
 
 from amoeba.kernels.hopper.descriptor import reinterpret
 
-# Of a stage.
-PARTS = gl.constexpr(4)
 
 # Four codes of e4m3 and their scales to four numbers.
 _E4M3 = gl.constexpr("""
@@ -99,27 +96,24 @@ _RAISED = gl.constexpr(16384.0)
 
 @gluon.jit
 def load_scales(
-    scales, k, n, width, columns, part_rows, part_blocks, across, PART: gl.constexpr, PLAN: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    scales, k, n, width, columns, part_rows, part_blocks, across, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """As they are stored, (rows, groups) of one part of the stage at k. scales: the expert's. across: in a row."""
+    """As they are stored, (rows, groups) of the stage at k. scales: the expert's. across: in a row."""
     layout: gl.constexpr = PLAN.GROUPS_LAYOUT
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     of_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     if PLAN.B_K_MAJOR:
-        ROWS: gl.constexpr = BLOCK_N // PARTS
-        GROUPS: gl.constexpr = BLOCK_K // PLAN.GROUP
+        row = gl.arange(0, BLOCK_N, of_rows)
         if PLAN.PAIRED:
-            first = n * PLAN.COLUMNS + PART % 2 * ROWS
-            row = gl.minimum(first + gl.arange(0, ROWS, of_rows), columns - 1) + PART // 2 * columns
+            of_up = row // PLAN.COLUMNS
+            row = gl.minimum(n * PLAN.COLUMNS + row % PLAN.COLUMNS, columns - 1) + of_up * columns
         else:
-            row = gl.minimum(n * BLOCK_N + PART * ROWS + gl.arange(0, ROWS, of_rows), width - 1)
-        column = k + gl.arange(0, GROUPS, of_groups) * PLAN.GROUP
+            row = gl.minimum(n * BLOCK_N + row, width - 1)
+        column = k + gl.arange(0, BLOCK_K // PLAN.GROUP, of_groups) * PLAN.GROUP
     else:
-        ROWS: gl.constexpr = BLOCK_K // PARTS
-        GROUPS: gl.constexpr = BLOCK_N // PLAN.GROUP
-        row = k + PART * ROWS + gl.arange(0, ROWS, of_rows)
-        column = gl.minimum(n * BLOCK_N + gl.arange(0, GROUPS, of_groups) * PLAN.GROUP, width - 1)
+        row = k + gl.arange(0, BLOCK_K, of_rows)
+        column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N // PLAN.GROUP, of_groups) * PLAN.GROUP, width - 1)
     if PLAN.ROW_BLOCK > 1:
         second = (row >= part_rows).to(gl.int32)  # of two parts, or none
         row = second * part_blocks + (row - second * part_rows) // PLAN.ROW_BLOCK
@@ -151,14 +145,14 @@ def _e8m0_to_float(code):
 
 
 @gluon.jit
-def decode_part(code_buf, matrix_buf, scale, of_matrix, PART: gl.constexpr, PLAN: gl.constexpr):
-    """One part of a stage. scale: as `load_scales` gives it. of_matrix: of the expert's, where the format has it."""
-    ROWS: gl.constexpr = code_buf.shape[0] // PARTS
+def decode(code_buf, matrix_buf, scale, of_matrix, PLAN: gl.constexpr):
+    """A stage. scale: as `load_scales` gives it. of_matrix: of the expert's, where the format has it."""
+    ROWS: gl.constexpr = code_buf.shape[0]
     WIDTH: gl.constexpr = code_buf.shape[1]
     BYTES: gl.constexpr = PLAN.GROUP * PLAN.BITS // 8
     layout: gl.constexpr = PLAN.GROUPS_LAYOUT
     flat: gl.constexpr = PLAN.CODES_LAYOUT
-    code = code_buf.slice(PART * ROWS, ROWS, 0).load(flat)
+    code = code_buf.load(flat)
     code = gl.convert_layout(code.reshape((ROWS, WIDTH // BYTES, BYTES)), layout, assert_trivial=True)
     if PLAN.SCALE == "e4m3":
         scale = _e4m3_to_float(scale) * of_matrix
@@ -181,6 +175,6 @@ def decode_part(code_buf, matrix_buf, scale, of_matrix, PART: gl.constexpr, PLAN
                 is_pure=True, pack=4,
             )  # fmt: skip
         words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-        into = reinterpret(matrix_buf, gl.int32, [ROWS * PARTS, WIDTH], words)
+        into = reinterpret(matrix_buf, gl.int32, [ROWS, WIDTH], words)
     value = gl.convert_layout(value.reshape((ROWS, WIDTH)), flat, assert_trivial=True)
-    into.slice(PART * ROWS, ROWS, 0).store(value)
+    into.store(value)

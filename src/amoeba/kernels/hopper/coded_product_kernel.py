@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from amoeba.kernels.hopper.coded_product_decode import decode_part, load_scales
+from amoeba.kernels.hopper.coded_product_decode import decode, load_scales
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather
 from amoeba.kernels.hopper.order import place_of_tile
 from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
@@ -84,18 +84,6 @@ def _fetch_codes(
 
 
 @gluon.jit
-def _scales_of_step(
-    scales, k, n, width, columns, part_rows, part_blocks, across, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    first = load_scales(scales, k, n, width, columns, part_rows, part_blocks, across, 0, PLAN, BLOCK_N, BLOCK_K)
-    second = load_scales(scales, k, n, width, columns, part_rows, part_blocks, across, 1, PLAN, BLOCK_N, BLOCK_K)
-    third = load_scales(scales, k, n, width, columns, part_rows, part_blocks, across, 2, PLAN, BLOCK_N, BLOCK_K)
-    fourth = load_scales(scales, k, n, width, columns, part_rows, part_blocks, across, 3, PLAN, BLOCK_N, BLOCK_K)
-    return first, second, third, fourth
-
-
-@gluon.jit
 def _fill(
     row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, row_bufs, matrix_bufs,
     code_bufs, full, empty, coded, depth, rank, width, columns, part_rows, part_blocks, across, scales_of_expert,
@@ -133,13 +121,16 @@ def _fill(
         if PLAN.MATRIX_SCALE:
             of_matrix = gl.load(matrix_scale + expert)
         own = scales + expert.to(gl.int64) * scales_of_expert
-        scale0, scale1, scale2, scale3 = _scales_of_step(
-            own, 0, n, width, columns, part_rows, part_blocks, across, PLAN, BLOCK_N, BLOCK_K
-        )
+        scale = load_scales(own, 0, n, width, columns, part_rows, part_blocks, across, PLAN, BLOCK_N, BLOCK_K)
         for k in range(0, depth, BLOCK_K):
             stage = count % STAGES
             slot = decoded % CODE_STAGES
             bar = full.index(stage)
+            next_scale = load_scales(
+                own, gl.minimum(k + BLOCK_K, depth - BLOCK_K), n, width, columns, part_rows, part_blocks, across, PLAN,
+                BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            mbarrier.wait(coded.index(slot), (decoded // CODE_STAGES) & 1)
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             if PLAN.GATHER:
                 gather(row_bufs.index(stage), pointers)
@@ -147,17 +138,7 @@ def _fill(
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
                 bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
-            next0, next1, next2, next3 = _scales_of_step(
-                own, gl.minimum(k + BLOCK_K, depth - BLOCK_K), n, width, columns, part_rows, part_blocks, across, PLAN,
-                BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            mbarrier.wait(coded.index(slot), (decoded // CODE_STAGES) & 1)
-            code_buf = code_bufs.index(slot)
-            matrix_buf = matrix_bufs.index(stage)
-            decode_part(code_buf, matrix_buf, scale0, of_matrix, 0, PLAN)
-            decode_part(code_buf, matrix_buf, scale1, of_matrix, 1, PLAN)
-            decode_part(code_buf, matrix_buf, scale2, of_matrix, 2, PLAN)
-            decode_part(code_buf, matrix_buf, scale3, of_matrix, 3, PLAN)
+            decode(code_bufs.index(slot), matrix_bufs.index(stage), scale, of_matrix, PLAN)
             fence_async_shared()
             barrier()  # all have read and written
             if PLAN.GATHER:
@@ -171,7 +152,7 @@ def _fill(
                     k + AHEAD - gl.where(inside, 0, depth), gl.where(inside, n, next_n), depth, width, columns, PLAN,
                     BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-            scale0, scale1, scale2, scale3 = next0, next1, next2, next3
+            scale = next_scale
             count += 1
             decoded += 1
         if PLAN.LOW > 0:  # these rows are sorted, and their matrix is no code
@@ -222,5 +203,5 @@ def coded_product_kernel(
             )),
         ],
         [4, 4],
-        [208, 88],
+        [200, 104],
     )  # fmt: skip
