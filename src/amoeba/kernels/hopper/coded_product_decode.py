@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from amoeba.kernels.hopper.descriptor import reinterpret
 
 
-# Four codes of e4m3 and their scales to four numbers.
+# A word of four codes of e4m3 and their scale to two words of two numbers.
 _E4M3 = gl.constexpr("""
 {
     .reg .b16 low, high, a, b, c, d;
@@ -30,49 +30,25 @@ _E4M3 = gl.constexpr("""
     cvt.f32.f16 r, c;
     cvt.f32.f16 s, d;
     mul.f32 p, p, $3;
-    mul.f32 q, q, $4;
-    mul.f32 r, r, $5;
-    mul.f32 s, s, $6;
+    mul.f32 q, q, $3;
+    mul.f32 r, r, $3;
+    mul.f32 s, s, $3;
     cvt.rn.bf16x2.f32 $0, q, p;
     cvt.rn.bf16x2.f32 $1, s, r;
 }
 """)
-# Bytes of two codes of e2m1 to words of two numbers. Both nibbles come to the lower ends of a word's halves; one
-# multiplication brings a nibble's sign to bit 15 and the rest to bits 6 to 8, which is the number times 2^-126 in bf16;
-# what else it leaves is masked. The scale is a power of two, in both halves of a word: neither product rounds, unless
-# what comes out is below 2^-126.
-_E2M1_POWER = gl.constexpr("""
-{
-    .reg .b32 upper, raise, none;
-    mov.b32 raise, 0x7E807E80;
-    mov.b32 none, 0x80008000;
-    shr.u32 upper, $4, 4;
-    prmt.b32 $0, $4, upper, 0x4400;
-    prmt.b32 $1, $4, upper, 0x5511;
-    prmt.b32 $2, $4, upper, 0x6622;
-    prmt.b32 $3, $4, upper, 0x7733;
-    and.b32 $0, $0, 0x000F000F;
-    and.b32 $1, $1, 0x000F000F;
-    and.b32 $2, $2, 0x000F000F;
-    and.b32 $3, $3, 0x000F000F;
-    mul.lo.u32 $0, $0, 0x1040;
-    mul.lo.u32 $1, $1, 0x1040;
-    mul.lo.u32 $2, $2, 0x1040;
-    mul.lo.u32 $3, $3, 0x1040;
-    and.b32 $0, $0, 0x81C081C0;
-    and.b32 $1, $1, 0x81C081C0;
-    and.b32 $2, $2, 0x81C081C0;
-    and.b32 $3, $3, 0x81C081C0;
-    fma.rn.bf16x2 $0, $0, raise, none;
-    fma.rn.bf16x2 $1, $1, raise, none;
-    fma.rn.bf16x2 $2, $2, raise, none;
-    fma.rn.bf16x2 $3, $3, raise, none;
-    fma.rn.bf16x2 $0, $0, $5, none;
-    fma.rn.bf16x2 $1, $1, $6, none;
-    fma.rn.bf16x2 $2, $2, $7, none;
-    fma.rn.bf16x2 $3, $3, $8, none;
-}
-""")
+# A word of eight codes of e2m1 to four words of two numbers. The nibbles of a byte come to the lower ends of a word's
+# halves; one multiplication brings a nibble's sign to bit 15 and the rest to bits 6 to 8, which is the number times
+# 2^-126 in bf16; what else it leaves is masked. The scale is a power of two, in both halves of a word: neither product
+# rounds, unless what comes out is below 2^-126.
+_PAIR_BY_POWER = """
+    prmt.b32 {out}, $4, upper, {bytes};
+    and.b32 {out}, {out}, 0x000F000F;
+    mul.lo.u32 {out}, {out}, 0x1040;
+    and.b32 {out}, {out}, 0x81C081C0;
+    fma.rn.bf16x2 {out}, {out}, raise, none;
+    fma.rn.bf16x2 {out}, {out}, $5, none;
+"""
 # The same where a scale is any number of fp32, here times 2^14: of the nibbles fp16 is made, which is 2^-14 of them.
 _PAIR = """
     prmt.b32 v, $4, upper, {bytes};
@@ -83,15 +59,48 @@ _PAIR = """
     mov.b32 {{a, b}}, v;
     cvt.f32.f16 p, a;
     cvt.f32.f16 q, b;
-    mul.f32 p, p, {scale};
-    mul.f32 q, q, {scale};
+    mul.f32 p, p, $5;
+    mul.f32 q, q, $5;
     cvt.rn.bf16x2.f32 {out}, q, p;
 """
-_PAIRS = "".join(_PAIR.format(bytes=f"0x{4 + i}{4 + i}{i}{i}", scale=f"${5 + i}", out=f"${i}") for i in range(4))
-_E2M1 = gl.constexpr(
-    "{ .reg .b32 upper, v, w; .reg .b16 a, b; .reg .f32 p, q; shr.u32 upper, $4, 4;" + _PAIRS + "}"
-)
+
+
+def _of_word(pair: str) -> str:
+    return "shr.u32 upper, $4, 4;" + "".join(pair.format(bytes=f"0x{i + 4}{i + 4}{i}{i}", out=f"${i}") for i in range(4))
+
+
+_CONSTANTS = "mov.b32 raise, 0x7E807E80; mov.b32 none, 0x80008000;"
+_E2M1_BY_POWER = gl.constexpr("{ .reg .b32 upper, raise, none;" + _CONSTANTS + _of_word(_PAIR_BY_POWER) + "}")
+_E2M1 = gl.constexpr("{ .reg .b32 upper, v, w; .reg .b16 a, b; .reg .f32 p, q;" + _of_word(_PAIR) + "}")
 _RAISED = gl.constexpr(16384.0)
+
+
+@gluon.jit
+def _rows_of_stage(n, width, columns, LAYOUT: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of the stored matrix, where its rows are columns of the product; behind the last one, the last one again."""
+    row = gl.arange(0, BLOCK_N, LAYOUT)
+    if PLAN.PAIRED:
+        return gl.minimum(n * PLAN.COLUMNS + row % PLAN.COLUMNS, columns - 1) + row // PLAN.COLUMNS * columns
+    else:
+        return gl.minimum(n * BLOCK_N + row, width - 1)
+
+
+@gluon.jit
+def load_codes(
+    codes, k, n, width, columns, words, PLAN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr
+):  # fmt: skip
+    """Words of codes of the stage at k. codes: the expert's, with so many words in a row."""
+    layout: gl.constexpr = PLAN.CODES_LAYOUT
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    of_words: gl.constexpr = gl.SliceLayout(0, layout)
+    if PLAN.B_K_MAJOR:
+        row = _rows_of_stage(n, width, columns, of_rows, PLAN, BLOCK_N)
+        word = gl.arange(0, BLOCK_K * PLAN.BITS // 32, of_words)
+        return gl.load(codes + k * PLAN.BITS // 32 + (row * words)[:, None] + word[None, :])
+    else:
+        row = gl.arange(0, BLOCK_K, of_rows)
+        word = n * (BLOCK_N * PLAN.BITS // 32) + gl.arange(0, BLOCK_N * PLAN.BITS // 32, of_words)
+        return gl.load(codes + k * words + (row * words)[:, None] + word[None, :], mask=(word < words)[None, :])
 
 
 @gluon.jit
@@ -104,12 +113,7 @@ def load_scales(
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     of_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     if PLAN.B_K_MAJOR:
-        row = gl.arange(0, BLOCK_N, of_rows)
-        if PLAN.PAIRED:
-            of_up = row // PLAN.COLUMNS
-            row = gl.minimum(n * PLAN.COLUMNS + row % PLAN.COLUMNS, columns - 1) + of_up * columns
-        else:
-            row = gl.minimum(n * BLOCK_N + row, width - 1)
+        row = _rows_of_stage(n, width, columns, of_rows, PLAN, BLOCK_N)
         column = k + gl.arange(0, BLOCK_K // PLAN.GROUP, of_groups) * PLAN.GROUP
     else:
         row = k + gl.arange(0, BLOCK_K, of_rows)
@@ -145,36 +149,34 @@ def _e8m0_to_float(code):
 
 
 @gluon.jit
-def decode(code_buf, matrix_buf, scale, of_matrix, PLAN: gl.constexpr):
-    """A stage. scale: as `load_scales` gives it. of_matrix: of the expert's, where the format has it."""
-    ROWS: gl.constexpr = code_buf.shape[0]
-    WIDTH: gl.constexpr = code_buf.shape[1]
-    BYTES: gl.constexpr = PLAN.GROUP * PLAN.BITS // 8
+def decode(code, matrix_buf, scale, of_matrix, PLAN: gl.constexpr):
+    """A stage, of words of codes and scales as they are loaded. of_matrix: the expert's, where the format has it."""
+    ROWS: gl.constexpr = code.shape[0]
+    WORDS: gl.constexpr = code.shape[1]
+    IN_GROUP: gl.constexpr = PLAN.GROUP * PLAN.BITS // 32
     layout: gl.constexpr = PLAN.GROUPS_LAYOUT
-    flat: gl.constexpr = PLAN.CODES_LAYOUT
-    code = code_buf.load(flat)
-    code = gl.convert_layout(code.reshape((ROWS, WIDTH // BYTES, BYTES)), layout, assert_trivial=True)
+    code = gl.convert_layout(code.reshape((ROWS, WORDS // IN_GROUP, IN_GROUP)), layout, assert_trivial=True)
     if PLAN.SCALE == "e4m3":
         scale = _e4m3_to_float(scale) * of_matrix
     elif PLAN.SCALE == "e8m0" and PLAN.BITS == 8:
         scale = _e8m0_to_float(scale)
     if PLAN.BITS == 8:
-        value = gl.inline_asm_elementwise(
-            _E4M3, "=r,=r,r,f,f,f,f", [code, scale[:, :, None]], dtype=gl.bfloat16, is_pure=True, pack=4
+        first, second = gl.inline_asm_elementwise(
+            _E4M3, "=r,=r,r,f", [code, scale[:, :, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
-        into = matrix_buf
+        pairs = gl.join(first, second)
     else:
         if PLAN.SCALE == "e8m0":
-            value = gl.inline_asm_elementwise(
-                _E2M1_POWER, "=&r,=&r,=&r,=&r,r,r,r,r,r", [code, _power(scale)[:, :, None]], dtype=gl.int32,
-                is_pure=True, pack=4,
+            first, second, third, fourth = gl.inline_asm_elementwise(
+                _E2M1_BY_POWER, "=&r,=&r,=&r,=&r,r,r", [code, _power(scale)[:, :, None]],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
             )  # fmt: skip
         else:
-            value = gl.inline_asm_elementwise(
-                _E2M1, "=&r,=&r,=&r,=&r,r,f,f,f,f", [code, (scale * _RAISED)[:, :, None]], dtype=gl.int32,
-                is_pure=True, pack=4,
+            first, second, third, fourth = gl.inline_asm_elementwise(
+                _E2M1, "=&r,=&r,=&r,=&r,r,f", [code, (scale * _RAISED)[:, :, None]],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
             )  # fmt: skip
-        words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-        into = reinterpret(matrix_buf, gl.int32, [ROWS, WIDTH], words)
-    value = gl.convert_layout(value.reshape((ROWS, WIDTH)), flat, assert_trivial=True)
-    into.store(value)
+        pairs = gl.join(gl.join(first, third), gl.join(second, fourth))
+    words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    into = reinterpret(matrix_buf, gl.int32, [ROWS, WORDS * 16 // PLAN.BITS], words)
+    into.store(pairs.reshape((ROWS, WORDS * 16 // PLAN.BITS)))

@@ -105,7 +105,7 @@ class Plan:
         return (self.COLUMNS, BLOCK_K) if self.PAIRED else self.MATRIX
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Constants:
     """A plan as the compiler takes it: each of its values is a compile-time constant."""
 
@@ -115,6 +115,11 @@ class Constants:
         if not name.isupper():
             raise AttributeError(name)
         return tl.constexpr(getattr(self.plan, name))
+
+    def __repr__(self) -> str:
+        """Compiled kernels are kept under it, so it has all that they were made from."""
+        names = sorted(name for name in dir(self.plan) if name.isupper())
+        return f"{type(self.plan).__name__}({', '.join(f'{name}={getattr(self.plan, name)!r}' for name in names)})"
 
 
 @gluon.jit
