@@ -22,10 +22,10 @@ from amoeba.config import Activation
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank
-from amoeba.kernels.hopper.coded_product_kernel import RUN, CodedPlan, coded_product_kernel
+from amoeba.kernels.hopper.coded_product_kernel import CODE_STAGES, RUN, STAGES, CodedPlan, coded_product_kernel
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
 from amoeba.kernels.hopper.order import list_tiles, order_of_product
-from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, STAGES, Constants
+from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, Constants
 from amoeba.kernels.hopper.ways import chosen_constants, is_thrifty
 from amoeba.kernels.launch import cdiv
 from amoeba.kernels.programs import programs, sharing
@@ -44,6 +44,8 @@ def why_not(matrix: QuantisedMatrix) -> str | None:
         return f"has no way to decode blocks of {rows} x {columns} in {matrix.format.name}"
     if matrix.parts > 2:
         return f"knows matrices of two parts at most, not {matrix.parts}"
+    if min(matrix.shape[1:]) < CODE_STAGES * BLOCK_K:
+        return f"needs sizes of {CODE_STAGES * BLOCK_K} or more, this is {tuple(matrix.shape[1:])}"
     if not (matrix.data.is_contiguous() and matrix.scales.is_contiguous()) or place_of(matrix.data) % 16:
         return "reads codes and scales that are contiguous"
     return None
@@ -63,11 +65,13 @@ def _bound(plan: CodedPlan) -> Any:
         PLAN=Constants(plan),
         ROW_LAYOUT=shared_layout(_ROWS, torch.bfloat16),
         MATRIX_LAYOUT=shared_layout(plan.MATRIX, torch.bfloat16),
+        CODE_LAYOUT=shared_layout(plan.CODES, torch.int32),
         STAGE_LAYOUT=shared_layout(plan.STAGED, torch.bfloat16),
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
         STAGES=STAGES,
+        CODE_STAGES=CODE_STAGES,
         GROUP_M=GROUP_M,
         num_warps=4,
     )
@@ -113,7 +117,7 @@ def _launch(
     )
     if plan.ORDER > 0:
         table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, BLOCK_M)
-    codes = matrix.data.view(torch.int32)
+    codes = matrix.data.view(-1, matrix.data.shape[2]).view(torch.int32)
     part_rows = stored_rows // matrix.parts
     row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
     h_desc = None if h is None else descriptor(h, plan.STAGED)
@@ -126,6 +130,7 @@ def _launch(
     h = out if h is None else h
     _bound(plan)[(programs(out.device),)](
         row_desc,
+        descriptor(codes, plan.COPIED_CODES, shared_layout(plan.CODES, torch.int32)),
         low_desc,
         factor_desc,
         h_desc,
@@ -133,7 +138,6 @@ def _launch(
         rows,
         table if order_N is None else order_N,  # the table stands for what this plan does not read
         table,
-        codes,
         matrix.scales,
         matrix.scales if matrix.matrix_scale is None else matrix.matrix_scale,
         table if bias_EO is None else bias_EO,
@@ -145,9 +149,7 @@ def _launch(
         width // 2 if plan.PAIRED else width,
         part_rows,
         cdiv(part_rows, block_rows),
-        codes.shape[2],
         matrix.scales.shape[2],
-        codes.shape[1] * codes.shape[2],
         matrix.scales.shape[1] * matrix.scales.shape[2],
         rows.stride(0),
         h.stride(0),

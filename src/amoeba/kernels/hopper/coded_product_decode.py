@@ -86,24 +86,6 @@ def _rows_of_stage(n, width, columns, LAYOUT: gl.constexpr, PLAN: gl.constexpr, 
 
 
 @gluon.jit
-def load_codes(
-    codes, k, n, width, columns, words, PLAN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr
-):  # fmt: skip
-    """Words of codes of the stage at k. codes: the expert's, with so many words in a row."""
-    layout: gl.constexpr = PLAN.CODES_LAYOUT
-    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    of_words: gl.constexpr = gl.SliceLayout(0, layout)
-    if PLAN.B_K_MAJOR:
-        row = _rows_of_stage(n, width, columns, of_rows, PLAN, BLOCK_N)
-        word = gl.arange(0, BLOCK_K * PLAN.BITS // 32, of_words)
-        return gl.load(codes + k * PLAN.BITS // 32 + (row * words)[:, None] + word[None, :])
-    else:
-        row = gl.arange(0, BLOCK_K, of_rows)
-        word = n * (BLOCK_N * PLAN.BITS // 32) + gl.arange(0, BLOCK_N * PLAN.BITS // 32, of_words)
-        return gl.load(codes + k * words + (row * words)[:, None] + word[None, :], mask=(word < words)[None, :])
-
-
-@gluon.jit
 def load_scales(
     scales, k, n, width, columns, part_rows, part_blocks, across, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -149,8 +131,8 @@ def _e8m0_to_float(code):
 
 
 @gluon.jit
-def decode(code, matrix_buf, scale, of_matrix, PLAN: gl.constexpr):
-    """A stage, of words of codes and scales as they are loaded. of_matrix: the expert's, where the format has it."""
+def decode(code, scale, of_matrix, PLAN: gl.constexpr):
+    """The numbers of a stage, two in a word, of words of codes and scales as they are stored. of_matrix: the expert's, where the format has it."""
     ROWS: gl.constexpr = code.shape[0]
     WORDS: gl.constexpr = code.shape[1]
     IN_GROUP: gl.constexpr = PLAN.GROUP * PLAN.BITS // 32
@@ -177,6 +159,10 @@ def decode(code, matrix_buf, scale, of_matrix, PLAN: gl.constexpr):
                 dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
             )  # fmt: skip
         pairs = gl.join(gl.join(first, third), gl.join(second, fourth))
-    words: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    into = reinterpret(matrix_buf, gl.int32, [ROWS, WORDS * 16 // PLAN.BITS], words)
-    into.store(pairs.reshape((ROWS, WORDS * 16 // PLAN.BITS)))
+    return pairs.reshape((ROWS, WORDS * 16 // PLAN.BITS))
+
+
+@gluon.jit
+def store_numbers(numbers, matrix_buf):
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    reinterpret(matrix_buf, gl.int32, numbers.shape, layout).store(numbers)

@@ -1,7 +1,8 @@
 """The persistent product kernel of Hopper for experts in codes: who fills the stages decodes.
 
 Launched by `amoeba.kernels.hopper.coded_product`. Rows, sums and results are those of `product_kernel`, whose
-consumers these are. Codes go through registers, and are a stage of the matrix like any other when they are decoded.
+consumers these are. Codes come by the bulk copy engine to a ring of their own, some steps ahead; decoded, they are a
+stage of the matrix like any other.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from amoeba.kernels.hopper.coded_product_decode import decode, load_codes, load_scales
+from amoeba.kernels.hopper.coded_product_decode import decode, load_scales, store_numbers
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather
 from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
 from amoeba.kernels.hopper.product_kernel import Plan, consume, share_of_tiles
 from amoeba.kernels.hopper.scaled_product_scales import clamped_place
 from amoeba.kernels.launch import quick
 
+# Of rows and decoded numbers, and of codes: with the buffers of the epilogue 224 KB of the 227.
+STAGES, CODE_STAGES = 3, 3
 # Numbers of a row that a thread decodes at a time.
 RUN = 32
 
@@ -32,6 +35,18 @@ class CodedPlan(Plan):
     ROW_BLOCK: int = 1  # rows and columns that share a scale
     COLUMN_BLOCK: int = 32
     MATRIX_SCALE: bool = False
+
+    @property
+    def CODES(self) -> tuple[int, int]:
+        """Words of a stage, down and across."""
+        rows, columns = self.MATRIX
+        return rows, columns * self.BITS // 32
+
+    @property
+    def COPIED_CODES(self) -> tuple[int, int]:
+        """... and as many as are copied at a time."""
+        rows, columns = self.COPIED
+        return rows, columns * self.BITS // 32
 
     @property
     def CODES_LAYOUT(self) -> Any:
@@ -59,24 +74,62 @@ class CodedPlan(Plan):
 
 
 @gluon.jit
-def _fill(
-    row_desc, low_desc, factor_desc, x, order, table, codes, scales, matrix_scale, row_bufs, matrix_bufs, full, empty,
-    depth, rank, width, columns, part_rows, part_blocks, words, across, of_expert, scales_of_expert, x_stride, top_k,
-    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+def _fetch_codes(
+    code_desc, code_bufs, coded, slot, expert, k, n, depth, width, columns, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Stages as they come free: rows are sent for, codes of the matrix are decoded that were sent for a step ago."""
+    bar = coded.index(slot)
+    buffer = code_bufs.index(slot)
+    mbarrier.expect(bar, BLOCK_N * BLOCK_K * PLAN.BITS // 8)
+    if PLAN.PAIRED:
+        at = expert * width + n * PLAN.COLUMNS
+        bulk_load(code_desc, [at, k * PLAN.BITS // 32], bar, buffer.slice(0, PLAN.COLUMNS, 0))
+        bulk_load(code_desc, [at + columns, k * PLAN.BITS // 32], bar, buffer.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0))
+    elif PLAN.B_K_MAJOR:
+        bulk_load(code_desc, [expert * width + n * BLOCK_N, k * PLAN.BITS // 32], bar, buffer)
+    else:
+        bulk_load(code_desc, [expert * depth + k, n * (BLOCK_N * PLAN.BITS // 32)], bar, buffer)
+
+
+@gluon.jit
+def _hand_over(full, count, pending, PLAN: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """The stage that was written last, by all threads. BYTES: of its rows, where the copy engine brings them."""
+    bar = full.index((count + STAGES - 1) % STAGES)
+    if PLAN.GATHER:
+        mbarrier.arrive(bar, count=1, pred=pending)
+    else:
+        mbarrier.expect(bar, BYTES, pred=pending)
+
+
+@gluon.jit
+def _fill(
+    row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, row_bufs, matrix_bufs,
+    code_bufs, full, empty, coded, depth, rank, width, columns, part_rows, part_blocks, across, scales_of_expert,
+    x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """Stages as they come free: rows are sent for, and decoded numbers written. A stage is handed over when the next
+    one is decoded, with one barrier for what was written and for the codes that were read; so nobody waits for stores.
+    """
+    AHEAD: gl.constexpr = CODE_STAGES * BLOCK_K
+    ROW_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    count = 0
+    count, decoded, pending = 0, 0, False
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     expert, row, end, n = clamped_place(first, table, tiles, column_tiles, 0, GROUP_M, PLAN.ORDER)
-    code = load_codes(codes + expert.to(gl.int64) * of_expert, 0, n, width, columns, words, PLAN, BLOCK_N, BLOCK_K)
+    if first < behind:
+        for slot in gl.static_range(CODE_STAGES):
+            _fetch_codes(
+                code_desc, code_bufs, coded, slot, expert, slot * BLOCK_K, n, depth, width, columns, PLAN, BLOCK_N,
+                BLOCK_K,
+            )  # fmt: skip
     scale = load_scales(
         scales + expert.to(gl.int64) * scales_of_expert, 0, n, width, columns, part_rows, part_blocks, across, PLAN,
         BLOCK_N, BLOCK_K,
     )  # fmt: skip
     for tile in range(first, behind, step):
+        more = tile + step < behind
         next_expert, next_row, next_end, next_n = clamped_place(
             tile + step, table, tiles, column_tiles, 0, GROUP_M, PLAN.ORDER
         )
@@ -88,59 +141,75 @@ def _fill(
         if PLAN.MATRIX_SCALE:
             of_matrix = gl.load(matrix_scale + expert)
         for k in range(0, depth, BLOCK_K):
-            stage = count % STAGES
-            bar = full.index(stage)
-            inside = k + BLOCK_K < depth
-            then = gl.where(inside, k + BLOCK_K, 0)
-            at = gl.where(inside, n, next_n)
-            of = gl.where(inside, expert, next_expert).to(gl.int64)
-            next_code = load_codes(codes + of * of_expert, then, at, width, columns, words, PLAN, BLOCK_N, BLOCK_K)
+            last = k + BLOCK_K >= depth
+            of = gl.where(last, next_expert, expert).to(gl.int64)
             next_scale = load_scales(
-                scales + of * scales_of_expert, then, at, width, columns, part_rows, part_blocks, across, PLAN,
-                BLOCK_N, BLOCK_K,
+                scales + of * scales_of_expert, gl.where(last, 0, k + BLOCK_K), gl.where(last, next_n, n), width,
+                columns, part_rows, part_blocks, across, PLAN, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            slot = decoded % CODE_STAGES
+            mbarrier.wait(coded.index(slot), (decoded // CODE_STAGES) & 1)
+            numbers = decode(code_bufs.index(slot).load(PLAN.CODES_LAYOUT), scale, of_matrix, PLAN)
+            fence_async_shared()
+            barrier()
+            _hand_over(full, count, pending, PLAN, ROW_BYTES, STAGES)
+            inside = k + AHEAD < depth
+            if inside | more:
+                _fetch_codes(
+                    code_desc, code_bufs, coded, slot, gl.where(inside, expert, next_expert),
+                    k + AHEAD - gl.where(inside, 0, depth), gl.where(inside, n, next_n), depth, width, columns, PLAN,
+                    BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             if PLAN.GATHER:
                 gather(row_bufs.index(stage), pointers)
                 pointers += BLOCK_K
-                async_copy.mbarrier_arrive(bar, increment_count=False)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             else:
-                bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
-            decode(code, matrix_bufs.index(stage), scale, of_matrix, PLAN)
-            fence_async_shared()
-            barrier()  # all have written
-            if PLAN.GATHER:
-                mbarrier.arrive(bar, count=1)
-            else:
-                mbarrier.expect(bar, BLOCK_M * BLOCK_K * 2)
-            code, scale = next_code, next_scale
+                bulk_load(row_desc, [row, k], full.index(stage), row_bufs.index(stage))
+            store_numbers(numbers, matrix_bufs.index(stage))
+            scale = next_scale
             count += 1
+            decoded += 1
+            pending = True
         if PLAN.LOW > 0:  # these rows are sorted, and their matrix is no code
+            fence_async_shared()
+            barrier()
+            _hand_over(full, count, pending, PLAN, ROW_BYTES, STAGES)
+            pending = False
             count = fill_product(
                 low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
                 columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         expert, row, end, n = next_expert, next_row, next_end, next_n
+    fence_async_shared()
+    barrier()
+    _hand_over(full, count, pending, PLAN, ROW_BYTES, STAGES)
 
 
 @quick
 @gluon.jit
 def coded_product_kernel(
-    row_desc, low_desc, factor_desc, h_desc, out_desc, x, order, table, codes, scales, matrix_scale, bias, h, out,
-    depth, rank, width, columns, part_rows, part_blocks, words, across, of_expert, scales_of_expert, x_stride,
-    h_stride, out_stride, top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr,
+    row_desc, code_desc, low_desc, factor_desc, h_desc, out_desc, x, order, table, scales, matrix_scale, bias, h, out,
+    depth, rank, width, columns, part_rows, part_blocks, across, scales_of_expert, x_stride, h_stride, out_stride,
+    top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, CODE_LAYOUT: gl.constexpr,
     STAGE_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = out.dtype.element_ty
     row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, PLAN.MATRIX[0], PLAN.MATRIX[1]], MATRIX_LAYOUT)
+    code_bufs = gl.allocate_shared_memory(gl.int32, [CODE_STAGES, PLAN.CODES[0], PLAN.CODES[1]], CODE_LAYOUT)
     staging = gl.allocate_shared_memory(dtype, [PLAN.PARTS, BLOCK_M // 2, BLOCK_N // PLAN.PARTS], STAGE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    coded = gl.allocate_shared_memory(gl.int64, [CODE_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # who decoded, and 128 gathering threads
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    for i in gl.static_range(CODE_STAGES):
+        mbarrier.init(coded.index(i), count=1)
     deep = depth if PLAN.SHORT else depth + rank
     gl.warp_specialize(
         [
@@ -153,9 +222,10 @@ def coded_product_kernel(
                 columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
             (_fill, (
-                row_desc, low_desc, factor_desc, x, order, table, codes, scales, matrix_scale, row_bufs, matrix_bufs,
-                full, empty, depth, rank, width, columns, part_rows, part_blocks, words, across, of_expert,
-                scales_of_expert, x_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+                row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, row_bufs,
+                matrix_bufs, code_bufs, full, empty, coded, depth, rank, width, columns, part_rows, part_blocks,
+                across, scales_of_expert, x_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CODE_STAGES,
+                GROUP_M,
             )),
         ],
         [4, 4],

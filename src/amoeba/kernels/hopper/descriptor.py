@@ -29,7 +29,7 @@ DTYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
-    torch.uint8: gl.uint8,
+    torch.int32: gl.int32,
 }
 
 
