@@ -68,9 +68,7 @@ class CodedPlan(Plan):
     @property
     def REGISTERS(self) -> list[int]:
         """Of the second consumer, and of those who fill."""
-        if self.BITS == 4:
-            return [184, 136]
-        return [176, 152] if self.ACTIVATE or not self.GATHER else [168, 168]
+        return [200, 104]
 
 
 @gluon.jit
@@ -92,30 +90,19 @@ def _fetch_codes(
 
 
 @gluon.jit
-def _hand_over(full, count, pending, PLAN: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """The stage that was written last, by all threads. BYTES: of its rows, where the copy engine brings them."""
-    bar = full.index((count + STAGES - 1) % STAGES)
-    if PLAN.GATHER:
-        mbarrier.arrive(bar, count=1, pred=pending)
-    else:
-        mbarrier.expect(bar, BYTES, pred=pending)
-
-
-@gluon.jit
 def _fill(
     row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, row_bufs, matrix_bufs,
     code_bufs, full, empty, coded, depth, rank, width, columns, part_rows, part_blocks, across, scales_of_expert,
     x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Stages as they come free: rows are sent for, and decoded numbers written. A stage is handed over when the next
-    one is decoded, with one barrier for what was written and for the codes that were read; so nobody waits for stores.
-    """
+    """Stages as they come free: rows are sent for, then the codes of the matrix are decoded. Codes themselves come
+    CODE_STAGES steps ahead, those of the next tile too; scales a step ahead, before all waits: a fence comes later,
+    which would wait for them."""
     AHEAD: gl.constexpr = CODE_STAGES * BLOCK_K
-    ROW_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    count, decoded, pending = 0, 0, False
+    count, decoded = 0, 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     expert, row, end, n = clamped_place(first, table, tiles, column_tiles, 0, GROUP_M, PLAN.ORDER)
     if first < behind:
@@ -124,10 +111,6 @@ def _fill(
                 code_desc, code_bufs, coded, slot, expert, slot * BLOCK_K, n, depth, width, columns, PLAN, BLOCK_N,
                 BLOCK_K,
             )  # fmt: skip
-    scale = load_scales(
-        scales + expert.to(gl.int64) * scales_of_expert, 0, n, width, columns, part_rows, part_blocks, across, PLAN,
-        BLOCK_N, BLOCK_K,
-    )  # fmt: skip
     for tile in range(first, behind, step):
         more = tile + step < behind
         next_expert, next_row, next_end, next_n = clamped_place(
@@ -140,19 +123,32 @@ def _fill(
         of_matrix = 1.0
         if PLAN.MATRIX_SCALE:
             of_matrix = gl.load(matrix_scale + expert)
+        own = scales + expert.to(gl.int64) * scales_of_expert
+        scale = load_scales(own, 0, n, width, columns, part_rows, part_blocks, across, PLAN, BLOCK_N, BLOCK_K)
         for k in range(0, depth, BLOCK_K):
-            last = k + BLOCK_K >= depth
-            of = gl.where(last, next_expert, expert).to(gl.int64)
             next_scale = load_scales(
-                scales + of * scales_of_expert, gl.where(last, 0, k + BLOCK_K), gl.where(last, next_n, n), width,
-                columns, part_rows, part_blocks, across, PLAN, BLOCK_N, BLOCK_K,
+                own, gl.minimum(k + BLOCK_K, depth - BLOCK_K), n, width, columns, part_rows, part_blocks, across, PLAN,
+                BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            stage = count % STAGES
             slot = decoded % CODE_STAGES
+            bar = full.index(stage)
             mbarrier.wait(coded.index(slot), (decoded // CODE_STAGES) & 1)
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            if PLAN.GATHER:
+                gather(row_bufs.index(stage), pointers)
+                pointers += BLOCK_K
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
             numbers = decode(code_bufs.index(slot).load(PLAN.CODES_LAYOUT), scale, of_matrix, PLAN)
+            store_numbers(numbers, matrix_bufs.index(stage))
             fence_async_shared()
-            barrier()
-            _hand_over(full, count, pending, PLAN, ROW_BYTES, STAGES)
+            barrier()  # all have read and written
+            if PLAN.GATHER:
+                mbarrier.arrive(bar, count=1)
+            else:
+                mbarrier.expect(bar, BLOCK_M * BLOCK_K * 2)
             inside = k + AHEAD < depth
             if inside | more:
                 _fetch_codes(
@@ -160,32 +156,15 @@ def _fill(
                     k + AHEAD - gl.where(inside, 0, depth), gl.where(inside, n, next_n), depth, width, columns, PLAN,
                     BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            if PLAN.GATHER:
-                gather(row_bufs.index(stage), pointers)
-                pointers += BLOCK_K
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            else:
-                bulk_load(row_desc, [row, k], full.index(stage), row_bufs.index(stage))
-            store_numbers(numbers, matrix_bufs.index(stage))
             scale = next_scale
             count += 1
             decoded += 1
-            pending = True
         if PLAN.LOW > 0:  # these rows are sorted, and their matrix is no code
-            fence_async_shared()
-            barrier()
-            _hand_over(full, count, pending, PLAN, ROW_BYTES, STAGES)
-            pending = False
             count = fill_product(
                 low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
                 columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         expert, row, end, n = next_expert, next_row, next_end, next_n
-    fence_async_shared()
-    barrier()
-    _hand_over(full, count, pending, PLAN, ROW_BYTES, STAGES)
 
 
 @quick
