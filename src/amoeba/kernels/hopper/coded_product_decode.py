@@ -76,49 +76,34 @@ _RAISED = gl.constexpr(16384.0)
 
 
 @gluon.jit
-def _row_of_scales(row, part_rows, part_blocks, PLAN: gl.constexpr):
-    if PLAN.ROW_BLOCK > 1:
-        second = (row >= part_rows).to(gl.int32)  # of two parts, or none
-        row = second * part_blocks + (row - second * part_rows) // PLAN.ROW_BLOCK
-    return row
-
-
-@gluon.jit
-def scales_of_columns(
-    n, width, columns, part_rows, part_blocks, across, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Where the scales of a tile's columns lie in an expert's, wherever along the depth; behind the last column, where
-    its are. WARPGROUP: which half of a stage is decoded. across: scales in a row."""
-    if PLAN.B_K_MAJOR:
-        HALF: gl.constexpr = BLOCK_N // 2
-        row = gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, PLAN.GROUPS_LAYOUT)))
-        if PLAN.PAIRED:
-            row = gl.minimum(n * HALF + row, columns - 1) + WARPGROUP * columns
-        else:
-            row = gl.minimum(n * BLOCK_N + WARPGROUP * HALF + row, width - 1)
-        return _row_of_scales(row, part_rows, part_blocks, PLAN) * across
+def _rows_of_stage(n, width, columns, LAYOUT: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of the stored matrix, where its rows are columns of the product; behind the last one, the last one again."""
+    row = gl.arange(0, BLOCK_N, LAYOUT)
+    if PLAN.PAIRED:
+        return gl.minimum(n * PLAN.COLUMNS + row % PLAN.COLUMNS, columns - 1) + row // PLAN.COLUMNS * columns
     else:
-        group = gl.arange(0, BLOCK_N // PLAN.GROUP, gl.SliceLayout(0, gl.SliceLayout(2, PLAN.GROUPS_LAYOUT)))
-        return gl.minimum(n * BLOCK_N + group * PLAN.GROUP, width - 1) // PLAN.COLUMN_BLOCK
+        return gl.minimum(n * BLOCK_N + row, width - 1)
 
 
 @gluon.jit
 def load_scales(
-    scales, of_columns, k, part_rows, part_blocks, across, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    scales, k, n, width, columns, part_rows, part_blocks, across, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """As they are stored, (rows, groups) of half a stage at k. scales: the expert's. of_columns: by
-    `scales_of_columns`."""
+    """As they are stored, (rows, groups) of the stage at k. scales: the expert's. across: in a row."""
+    layout: gl.constexpr = PLAN.GROUPS_LAYOUT
+    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    of_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     if PLAN.B_K_MAJOR:
-        group = gl.arange(0, BLOCK_K // PLAN.GROUP, gl.SliceLayout(0, gl.SliceLayout(2, PLAN.GROUPS_LAYOUT)))
-        column = (k + group * PLAN.GROUP) // PLAN.COLUMN_BLOCK
-        return gl.load(scales + of_columns[:, None] + column[None, :])
+        row = _rows_of_stage(n, width, columns, of_rows, PLAN, BLOCK_N)
+        column = k + gl.arange(0, BLOCK_K // PLAN.GROUP, of_groups) * PLAN.GROUP
     else:
-        HALF: gl.constexpr = BLOCK_K // 2
-        row = gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, PLAN.GROUPS_LAYOUT)))
-        row = _row_of_scales(k + WARPGROUP * HALF + row, part_rows, part_blocks, PLAN) * across
-        return gl.load(scales + row[:, None] + of_columns[None, :])
+        row = k + gl.arange(0, BLOCK_K, of_rows)
+        column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N // PLAN.GROUP, of_groups) * PLAN.GROUP, width - 1)
+    if PLAN.ROW_BLOCK > 1:
+        second = (row >= part_rows).to(gl.int32)  # of two parts, or none
+        row = second * part_blocks + (row - second * part_rows) // PLAN.ROW_BLOCK
+    return gl.load(scales + (row * across)[:, None] + (column // PLAN.COLUMN_BLOCK)[None, :])
 
 
 @gluon.jit
@@ -178,10 +163,6 @@ def decode(code, scale, of_matrix, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def store_numbers(numbers, matrix_buf, WARPGROUP: gl.constexpr):
-    """To their half of a stage."""
+def store_numbers(numbers, matrix_buf):
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    HALF: gl.constexpr = numbers.shape[0]
-    reinterpret(matrix_buf, gl.int32, [2 * HALF, numbers.shape[1]], layout).slice(WARPGROUP * HALF, HALF, 0).store(
-        numbers
-    )
+    reinterpret(matrix_buf, gl.int32, numbers.shape, layout).store(numbers)
