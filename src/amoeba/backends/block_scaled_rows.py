@@ -5,7 +5,9 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,14 @@ from amoeba.backends.triton_rows import (
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.block_scaled_product import multiply_rows
 from amoeba.kernels.sort import sort_rows
+from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.problem import Needs, Problem, Saved
+
+# Rows of an expert, on average, from which on a product with dequantised experts is faster, dequantising included: by
+# an H200's times for 512 rows (2026-11-17, docs/log.md). NVFP4 takes most instructions to decode.
+MANY_ROWS, MANY_ROWS_OF_NVFP4 = 640, 320
+# Of dequantised experts at a time.
+DEQUANTISED_BYTES = 512 << 20
 
 
 class BlockScaledRows(TritonRows):
@@ -64,28 +73,45 @@ class BlockScaledRows(TritonRows):
 
 
 class HopperBlockScaledRows(HopperRows):
-    """By Gluon's kernels, which decode on the way to the matrix unit."""
+    """By Gluon's kernels: codes are decoded on their way to the matrix unit, once for each tile of rows; where experts
+    have many rows, some experts are dequantised at a time, once for all rows."""
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
-        from amoeba.kernels.hopper import coded_product
+        from amoeba.kernels.hopper import coded_product, product
 
         weights = self.problem.weights
         if weights.activation.interleaved:
             return self._multiply_x_then_activate(h_NJ, a_NI, addend)
         x_TH, order_N = self._gathered(self.x)
         assert order_N is not None
-        coded_product.up(
-            x_TH,
-            order_N,
-            self.top_k,
-            weights.gate_up_EJH.matrix,
-            self.table,
-            weights.activation,
-            a_NI,
-            h_NJ=h_NJ,
-            bias_EJ=weights.gate_up_bias_EJ,
-            addend=addend,
-        )
+        matrix, bias_EJ = weights.gate_up_EJH.matrix, weights.gate_up_bias_EJ
+        if not self._is_dequantised(matrix):
+            coded_product.up(
+                x_TH,
+                order_N,
+                self.top_k,
+                matrix,
+                self.table,
+                weights.activation,
+                a_NI,
+                h_NJ=h_NJ,
+                bias_EJ=bias_EJ,
+                addend=addend,
+            )
+            return h_NJ
+        for part in self._dequantised(matrix, bias_EJ, addend):
+            product.up(
+                x_TH,
+                order_N,
+                self.top_k,
+                part.matrix_EOI,
+                part.table,
+                weights.activation,
+                a_NI,
+                h_NJ=h_NJ,
+                bias_EJ=part.bias_EO,
+                addend=part.addend,
+            )
         return h_NJ
 
     def _multiply(
@@ -97,20 +123,72 @@ class HopperBlockScaledRows(HopperRows):
         bias_EO: Tensor | None = None,
         addend: Addend | None = None,
     ) -> None:
-        from amoeba.kernels.hopper import coded_product
+        from amoeba.kernels.hopper import coded_product, product
 
         plain, order_N = self._gathered(rows)
-        coded_product.multiply(
-            plain,
-            matrix_EOI.matrix,
-            self.table,
-            out_NO,
-            transposed=matrix_EOI.transposed,
-            order_N=order_N,
-            top_k=self.top_k,
-            bias_EO=bias_EO,
-            addend=addend,
-        )
+        matrix, transposed = matrix_EOI.matrix, matrix_EOI.transposed
+        if not self._is_dequantised(matrix):
+            coded_product.multiply(
+                plain,
+                matrix,
+                self.table,
+                out_NO,
+                transposed=transposed,
+                order_N=order_N,
+                top_k=self.top_k,
+                bias_EO=bias_EO,
+                addend=addend,
+            )
+            return
+        for part in self._dequantised(matrix, bias_EO, addend):
+            product.multiply(
+                plain,
+                part.matrix_EOI.mT if transposed else part.matrix_EOI,
+                part.table,
+                out_NO,
+                order_N=order_N,
+                top_k=self.top_k,
+                bias_EO=part.bias_EO,
+                addend=part.addend,
+            )
+
+    def _is_dequantised(self, matrix: QuantisedMatrix) -> bool:
+        many = MANY_ROWS_OF_NVFP4 if matrix.format.scale == "e4m3" else MANY_ROWS
+        return self.order_N.shape[0] >= many * matrix.shape[0]
+
+    def _dequantised(
+        self, matrix: QuantisedMatrix, bias_EO: Tensor | None, addend: Addend | None
+    ) -> Iterator[_SomeExperts]:
+        """So many experts at a time as `DEQUANTISED_BYTES` hold; in one place, which the next ones take."""
+        from amoeba.kernels.dequantise import dequantise
+        from amoeba.kernels.hopper.product import tile_table
+
+        experts, rows, columns = matrix.shape
+        x_TH = self.problem.x_TH
+        at_once = min(experts, max(1, DEQUANTISED_BYTES // (rows * columns * x_TH.element_size())))
+        place = torch.empty((at_once, rows, columns), dtype=x_TH.dtype, device=x_TH.device)
+        for first in range(0, experts, at_once):
+            last = min(first + at_once, experts)
+            if (first, last) not in self._tables:
+                self._tables[first, last] = tile_table(self.offs_E, self.order_N.shape[0], first, last)
+            yield _SomeExperts(
+                dequantise(matrix, first, last, place[: last - first]),
+                self._tables[first, last],
+                None if bias_EO is None else bias_EO[first:last],
+                None if addend is None else addend._replace(factor_EOR=addend.factor_EOR[first:last]),
+            )
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, int], Tensor]:
+        """Of tiles, by the experts that they have."""
+        return {}
+
+
+class _SomeExperts(NamedTuple):
+    matrix_EOI: Tensor
+    table: Tensor
+    bias_EO: Tensor | None
+    addend: Addend | None
 
 
 def why_not_hopper(problem: Problem) -> str | None:

@@ -30,6 +30,7 @@ from amoeba.machine import available_memory
 from amoeba.placement import LayerSizes
 from amoeba.placements import all_placements
 from amoeba.precision import UnchangedWeights
+from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.recipes import SUMMARIES, with_precision
 from amoeba.routing import Routing
 from amoeba.weights import AnyExperts, ExpertWeights
@@ -213,12 +214,15 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
             continue
         if placement.name not in workload.placed:
             workload.placed[placement.name] = placement.make(source)
-        run = functools.partial(_placed, workload, workload.placed[placement.name])
+        placed = workload.placed[placement.name]
+        run = functools.partial(_placed, workload, placed)
         output, gradients = placement.tolerances[workload.dtype]
         tolerance = None if output is None or gradients is None else {"output": output, "gradient": gradients}
         if placement.represent is not None:
             tolerance = _ROUNDED
-        found.append(Implementation(name, True, run, tolerance, itemsize=placement.itemsize))
+        codes = placed.tensors() if isinstance(placed, BlockScaledExperts) else ()
+        parameters = tuple(tensor for tensor in codes if tensor is not None)
+        found.append(Implementation(name, True, run, tolerance, itemsize=placement.itemsize, parameters=parameters))
     return found, left_out
 
 

@@ -24,7 +24,7 @@ from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper.coded_product_kernel import CODE_STAGES, RUN, STAGES, CodedPlan, coded_product_kernel
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.order import list_tiles, order_of_product
+from amoeba.kernels.hopper.order import IN_GROUPS, list_tiles, order_of_product
 from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, Constants
 from amoeba.kernels.hopper.ways import chosen_constants, is_thrifty
 from amoeba.kernels.launch import cdiv
@@ -94,10 +94,10 @@ def _launch(
     _, stored_rows, stored_columns = matrix.shape
     width, depth = (stored_columns, stored_rows) if transposed else (stored_rows, stored_columns)
     block_rows, block_columns = matrix.format.block
-    order = {}
+    order = IN_GROUPS
     if whole_table and is_thrifty() and sharing() == (1, 0):
         of_expert = matrix.data.shape[1] * matrix.data.shape[2]
-        order["ORDER"] = order_of_product(of_expert, cdiv(width, BLOCK_N), activation is not None)
+        order = order_of_product(of_expert, cdiv(width, BLOCK_N), activation is not None)
     plan = CodedPlan(
         ACTIVATE=activation is not None,
         GATHER=order_N is not None,
@@ -112,7 +112,7 @@ def _launch(
         ROW_BLOCK=block_rows,
         COLUMN_BLOCK=block_columns,
         MATRIX_SCALE=matrix.matrix_scale is not None,
-        **order,
+        ORDER=order,
         **({} if activation is None else constants(activation)),  # type: ignore[arg-type]
     )
     if plan.ORDER > 0:

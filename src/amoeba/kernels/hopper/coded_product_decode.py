@@ -1,9 +1,7 @@
-"""Codes of weights to bf16 in shared memory, by a warpgroup of their own, for Hopper's products with them.
+"""Codes of weights to bf16 in shared memory, for Hopper's products with them.
 
-E experts · O rows of a stored matrix
-
-A thread has 32 numbers of each of four rows of a stage, and the scale they share (or the two, in blocks of 16). A number is its code times its scale in fp32, rounded to bf16: what
-`QuantisedMatrix.dequantise` gives, bit by bit.
+A thread has 32 numbers of each of four rows of a stage, and the scale they share (or the two, in blocks of 16). A
+number is its code times its scale in fp32, rounded to bf16: what `QuantisedMatrix.dequantise` gives, bit by bit.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from amoeba.kernels.hopper.descriptor import reinterpret
-
 
 # A word of four codes of e4m3 and their scale to two words of two numbers.
 _E4M3 = gl.constexpr("""
@@ -66,7 +63,9 @@ _PAIR = """
 
 
 def _of_word(pair: str) -> str:
-    return "shr.u32 upper, $4, 4;" + "".join(pair.format(bytes=f"0x{i + 4}{i + 4}{i}{i}", out=f"${i}") for i in range(4))
+    return "shr.u32 upper, $4, 4;" + "".join(
+        pair.format(bytes=f"0x{i + 4}{i + 4}{i}{i}", out=f"${i}") for i in range(4)
+    )
 
 
 _CONSTANTS = "mov.b32 raise, 0x7E807E80; mov.b32 none, 0x80008000;"
@@ -132,7 +131,8 @@ def _e8m0_to_float(code):
 
 @gluon.jit
 def decode(code, scale, of_matrix, PLAN: gl.constexpr):
-    """The numbers of a stage, two in a word, of words of codes and scales as they are stored. of_matrix: the expert's, where the format has it."""
+    """The numbers of a stage, two in a word, of words of codes and scales as they are stored. of_matrix: the expert's,
+    where the format has it."""
     ROWS: gl.constexpr = code.shape[0]
     WORDS: gl.constexpr = code.shape[1]
     IN_GROUP: gl.constexpr = PLAN.GROUP * PLAN.BITS // 32

@@ -47,10 +47,12 @@ _ROWS = (BLOCK_M, BLOCK_K)
 
 @quick
 @triton.jit
-def _tile_table(offs_E, table, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+def _tile_table(
+    offs_E, table, first_expert, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
+):
     e = tl.arange(0, EXPERTS)
-    end = tl.load(offs_E + e, mask=e < experts, other=0)
-    start = tl.load(offs_E + e - 1, mask=(e > 0) & (e < experts), other=0)
+    end = tl.load(offs_E + first_expert + e, mask=e < experts, other=0)
+    start = tl.load(offs_E + first_expert + e - 1, mask=(first_expert + e > 0) & (e < experts), other=0)
     tiles = tl.where(e < experts, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
     tile_end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
@@ -70,14 +72,17 @@ def _tile_table(offs_E, table, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.const
         tl.store(table, total)
 
 
-def tile_table(offs_E: Tensor, rows: int) -> Tensor:
-    """The number of tiles and three unused places; then for each tile: expert, first row, expert's end and tiles."""
-    experts = offs_E.shape[0]
+def tile_table(offs_E: Tensor, rows: int, first: int = 0, last: int | None = None) -> Tensor:
+    """The number of tiles and three unused places; then for each tile: expert, first row, expert's end and tiles.
+
+    first, last: of some experts alone, which are counted from the first one on.
+    """
+    experts = (offs_E.shape[0] if last is None else last) - first
     most = rows // BLOCK_M + min(experts, rows)
     table = torch.empty(4 + 4 * most, dtype=torch.int32, device=offs_E.device)
     block = 64
     _tile_table[(cdiv(most, block),)](
-        offs_E, table, experts, EXPERTS=next_power_of_2(experts), BLOCK_M=BLOCK_M, BLOCK=block
+        offs_E, table, first, experts, EXPERTS=next_power_of_2(experts), BLOCK_M=BLOCK_M, BLOCK=block
     )
     return table
 
