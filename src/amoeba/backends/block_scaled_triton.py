@@ -15,6 +15,7 @@ from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.torch_internals import graph_is_freed
 
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64
@@ -46,13 +47,24 @@ class BlockScaledTritonBackend(PassesBackend):
     def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         """However few rows there are."""
         from amoeba.backends.block_scaled_rows import BlockScaledRows
+        from amoeba.kernels.launch_plan import planned
 
-        return sorted_rows.forward(problem, save, BlockScaledRows)
+        what = ("forward", self.operator_name, save, *_pass_constants(problem))
+        tensors = triton.pass_tensors(problem)
+        return planned(what, tensors, lambda: sorted_rows.forward(problem, save, BlockScaledRows))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         from amoeba.backends.block_scaled_rows import BlockScaledRows
+        from amoeba.kernels.launch_plan import planned
 
-        return sorted_rows.backward(problem, saved, dy_TH, needs, BlockScaledRows)
+        what = ("backward", self.operator_name, needs, saved is None, graph_is_freed(), *_pass_constants(problem))
+        tensors = (*triton.pass_tensors(problem), dy_TH, *(saved or ()))
+        return planned(what, tensors, lambda: sorted_rows.backward(problem, saved, dy_TH, needs, BlockScaledRows))
+
+
+def _pass_constants(problem: Problem) -> tuple:
+    """What a pass depends on besides its tensors."""
+    return *triton.pass_constants(problem), problem.weights.constants()
 
 
 BACKEND = BlockScaledTritonBackend()
