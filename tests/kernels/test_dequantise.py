@@ -1,4 +1,7 @@
-"""Block-scaled matrices to the numbers that they stand for, to the bit."""
+"""Experts' block-scaled matrices to numbers, some experts at a time: the bits of the definition.
+
+E experts · O rows of a matrix · I columns
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,70 @@ import torch
 pytest.importorskip("triton")
 
 from amoeba.kernels.dequantise import dequantise
-from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix, quantise
+from amoeba.precision import E2M1, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, quantise
+from amoeba.precision.formats import fp8_blocks
 from selection import quick
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
-SIZES = {"whole blocks": (128, 256, 1), "half blocks in two parts": (320, 192, 2), "awkward": (37, 45, 1)}
+OTHERS = (FP8_128_ROWS, fp8_blocks(32, 512))
+# Torch rounds to bf16 as a GPU does, Triton's interpreter need not.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+SIZES = {"a tile": (16, 256, 1), "awkward": (37, 45, 1), "two parts": (140, 300, 2), "a column": (3, 1, 1)}
+UNTOUCHED = -7.0
 
 
-@quick(lambda format, size: size != "whole blocks")
-@pytest.mark.gpu
+@quick(lambda format, size, dtype: dtype == DTYPES[-1] and (size == "two parts" or format in FORMATS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_some_experts_have_the_numbers_of_dequantise(format: Format, size: str, device: torch.device) -> None:
+@pytest.mark.parametrize("format", FORMATS + OTHERS, ids=lambda format: format.name)
+def test_each_number_is_the_code_times_its_scale(format: Format, size: str, dtype: torch.dtype, device) -> None:
     rows, columns, parts = SIZES[size]
-    matrix = torch.randn(4, rows, columns, generator=torch.Generator().manual_seed(1))
-    quantised = quantise(matrix.to(device), format, parts=parts)
-    for dtype in (torch.float32, torch.bfloat16 if device.type == "cuda" else torch.float16):
-        out = torch.full((2, rows, columns), math.nan, dtype=dtype, device=device)
-        assert torch.equal(dequantise(quantised, 1, 3, out), quantised.dequantise(dtype)[1:3])
+    drawn = torch.randn(4, rows, columns, generator=torch.Generator().manual_seed(2))
+    matrix = quantise(drawn.to(device) * torch.logspace(-2, 2, 4, device=device)[:, None, None], format, parts=parts)
+    expected = matrix.dequantise(dtype)
+    for first, last in ((0, 4), (1, 3), (3, 4)):
+        memory = torch.full((last - first + 1, rows, columns), UNTOUCHED, dtype=dtype, device=device)
+        out_EOI = memory[: last - first]
+        assert dequantise(matrix, first, last, out_EOI) is out_EOI
+        assert torch.equal(out_EOI, expected[first:last]), (first, last)
+        assert (memory[last - first :] == UNTOUCHED).all(), "written behind the last one"
 
 
-@pytest.mark.gpu
-def test_every_code_and_the_ends_of_the_scales(device: torch.device) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=device).reshape(1, 8, 32).repeat(1, 6, 1)
-    scales = torch.tensor([0, 1, 127, 200, 254, 255], dtype=torch.uint8, device=device)
-    quantised = QuantisedMatrix(codes, scales.repeat_interleave(8).reshape(1, 48, 1), MXFP8, 32)
-    found = dequantise(quantised, 0, 1, torch.empty(1, 48, 32, device=device))
-    torch.testing.assert_close(found, quantised.dequantise(), rtol=0, atol=0, equal_nan=True)
+ENDS = {
+    "fp32": (1e-40, 1.2e-38, 1.0, 1e36, math.inf, math.nan),
+    "e8m0": (0, 1, 127, 253, 254, 255),
+    "e4m3": (0, 1, 0x38, 0x7E, 0x7F, 0xC0),
+}
 
 
-def test_a_place_of_another_size_is_refused() -> None:
-    quantised = quantise(torch.randn(3, 8, 32), MXFP4)
-    with pytest.raises(ValueError, match=r"\(2, 8, 32\)"):
-        dequantise(quantised, 1, 3, torch.empty(3, 8, 32))
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_every_code_and_the_ends_of_the_scales(format: Format, device: torch.device) -> None:
+    ends = ENDS[format.scale]
+    matrix = quantise(torch.zeros(len(ends), 2, 256, device=device), format)
+    every = torch.arange(256, device=device).to(torch.uint8)
+    matrix.data.copy_(every if format.element.bits == 8 else E2M1.pack(every & 15))
+    for e, end in enumerate(ends):
+        matrix.scales[e] = end
+    if matrix.matrix_scale is not None:
+        matrix.matrix_scale.copy_(torch.tensor([1e-30, 1e-38, 1e-3, 1.0, 1.0, 1e20]))
+    expected = matrix.dequantise()
+    found = dequantise(matrix, 0, len(ends), torch.full_like(expected, UNTOUCHED))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_experts_and_no_columns(device: torch.device) -> None:
+    matrix = quantise(torch.zeros(3, 4, 32, device=device), MXFP4)
+    assert dequantise(matrix, 2, 2, torch.empty(0, 4, 32, device=device)).shape == (0, 4, 32)
+    nothing = quantise(torch.zeros(3, 4, 0, device=device), FP8_128)
+    assert dequantise(nothing, 0, 3, torch.empty(3, 4, 0, device=device)).shape == (3, 4, 0)
+
+
+def test_an_output_that_does_not_fit_is_refused(device: torch.device) -> None:
+    matrix = quantise(torch.zeros(3, 4, 32, device=device), MXFP4)
+    with pytest.raises(ValueError, match="expected"):
+        dequantise(matrix, 0, 3, torch.empty(2, 4, 32, device=device))
+    with pytest.raises(ValueError, match="expected"):
+        dequantise(matrix, 2, 4, torch.empty(2, 4, 32, device=device))  # of three experts
+    with pytest.raises(ValueError, match="contiguous"):
+        dequantise(matrix, 0, 3, torch.empty(3, 32, 4, device=device).mT)

@@ -114,6 +114,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.kernels.decode import Like, decode
     from amoeba.kernels.decode import attention as decode_attention
     from amoeba.kernels.decode import block_scaled as decode_block_scaled
+    from amoeba.kernels.dequantise import dequantise
     from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
@@ -173,12 +174,15 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         data = empty(E, 2 * I, format.stored_columns(H), dtype=torch.uint8)
         matrix_scale = empty(E, dtype=torch.float32) if format.has_matrix_scale else None
         matrix = QuantisedMatrix(data, scales, format, H, 2, matrix_scale)
-        return {
+        ways: dict[str, Callable[[], Any]] = {
             "": lambda: block_scaled_product.multiply_rows(
                 x, matrix, offs, h, order_N=order, top_k=K, addend=low, bias_EO=biases
             ),
             " transposed": lambda: block_scaled_product.multiply_rows(h, matrix, offs, empty(N, H), transposed=True),
         }
+        if capability >= (8, 9) and per_expert > 8:  # for Hopper's products with many rows; e4m3 by an instruction
+            ways[" to numbers"] = lambda: dequantise(matrix, 8, 24, empty(16, 2 * I, H))
+        return ways
 
     for per_expert, format in itertools.product((8, 2000), (FP8_128, MXFP8, MXFP4, NVFP4)):
         found |= {

@@ -35,7 +35,7 @@ def dequantise(matrix: QuantisedMatrix, first: int, last: int, out_EOI: Tensor) 
         return out_EOI
     block_rows, block_columns = matrix.format.block
     of_part = rows // matrix.parts
-    block = min(_COLUMNS, next_power_of_2(columns))
+    block = min(_COLUMNS, max(2, next_power_of_2(columns)))  # a byte has two codes of four bits
     _dequantise[(cdiv((last - first) * rows, _ROWS), cdiv(columns, block))](
         matrix.data[first:last],
         matrix.scales[first:last],
