@@ -6,7 +6,6 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -237,15 +236,25 @@ LAYERS = {
 }
 
 
+def dequantise_some_at_a_time(experts: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where experts have many rows. width: bytes of one, gate and up."""
+    monkeypatch.setattr(block_scaled_rows, "MANY_ROWS", 0)
+    monkeypatch.setattr(block_scaled_rows, "MANY_ROWS_OF_NVFP4", 0)
+    monkeypatch.setattr(block_scaled_rows, "DEQUANTISED_BYTES", experts * width)
+
+
 @on_hopper
 @quick(lambda format, name: format is FP8_128 if name == "gated" else format is MXFP4)
+@pytest.mark.parametrize("many_rows", [False, True], ids=["decoded", "dequantised"])
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize("name", LAYERS)
 @by_format
 def test_a_layer_has_the_bits_of_the_same_layer_on_dequantised_experts(
-    format, name, tokens, device, monkeypatch
+    format, name, tokens, many_rows, device, monkeypatch
 ) -> None:
     """Output and all gradients, of x, of routing weights and of factors; some slots belong to nobody."""
+    if many_rows:
+        dequantise_some_at_a_time(3, 2 * 192 * 320 * 2, monkeypatch)  # of seven
     weights, lora = drawn_layer(*LAYERS[name], device)
     with torch.no_grad():
         in_codes = quantise_experts(weights, format)
@@ -266,7 +275,8 @@ def test_a_layer_has_the_bits_of_the_same_layer_on_dequantised_experts(
         y_TH = experts(x_TH, Routing(expert_TK, weight_TK), kind, lora=lora, backend="triton")
         leaves = [x_TH, weight_TK, *lora.tensors().values()]
         found.append([y_TH.detach(), *torch.autograd.grad(y_TH, leaves, torch.ones_like(y_TH))])
-    assert taken == [*(["up"] if name == "gated" else ["multiply"]), *["multiply"] * 3], "up, down, dA' and dx"
+    first = "up" if name == "gated" else "multiply"
+    assert taken == ([] if many_rows else [first, *["multiply"] * 3]), "up, down, dA' and dx"
     for at, (one, other) in enumerate(zip(*found, strict=True)):
         assert torch.equal(one, other), at
 
@@ -363,7 +373,7 @@ class TestLayers:
 
 def stand_in_multiply(
     rows_NW: Tensor,
-    matrix: QuantisedMatrix,
+    matrix: QuantisedMatrix | Tensor,
     table: Tensor,
     out_NO: Tensor,
     *,
@@ -373,23 +383,30 @@ def stand_in_multiply(
     bias_EO: Tensor | None = None,
     addend: Addend | None = None,
 ) -> None:
-    """By torch; the table is offs_E here."""
-    dense = matrix.dequantise()
+    """By torch, tile by tile, with codes and with numbers."""
+    dense = matrix if isinstance(matrix, Tensor) else matrix.dequantise()
     dense = dense.mT if transposed else dense
-    for e, (start, end) in enumerate(itertools.pairwise([0, *table.tolist()])):
-        chosen = slice(start, end) if order_N is None else order_N[start:end] // top_k
-        out_NO[start:end] = rows_NW[chosen] @ dense[e].T
+    for e, chosen in tiles(table):
+        taken = chosen if order_N is None else order_N[chosen] // top_k
+        out_NO[chosen] = rows_NW[taken] @ dense[e].T
         if bias_EO is not None:
-            out_NO[start:end] += bias_EO[e]
+            out_NO[chosen] += bias_EO[e]
         if addend is not None:
-            out_NO[start:end] += addend.low_NR[start:end] @ addend.factor_EOR[e].T
+            out_NO[chosen] += addend.low_NR[chosen] @ addend.factor_EOR[e].T
+
+
+def tiles(table: Tensor) -> list[tuple[int, slice]]:
+    """Experts and rows of a table."""
+    count, _, _, _, *entries = table.tolist()
+    places = [entries[4 * tile : 4 * tile + 3] for tile in range(count)]
+    return [(e, slice(first, min(first + product.BLOCK_M, end))) for e, first, end in places]
 
 
 def stand_in_up(
     x_TH: Tensor,
     order_N: Tensor,
     top_k: int,
-    gate_up: QuantisedMatrix,
+    gate_up: QuantisedMatrix | Tensor,
     table: Tensor,
     activation: Activation,
     a_NI: Tensor,
@@ -400,17 +417,19 @@ def stand_in_up(
 ) -> None:
     h_NJ = torch.zeros(order_N.shape[0], gate_up.shape[1]) if h_NJ is None else h_NJ
     stand_in_multiply(x_TH, gate_up, table, h_NJ, order_N=order_N, top_k=top_k, bias_EO=bias_EJ, addend=addend)
-    owned = int(table[-1])
-    a_NI[:owned] = activate(h_NJ[:owned], activation)
+    for _, chosen in tiles(table):
+        a_NI[chosen] = activate(h_NJ[chosen], activation)
 
 
 @pytest.mark.skipif(kernel_device().type != "cpu", reason="the rest of a pass is interpreted")
 @pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("many_rows", [False, True], ids=["decoded", "dequantised"])
 @pytest.mark.parametrize(
     ("activation", "first"), [(GATED, "up"), (replace(GATED, interleaved=True), "multiply")], ids=["parted", "in turns"]
 )
-def test_a_layer_asks_them_for_its_four_products(activation, first, trains, monkeypatch) -> None:
-    """Rows of gate and up that take turns are multiplied, and activated by another kernel."""
+def test_a_layer_asks_for_its_four_products(activation, first, many_rows, trains, monkeypatch) -> None:
+    """Rows of gate and up that take turns are multiplied, and activated by another kernel. Where experts have many rows
+    each product is asked for twice: for three experts of the four, and for the last."""
     asked: list[str] = []
 
     def noted(name: str, compute: Callable[..., None]) -> Callable[..., None]:
@@ -418,10 +437,12 @@ def test_a_layer_asks_them_for_its_four_products(activation, first, trains, monk
 
     monkeypatch.setattr(block_scaled_rows, "why_not_hopper", lambda problem: None)
     monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 0)
-    monkeypatch.setattr(coded_product, "multiply", noted("multiply", stand_in_multiply))
-    monkeypatch.setattr(coded_product, "up", noted("up", stand_in_up))
-    monkeypatch.setattr(HopperBlockScaledRows, "table", property(lambda rows: rows.offs_E))
+    for module, kind in ((coded_product, "of codes"), (product, "of numbers")):
+        monkeypatch.setattr(module, "multiply", noted(f"multiply {kind}", stand_in_multiply))
+        monkeypatch.setattr(module, "up", noted(f"up {kind}", stand_in_up))
     layer = Layer(activation, rank=5)
+    if many_rows:
+        dequantise_some_at_a_time(3, layer.tensors["gate_up"][0].nbytes, monkeypatch)
     layer.expert_TK[1, 0] = layer.expert_TK[4, 1] = 4  # nobody
     weights = quantise_experts(layer.weights({n: t.detach() for n, t in layer.tensors.items()}), MXFP8)
     frozen = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -432,6 +453,34 @@ def test_a_layer_asks_them_for_its_four_products(activation, first, trains, monk
             routing = Routing(layer.expert_TK, layer.tensors["weight"])
             y_TH = experts(layer.tensors["x"], routing, weights, lora=layer.lora(layer.tensors), backend=backend)
         found.append([y_TH.detach(), *(torch.autograd.grad(y_TH, leaves, layer.dy_TH) if trains else ())])
-    assert asked == [first, "multiply", *["multiply"] * (2 if trains else 0)]
+    products = [first, *["multiply"] * (3 if trains else 1)]
+    if many_rows:  # down's matrices are half as large: all four at once
+        at_once = {0: 2, 1: 1, 2: 1, 3: 2}
+        assert asked == [f"{name} of numbers" for at, name in enumerate(products) for _ in range(at_once[at])]
+    else:
+        assert asked == [f"{name} of codes" for name in products]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "dequantised"),
+    [(FP8_128, 1279, False), (FP8_128, 1280, True), (NVFP4, 639, False), (NVFP4, 640, True), (MXFP4, 640, False)],
+)
+def test_experts_are_dequantised_from_so_many_rows_on(format: Format, rows: int, dequantised: bool) -> None:
+    """Of two experts; however the rows are shared among them, which only the GPU knows."""
+    asked: Any = SimpleNamespace(order_N=torch.zeros(rows, dtype=torch.int32))
+    assert HopperBlockScaledRows._is_dequantised(asked, matrix_of(format)) == dequantised
+
+
+def test_tables_of_some_experts_have_the_tiles_of_the_whole_one(device: torch.device) -> None:
+    rows = routed("rests", device)
+    whole = tiles(product.tile_table(rows.offs_E, rows.tokens * K))
+    for at_once in (1, 2, 3, E):
+        found: list[tuple[int, slice]] = []
+        for first in range(0, E, at_once):
+            last = min(first + at_once, E)
+            some = tiles(product.tile_table(rows.offs_E, rows.tokens * K, first, last))
+            assert all(0 <= e < last - first for e, _ in some)
+            found += [(first + e, chosen) for e, chosen in some]
+        assert found == whole, at_once

@@ -23,6 +23,7 @@ OTHERS = (FP8_128_ROWS, fp8_blocks(32, 512))
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 SIZES = {"a tile": (16, 256, 1), "awkward": (37, 45, 1), "two parts": (140, 300, 2), "a column": (3, 1, 1)}
 UNTOUCHED = -7.0
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # elsewhere it is interpreted
 
 
 @quick(lambda format, size, dtype: dtype == DTYPES[-1] and (size == "two parts" or format in FORMATS))
