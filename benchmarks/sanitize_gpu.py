@@ -100,16 +100,23 @@ def run_in_fp8(recipe: str, hidden: int, inner: int) -> None:
     torch.cuda.synchronize()
 
 
-def run_in_codes(format: str) -> None:
+def run_in_codes(format: str, many_rows: bool = False) -> None:
     """Frozen experts with LoRA factors: forward and backward of many tokens, and one, five and 64 tokens decoded, with
-    the factors and without."""
+    the factors and without. many_rows: experts are dequantised, three of them at a time."""
     from amoeba import LoraFactors
+    from amoeba.backends import block_scaled_rows
+    from amoeba.kernels.hopper import coded_product
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.formats import FORMATS
 
     normal, routing = _drawn(300)
     with torch.no_grad():
         weights = quantise_experts(ExpertWeights(normal(8, 2 * 192, 320), normal(8, 320, 192)), FORMATS[format])
+    for each in (weights.gate_up_EJH, weights.down_EHI):
+        assert coded_product.why_not(each.matrix) is None, "or the kernels for Hopper would not be watched"
+    if many_rows:
+        block_scaled_rows.MANY_ROWS = block_scaled_rows.MANY_ROWS_OF_NVFP4 = 0
+        block_scaled_rows.DEQUANTISED_BYTES = 3 * 2 * 192 * 320 * 2
     shapes = [(8, 16, 320), (8, 192, 16)] * 2 + [(8, 16, 192), (8, 320, 16)]
     lora = LoraFactors(*(normal(*shape).float().detach().requires_grad_() for shape in shapes), scaling=2.0)
     experts(normal(300, 320), routing, weights, lora=lora, backend="triton").sum().backward()
@@ -262,6 +269,8 @@ LAYERS: dict[str, Callable[[], None]] = {
     "experts in mxfp8": lambda: run_in_codes("mxfp8"),
     "experts in mxfp4": lambda: run_in_codes("mxfp4"),
     "experts in nvfp4": lambda: run_in_codes("nvfp4"),
+    "experts in fp8, dequantised": lambda: run_in_codes("fp8-128", many_rows=True),
+    "experts in nvfp4, dequantised": lambda: run_in_codes("nvfp4", many_rows=True),
     PEERS: run_over_ranks,
     "plain": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation("relu2", gated=False), False),
     "fp32, odd sizes": lambda: run_layer(torch.float32, 199, 63, 199, CLAMPED, True),
