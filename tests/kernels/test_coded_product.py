@@ -310,13 +310,31 @@ def test_other_matrices_are_refused_by_name(matrix: QuantisedMatrix, reason: str
     assert reason in str(coded_product.why_not(matrix))
 
 
-def test_codes_and_scales_that_are_not_in_one_piece_are_refused() -> None:
+def test_experts_whose_codes_or_scales_are_not_contiguous_are_refused() -> None:
     matrix = matrix_of(MXFP8)
-    shifted = torch.zeros(matrix.data.numel() + 1, dtype=torch.uint8)[1:].view(matrix.data.shape)
-    apart = matrix.data.mT.contiguous().mT
-    scales = matrix.scales.mT.contiguous().mT
-    for changed in ({"data": apart}, {"data": shifted}, {"scales": scales}):
+    for changed in ({"data": matrix.data.mT.contiguous().mT}, {"scales": matrix.scales.mT.contiguous().mT}):
         assert "contiguous" in str(coded_product.why_not(replace(matrix, **changed)))
+
+
+def in_slots(matrix: QuantisedMatrix) -> list[QuantisedMatrix]:
+    """With something between experts' codes, scales, or numbers of matrices; and codes that begin at an odd byte."""
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack((tensor, tensor), 1)[:, 0]
+
+    shifted = torch.zeros(matrix.data.numel() + 1, dtype=torch.uint8)[1:].view(matrix.data.shape)
+    names = ("data", "scales", "matrix_scale") if matrix.matrix_scale is not None else ("data", "scales")
+    changed = [replace(matrix, **{name: apart(getattr(matrix, name))}) for name in names]
+    return [*changed, replace(matrix, data=shifted)]
+
+
+@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=lambda format: format.name)
+def test_experts_in_slots_are_not_in_one_piece_but_served(format: Format) -> None:
+    whole = matrix_of(format)
+    assert coded_product.is_in_one_piece(whole)
+    for matrix in in_slots(whole):
+        assert coded_product.why_not(matrix) is None
+        assert not coded_product.is_in_one_piece(matrix)
 
 
 def problem_of(
@@ -471,6 +489,12 @@ def test_experts_are_dequantised_from_so_many_rows_on(format: Format, rows: int,
     """Of two experts; however the rows are shared among them, which only the GPU knows."""
     asked: Any = SimpleNamespace(order_N=torch.zeros(rows, dtype=torch.int32))
     assert HopperBlockScaledRows._is_dequantised(asked, matrix_of(format)) == dequantised
+
+
+def test_experts_in_slots_are_dequantised_however_few_rows_they_have() -> None:
+    asked: Any = SimpleNamespace(order_N=torch.zeros(1, dtype=torch.int32))
+    for matrix in in_slots(matrix_of(NVFP4)):
+        assert HopperBlockScaledRows._is_dequantised(asked, matrix)
 
 
 def test_tables_of_some_experts_have_the_tiles_of_the_whole_one(device: torch.device) -> None:

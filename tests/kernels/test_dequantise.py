@@ -6,6 +6,7 @@ E experts · O rows of a matrix · I columns
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_each_number_is_the_code_times_its_scale(format: Format, size: str, dtyp
         assert dequantise(matrix, first, last, out_EOI) is out_EOI
         assert torch.equal(out_EOI, expected[first:last]), (first, last)
         assert (memory[last - first :] == UNTOUCHED).all(), "written behind the last one"
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_experts_in_slots_have_something_between_them(format: Format, device: torch.device) -> None:
+    matrix = quantise(torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(2)).to(device), format)
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack((torch.zeros_like(tensor), tensor), 1)[:, 1]
+
+    of_matrix = None if matrix.matrix_scale is None else apart(matrix.matrix_scale)
+    in_slots = replace(matrix, data=apart(matrix.data), scales=apart(matrix.scales), matrix_scale=of_matrix)
+    out_EOI = torch.full((2, 64, 64), UNTOUCHED, device=device)
+    assert torch.equal(dequantise(in_slots, 1, 3, out_EOI), matrix.dequantise()[1:])
 
 
 ENDS = {
@@ -81,3 +95,6 @@ def test_an_output_that_does_not_fit_is_refused(device: torch.device) -> None:
         dequantise(matrix, 2, 4, torch.empty(2, 4, 32, device=device))  # of three experts
     with pytest.raises(ValueError, match="contiguous"):
         dequantise(matrix, 0, 3, torch.empty(3, 32, 4, device=device).mT)
+    turned = replace(matrix, data=matrix.data.mT.contiguous().mT)
+    with pytest.raises(ValueError, match="contiguous"):
+        dequantise(turned, 0, 3, torch.empty(3, 4, 32, device=device))

@@ -74,7 +74,8 @@ class BlockScaledRows(TritonRows):
 
 class HopperBlockScaledRows(HopperRows):
     """By Gluon's kernels: codes are decoded on their way to the matrix unit, once for each tile of rows; where experts
-    have many rows, some experts are dequantised at a time, once for all rows."""
+    have many rows, or lie in slots with something between them, some of them are dequantised at a time, to the same
+    bits."""
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         from amoeba.kernels.hopper import coded_product, product
@@ -153,6 +154,10 @@ class HopperBlockScaledRows(HopperRows):
             )
 
     def _is_dequantised(self, matrix: QuantisedMatrix) -> bool:
+        from amoeba.kernels.hopper.coded_product import is_in_one_piece
+
+        if not is_in_one_piece(matrix):
+            return True
         many = MANY_ROWS_OF_NVFP4 if matrix.format.scale == "e4m3" else MANY_ROWS
         return self.order_N.shape[0] >= many * matrix.shape[0]
 

@@ -25,11 +25,12 @@ _ROWS, _COLUMNS, _WARPS = 16, 256, 4
 
 
 def dequantise(matrix: QuantisedMatrix, first: int, last: int, out_EOI: Tensor) -> Tensor:
-    """Of the experts from `first` on, before `last`. The matrix is a contiguous stack."""
+    """Of the experts from `first` on, before `last`. Each is contiguous, whatever lies between them."""
     experts, rows, columns = matrix.shape
     fits = tuple(out_EOI.shape) == (last - first, rows, columns) and 0 <= first <= last <= experts
-    fits = fits and all(tensor.is_contiguous() for tensor in (matrix.data, matrix.scales, out_EOI))
-    expected = f"({last - first}, {rows}, {columns}), all contiguous"
+    fits = fits and out_EOI.is_contiguous()
+    fits = fits and all(experts == 0 or tensor[0].is_contiguous() for tensor in (matrix.data, matrix.scales))
+    expected = f"({last - first}, {rows}, {columns}), contiguous as each expert's codes and scales are"
     check_arguments(fits, expected, data=matrix.data, scales=matrix.scales, out=out_EOI)
     if out_EOI.numel() == 0:
         return out_EOI
@@ -45,8 +46,10 @@ def dequantise(matrix: QuantisedMatrix, first: int, last: int, out_EOI: Tensor) 
         MATRIX_ROWS=rows,
         MATRIX_COLUMNS=columns,
         STORED_COLUMNS=matrix.data.shape[2],
-        SCALE_ROWS=matrix.scales.shape[1],
         SCALE_COLUMNS=matrix.scales.shape[2],
+        STRIDE_EXPERT=matrix.data.stride(0),
+        STRIDE_SCALE_EXPERT=matrix.scales.stride(0),
+        STRIDE_MATRIX_SCALE=0 if matrix.matrix_scale is None else matrix.matrix_scale.stride(0),
         BITS=matrix.format.element.bits,
         SCALE=matrix.format.scale,
         BLOCK_ROWS=block_rows,
@@ -71,8 +74,10 @@ def _dequantise(
     MATRIX_ROWS: tl.constexpr,
     MATRIX_COLUMNS: tl.constexpr,
     STORED_COLUMNS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
+    STRIDE_EXPERT: tl.constexpr,
+    STRIDE_SCALE_EXPERT: tl.constexpr,
+    STRIDE_MATRIX_SCALE: tl.constexpr,
     BITS: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -84,28 +89,30 @@ def _dequantise(
 ):
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there_R = row_R < rows
-    expert_R = row_R // MATRIX_ROWS
-    wide_R = row_R.to(tl.int64)
+    expert_R = (row_R // MATRIX_ROWS).to(tl.int64)
+    inner_R = row_R % MATRIX_ROWS
+    codes_R = data + expert_R * STRIDE_EXPERT + inner_R * STORED_COLUMNS
     first = tl.program_id(1) * COLUMNS
     column_C = first + tl.arange(0, COLUMNS)
     if BITS == 8:
         mask = there_R[:, None] & (column_C < MATRIX_COLUMNS)[None, :]
-        code = tl.load(data + (wide_R * STORED_COLUMNS)[:, None] + column_C[None, :], mask=mask, other=0)
+        code = tl.load(codes_R[:, None] + column_C[None, :], mask=mask, other=0)
         value = decode(code)
     else:
         byte_C = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         mask = there_R[:, None] & (byte_C < STORED_COLUMNS)[None, :]
-        code = tl.load(data + (wide_R * STORED_COLUMNS)[:, None] + byte_C[None, :], mask=mask, other=0)
+        code = tl.load(codes_R[:, None] + byte_C[None, :], mask=mask, other=0)
         value = tl.reshape(tl.join(decode_e2m1(code), decode_e2m1(code >> 4)), (ROWS, COLUMNS))
     of_matrix = 1.0
     if matrix_scale is not None:
-        of_matrix = tl.load(matrix_scale + expert_R, mask=there_R, other=0.0)[:, None]
+        of_matrix = tl.load(matrix_scale + expert_R * STRIDE_MATRIX_SCALE, mask=there_R, other=0.0)[:, None]
     SHARED: tl.constexpr = BLOCK_COLUMNS if BLOCK_COLUMNS < COLUMNS else COLUMNS
     GROUPS: tl.constexpr = COLUMNS // SHARED
     block_G = first // BLOCK_COLUMNS + tl.arange(0, GROUPS)
-    line_R = expert_R * SCALE_ROWS + scale_row(row_R % MATRIX_ROWS, BLOCK_ROWS, PART_ROWS, PART_BLOCKS)
-    places = scales + (line_R.to(tl.int64) * SCALE_COLUMNS)[:, None] + block_G[None, :]
+    line_R = scale_row(inner_R, BLOCK_ROWS, PART_ROWS, PART_BLOCKS) * SCALE_COLUMNS
+    places = scales + (expert_R * STRIDE_SCALE_EXPERT + line_R)[:, None] + block_G[None, :]
     scale = decode_scales(places, there_R[:, None] & (block_G < SCALE_COLUMNS)[None, :], of_matrix, SCALE)
     value = tl.reshape(tl.reshape(value, (ROWS, GROUPS, SHARED)) * scale[:, :, None], (ROWS, COLUMNS))
     mask = there_R[:, None] & (column_C < MATRIX_COLUMNS)[None, :]
-    tl.store(out + (wide_R * MATRIX_COLUMNS)[:, None] + column_C[None, :], value.to(out.dtype.element_ty), mask=mask)
+    place_R = out + row_R.to(tl.int64) * MATRIX_COLUMNS
+    tl.store(place_R[:, None] + column_C[None, :], value.to(out.dtype.element_ty), mask=mask)

@@ -38,7 +38,7 @@ _PART_ROWS = 64
 
 
 def why_not(matrix: QuantisedMatrix) -> str | None:
-    """The reason why the kernel does not take this matrix. Its sizes have to be multiples of 64."""
+    """The reason why a matrix like this cannot be decoded here. Its sizes have to be multiples of 64."""
     rows, columns = matrix.format.block
     if not _serves(matrix.format):
         return f"has no way to decode blocks of {rows} x {columns} in {matrix.format.name}"
@@ -46,9 +46,16 @@ def why_not(matrix: QuantisedMatrix) -> str | None:
         return f"knows matrices of two parts at most, not {matrix.parts}"
     if min(matrix.shape[1:]) < CODE_STAGES * BLOCK_K:
         return f"needs sizes of {CODE_STAGES * BLOCK_K} or more, this is {tuple(matrix.shape[1:])}"
-    if not (matrix.data.is_contiguous() and matrix.scales.is_contiguous()) or place_of(matrix.data) % 16:
-        return "reads codes and scales that are contiguous"
+    if not all(tensor[0].is_contiguous() for tensor in (matrix.data, matrix.scales) if tensor.shape[0]):
+        return "reads experts whose codes and scales are contiguous"
     return None
+
+
+def is_in_one_piece(matrix: QuantisedMatrix) -> bool:
+    """As codes have to be for this kernel; where something lies between experts, as in slots, it cannot fetch them."""
+    tensors = (matrix.data, matrix.scales, matrix.matrix_scale)
+    whole = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    return whole and place_of(matrix.data) % 16 == 0
 
 
 @cache
