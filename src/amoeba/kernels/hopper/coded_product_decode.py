@@ -46,7 +46,8 @@ _PAIR_BY_POWER = """
     fma.rn.bf16x2 {out}, {out}, raise, none;
     fma.rn.bf16x2 {out}, {out}, $5, none;
 """
-# The same where a scale is any number of fp32, here times 2^14: of the nibbles fp16 is made, which is 2^-14 of them.
+# The same where a scale is any number of fp32 below 2^113, here times 2^14: of the nibbles fp16 is made, which is 2^-14
+# of them.
 _PAIR = """
     prmt.b32 v, $4, upper, {bytes};
     and.b32 w, v, 0x00080008;
