@@ -316,11 +316,13 @@ def test_experts_whose_codes_or_scales_are_not_contiguous_are_refused() -> None:
         assert "contiguous" in str(coded_product.why_not(replace(matrix, **changed)))
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """The same with something between its experts."""
+    return torch.stack((tensor, torch.ones_like(tensor)), 1)[:, 0]
+
+
 def in_slots(matrix: QuantisedMatrix) -> list[QuantisedMatrix]:
     """With something between experts' codes, scales, or numbers of matrices; and codes that begin at an odd byte."""
-
-    def apart(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack((tensor, tensor), 1)[:, 0]
 
     shifted = torch.zeros(matrix.data.numel() + 1, dtype=torch.uint8)[1:].view(matrix.data.shape)
     names = ("data", "scales", "matrix_scale") if matrix.matrix_scale is not None else ("data", "scales")
@@ -439,15 +441,8 @@ def stand_in_up(
         a_NI[chosen] = activate(h_NJ[chosen], activation)
 
 
-@pytest.mark.skipif(kernel_device().type != "cpu", reason="the rest of a pass is interpreted")
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("many_rows", [False, True], ids=["decoded", "dequantised"])
-@pytest.mark.parametrize(
-    ("activation", "first"), [(GATED, "up"), (replace(GATED, interleaved=True), "multiply")], ids=["parted", "in turns"]
-)
-def test_a_layer_asks_for_its_four_products(activation, first, many_rows, trains, monkeypatch) -> None:
-    """Rows of gate and up that take turns are multiplied, and activated by another kernel. Where experts have many rows
-    each product is asked for twice: for three experts of the four, and for the last."""
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The products by torch, in passes as they are on Hopper; which ones are asked for."""
     asked: list[str] = []
 
     def noted(name: str, compute: Callable[..., None]) -> Callable[..., None]:
@@ -458,6 +453,22 @@ def test_a_layer_asks_for_its_four_products(activation, first, many_rows, trains
     for module, kind in ((coded_product, "of codes"), (product, "of numbers")):
         monkeypatch.setattr(module, "multiply", noted(f"multiply {kind}", stand_in_multiply))
         monkeypatch.setattr(module, "up", noted(f"up {kind}", stand_in_up))
+    return asked
+
+
+interpreted = pytest.mark.skipif(kernel_device().type != "cpu", reason="the rest of a pass is interpreted")
+
+
+@interpreted
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("many_rows", [False, True], ids=["decoded", "dequantised"])
+@pytest.mark.parametrize(
+    ("activation", "first"), [(GATED, "up"), (replace(GATED, interleaved=True), "multiply")], ids=["parted", "in turns"]
+)
+def test_a_layer_asks_for_its_four_products(activation, first, many_rows, trains, monkeypatch) -> None:
+    """Rows of gate and up that take turns are multiplied, and activated by another kernel. Where experts have many rows
+    each product is asked for twice: for three experts of the four, and for the last."""
+    asked = stood_in(monkeypatch)
     layer = Layer(activation, rank=5)
     if many_rows:
         dequantise_some_at_a_time(3, layer.tensors["gate_up"][0].nbytes, monkeypatch)
@@ -479,6 +490,25 @@ def test_a_layer_asks_for_its_four_products(activation, first, many_rows, trains
         assert asked == [f"{name} of codes" for name in products]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("format", [FP8_128, NVFP4], ids=lambda format: format.name)
+def test_a_layer_whose_experts_are_in_slots_has_the_bits_of_one_in_one_piece(format: Format, monkeypatch) -> None:
+    asked = stood_in(monkeypatch)
+    layer = Layer(GATED, bias=False, rank=5)
+    whole = quantise_experts(layer.weights({n: t.detach() for n, t in layer.tensors.items()}), format)
+    stored = [None if tensor is None else apart(tensor.detach()) for tensor in whole.tensors()]
+    leaves = [tensor for name, tensor in layer.tensors.items() if name not in ("gate_up", "down")]
+    found = []
+    for weights in (whole, BlockScaledExperts.of(stored, whole.constants())):
+        routing = Routing(layer.expert_TK, layer.tensors["weight"])
+        y_TH = experts(layer.tensors["x"], routing, weights, lora=layer.lora(layer.tensors), backend="triton")
+        found.append([y_TH.detach(), *torch.autograd.grad(y_TH, leaves, layer.dy_TH)])
+    products = ["up", *["multiply"] * 3]
+    assert asked == [f"{name} {kind}" for kind in ("of codes", "of numbers") for name in products]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
