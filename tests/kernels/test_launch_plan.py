@@ -30,6 +30,7 @@ from amoeba.kernels.launch import Quick, quick
 from amoeba.kernels.launch_plan import planned
 from amoeba.kernels.programs import share_the_gpu
 from amoeba.problem import Problem
+from repeated_steps import check_elsewhere
 from small_layer import H, Layer, kernel_device
 
 DEVICE = kernel_device()
@@ -473,18 +474,7 @@ def test_repeated_passes_on_a_gpu_in_a_graph_and_on_another_stream(dtype):
     for _ in range(5):
         assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
     assert len(plans()) == 2
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        there = step()
-    torch.cuda.current_stream().wait_stream(stream)
-    assert all(torch.equal(a, b) for a, b in zip(first, there, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for each in captured:
-        each.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(first, captured, strict=True))
+    check_elsewhere(step, first)
 
 
 def test_memory_that_was_freed_and_allocated_again_is_what_it_was_last() -> None:

@@ -14,6 +14,7 @@ from amoeba.backends import block_scaled_rows, block_scaled_triton, sorted_rows
 from amoeba.kernels import launch_plan
 from amoeba.precision import FP8_128, MXFP4, NVFP4, Format
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
+from repeated_steps import check_elsewhere
 from selection import quick
 from small_layer import Layer, kernel_device
 
@@ -109,15 +110,4 @@ def test_repeated_passes_on_a_gpu_in_a_graph_and_on_another_stream(
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
     assert plans() == 2
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        there = run()
-    torch.cuda.current_stream().wait_stream(stream)
-    assert all(torch.equal(a, b) for a, b in zip(first, there, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for each in captured:
-        each.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(first, captured, strict=True))
+    check_elsewhere(run, first)

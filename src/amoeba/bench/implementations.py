@@ -66,8 +66,8 @@ def implementations(
         in_fp8, not_in_fp8 = _in_fp8(workload)
         found, left_out = found + in_fp8, left_out | not_in_fp8
     on_gpu = workload.device.type == "cuda" and not training
-    decodes = on_gpu and (workload.shape.forward_only or any(name in _CODED for name in ours or ()))
-    if lora or ((infers or decodes) and workload.dtype == torch.bfloat16):
+    asked = workload.shape.forward_only or any(name in _CODED for name in ours or ())
+    if lora or ((infers or (on_gpu and asked)) and workload.dtype == torch.bfloat16):
         for more in (_elsewhere, _by_other_backends, _in_fp32):
             more_found, more_left_out = more(workload, ours)
             found, left_out = found + more_found, left_out | more_left_out

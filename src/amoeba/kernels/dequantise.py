@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments
-from amoeba.kernels.block_scaled_product import decode_e2m1, decode_scales, scale_row
+from amoeba.kernels.block_scaled_product import block_constants, decode_e2m1, decode_scales, scale_row
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.quantise import decode
 from amoeba.precision.quantised import QuantisedMatrix
@@ -34,8 +34,6 @@ def dequantise(matrix: QuantisedMatrix, first: int, last: int, out_EOI: Tensor) 
     check_arguments(fits, expected, data=matrix.data, scales=matrix.scales, out=out_EOI)
     if out_EOI.numel() == 0:
         return out_EOI
-    block_rows, block_columns = matrix.format.block
-    of_part = rows // matrix.parts
     block = min(_COLUMNS, max(2, next_power_of_2(columns)))  # a byte has two codes of four bits
     _dequantise[(cdiv((last - first) * rows, _ROWS), cdiv(columns, block))](
         matrix.data[first:last],
@@ -50,12 +48,7 @@ def dequantise(matrix: QuantisedMatrix, first: int, last: int, out_EOI: Tensor) 
         STRIDE_EXPERT=matrix.data.stride(0),
         STRIDE_SCALE_EXPERT=matrix.scales.stride(0),
         STRIDE_MATRIX_SCALE=0 if matrix.matrix_scale is None else matrix.matrix_scale.stride(0),
-        BITS=matrix.format.element.bits,
-        SCALE=matrix.format.scale,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-        PART_ROWS=of_part,
-        PART_BLOCKS=cdiv(of_part, block_rows),
+        **block_constants(matrix),
         ROWS=_ROWS,
         COLUMNS=block,
         num_warps=_WARPS,

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.block_scaled_product import decode_e4m3, decode_scales, scale_row
+from amoeba.kernels.block_scaled_product import block_constants, decode_e4m3, decode_scales, scale_row
 from amoeba.kernels.choice import capability_of
-from amoeba.kernels.launch import cdiv
 from amoeba.kernels.quantise import BY_BITS
 from amoeba.precision.quantised import QuantisedMatrix
 
@@ -129,16 +128,9 @@ _RAISED_E8M0 = tl.constexpr("""
 
 def constants_of(matrix: QuantisedMatrix, device: torch.device) -> dict[str, Any]:
     """Of a stack (E, rows, columns) that is read along its columns."""
-    block_rows, block_columns = matrix.format.block
-    of_part = matrix.shape[1] // matrix.parts
     return {
         "REDUCTION": matrix.columns,
-        "BITS": matrix.format.element.bits,
-        "SCALE": matrix.format.scale,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_COLUMNS": block_columns,
-        "PART_ROWS": of_part,
-        "PART_BLOCKS": cdiv(of_part, block_rows),
+        **block_constants(matrix),
         "STRIDE_ROW": matrix.data.stride(1),
         "STRIDE_EXPERT": matrix.data.stride(0),
         "STRIDE_SCALE_ROW": matrix.scales.stride(1),

@@ -33,8 +33,8 @@ from amoeba.precision.formats import Format
 from amoeba.precision.quantised import QuantisedMatrix
 
 _ROWS = (BLOCK_M, BLOCK_K)
-# A part of a stage that is decoded at a time has so many rows at most, which share a scale or have each their own.
-_PART_ROWS = 64
+# Rows of a block in fp8, at least. Fewer are in no file that we know, and were not tried.
+_LEAST_ROWS = 64
 
 
 def why_not(matrix: QuantisedMatrix) -> str | None:
@@ -62,7 +62,7 @@ def is_in_one_piece(matrix: QuantisedMatrix) -> bool:
 def _serves(format: Format) -> bool:
     rows, columns = format.block
     if format.element.bits == 8 and format.scale == "fp32":
-        return rows % _PART_ROWS == 0 and columns % RUN == 0
+        return rows % _LEAST_ROWS == 0 and columns % RUN == 0
     return rows == 1 and columns in (16, 32) and format.scale in ("e8m0", "e4m3")
 
 
