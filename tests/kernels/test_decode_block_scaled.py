@@ -20,7 +20,7 @@ from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
 from amoeba.weights import LORA_NAMES, LoraFactors
 from selection import quick
-from small_layer import SCALING, E, Layer
+from small_layer import SCALING, E, K, Layer
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -221,22 +221,35 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
 
 
 @pytest.mark.parametrize(
-    ("format", "tokens", "listed", "early", "deep"),
+    ("format", "tokens", "rows", "listed", "early", "up", "down"),
     [
-        (MXFP4, 64, True, False, 256),
-        (MXFP4, 16, True, False, 256),
-        (MXFP4, 12, False, False, 256),
-        (MXFP4, 8, False, True, 256),
-        (NVFP4, 64, True, False, 128),
-        (NVFP4, 8, False, False, 256),
-        (FP8_128, 9, False, False, 128),
-        (FP8_128, 8, False, True, 128),
-        (FP8_128, 5, False, True, 128),
+        (MXFP4, 384, 32, True, False, 64, 64),
+        (MXFP4, 192, 16, True, False, 128, 128),
+        (MXFP4, 96, 16, True, False, 128, 128),
+        (MXFP4, 64, 8, True, False, 256, 128),
+        (MXFP4, 16, 8, True, False, 256, 128),
+        (MXFP4, 12, 8, False, False, 256, 128),
+        (MXFP4, 8, 8, False, True, 256, 128),
+        (NVFP4, 64, 8, True, False, 128, 128),
+        (NVFP4, 8, 8, False, False, 256, 128),
+        (MXFP8, 256, 32, True, False, 64, 64),
+        (FP8_128, 512, 64, True, False, 64, 64),
+        (FP8_128, 256, 32, True, False, 128, 128),
+        (FP8_128, 9, 8, False, False, 128, 128),
+        (FP8_128, 8, 8, False, True, 128, 128),
+        (FP8_128, 5, 8, False, True, 128, 128),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_what_was_faster_is_taken(
-    format: Format, tokens: int, listed: bool, early: bool, deep: int, monkeypatch: pytest.MonkeyPatch
+    format: Format,
+    tokens: int,
+    rows: int,
+    listed: bool,
+    early: bool,
+    up: int,
+    down: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Qwen3-30B's layers on Hopper."""
     monkeypatch.setattr(block_scaled, "can_overlap", lambda device: True)
@@ -252,7 +265,8 @@ def test_what_was_faster_is_taken(
         x_TH, scale_TK = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 8)
         problem = Problem(x_TH, torch.empty(tokens, 8, dtype=torch.int64), scale_TK, weights)
     chosen = block_scaled.configuration_of(problem)
-    assert (chosen.lists(problem), chosen.early, chosen.up.depth, chosen.down.depth) == (listed, early, deep, 128)
+    assert (chosen.rows, chosen.up.depth, chosen.down.depth) == (rows, up, down)
+    assert (chosen.lists(problem), chosen.early) == (listed, early)
     monkeypatch.setattr(block_scaled, "can_overlap", lambda device: False)
     alone = block_scaled.configuration_of(problem)
     assert not alone.listed and not alone.early  # one more launch that nothing hides
@@ -269,10 +283,10 @@ def test_few_tokens_without_gradients_are_decoded_and_no_others(
         classmethod(lambda cls, *given: (passes.append(given), sorted_rows(*given))[1]),
     )
 
-    def sorts(tokens: int, rank: int = 0, gradient: bool = False) -> bool:
+    def sorts(tokens: int, rank: int = 0, gradient: bool = False, dtype: torch.dtype = torch.float32) -> bool:
         passes.clear()
         layer = Layer(tokens=tokens, rank=rank)
-        named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
+        named = {name: tensor.detach().to(device, dtype) for name, tensor in layer.tensors.items()}
         named["x"].requires_grad_(gradient)
         weights = quantise_experts(layer.weights(named), MXFP8)
         routing = Routing(layer.expert_TK.to(device), named["weight"])
@@ -282,11 +296,17 @@ def test_few_tokens_without_gradients_are_decoded_and_no_others(
     most = block_scaled_triton.DECODE_TOKENS
     assert not sorts(1) and not sorts(most) and not sorts(1, rank=2)
     assert sorts(most + 1) and sorts(1, gradient=True) and sorts(1, rank=2, gradient=True)
+    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
+    most, half = block_scaled_triton.DECODE_SLOTS_PER_EXPERT * E // K, torch.float16
+    assert not sorts(4, dtype=half) and not sorts(most, dtype=half) and not sorts(most, rank=2, dtype=half)
+    assert sorts(most + 1, dtype=half) and sorts(4) and sorts(4, dtype=half, gradient=True)
+    monkeypatch.setattr(block_scaled_triton, "DECODE_SLOTS", 10)
+    assert not sorts(5, dtype=half) and sorts(6, dtype=half)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its own instructions decode")
 @pytest.mark.parametrize("rank", [0, 16, 130])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 11, 61])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 11, 61, 150])
 @by_format
 def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, rank: int, device: torch.device) -> None:
     """As models have them: steps without masks, several chunks of an expert, codes of every size."""

@@ -29,6 +29,7 @@ from test_gpu_streamed_experts import (
 
 import amoeba
 from amoeba import ExpertWeights, experts
+from amoeba.backends import block_scaled_triton, sorted_rows
 from amoeba.kernels.decode import Like, block_scaled
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
@@ -75,6 +76,23 @@ def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch
             for again in range(2 if tokens < 66 else 1):
                 y_TH = experts(x_TH, routing, memory.layers[0])
                 assert_as_resident(y_TH, expected, slots, again)
+
+
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 3), ("nvfp4", 1)))
+@pytest.mark.parametrize("slots", [1, 3, E])
+@pytest.mark.parametrize("name", FORMATS)
+def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
+    name: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
+    monkeypatch.setattr(sorted_rows, "forward", None)  # nothing is sorted
+    dtype = torch.float16  # which the interpreter multiplies, too
+    resident, lora = quantised(FORMATS[name], dtype), factors(dtype)
+    with closing(memory_of(resident, slots)) as memory, torch.no_grad():
+        x_TH, routing = routed(23, dtype, sentinels=True)
+        for each in (None, lora):
+            y_TH = experts(x_TH, routing, memory.layers[0], lora=each)
+            assert y_TH.count_nonzero() > 0 and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=each))
 
 
 @quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 4), ("nvfp4", E)))

@@ -19,6 +19,8 @@ from amoeba.torch_internals import graph_is_freed
 
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64
+# And more, by expert, where an expert has so few on average, in half precision: H200, docs/log.md.
+DECODE_SLOTS_PER_EXPERT, DECODE_SLOTS = 26, 4096
 
 
 class BlockScaledTritonBackend(PassesBackend):
@@ -38,7 +40,7 @@ class BlockScaledTritonBackend(PassesBackend):
         return problem  # factors are rounded where they are read
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        if save != "h" and 0 < problem.x_TH.shape[0] <= DECODE_TOKENS:
+        if save != "h" and (is_few(problem) or is_few_of_each(problem, problem.weights.num_experts)):
             from amoeba.kernels.decode.block_scaled import decode
 
             return decode(problem), None
@@ -60,6 +62,16 @@ class BlockScaledTritonBackend(PassesBackend):
         what = ("backward", self.operator_name, needs, saved is None, graph_is_freed(), *_pass_constants(problem))
         tensors = (*triton.pass_tensors(problem), dy_TH, *(saved or ()))
         return planned(what, tensors, lambda: sorted_rows.backward(problem, saved, dy_TH, needs, BlockScaledRows))
+
+
+def is_few(problem: Problem) -> bool:
+    return 0 < problem.x_TH.shape[0] <= DECODE_TOKENS
+
+
+def is_few_of_each(problem: Problem, experts: int) -> bool:
+    """Whether a pass of more tokens without gradients is decoded, by expert. experts: as many as the layer has."""
+    few = problem.rows <= min(DECODE_SLOTS_PER_EXPERT * experts, DECODE_SLOTS)
+    return few and problem.x_TH.shape[0] > DECODE_TOKENS and problem.x_TH.element_size() == 2
 
 
 def _pass_constants(problem: Problem) -> tuple:

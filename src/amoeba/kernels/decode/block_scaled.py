@@ -11,6 +11,7 @@ outside [0, E) are sentinels and add nothing. No host synchronisation, bitwise e
 
 from __future__ import annotations
 
+from math import ceil, sqrt
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, list_sl
 from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
 from amoeba.kernels.decode.codes import in_lines
-from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, chunk_rows, goes_by_slot
+from amoeba.kernels.decode.configuration import LARGEST_CHUNK, SMALLEST_CHUNK, Configuration, Tile, goes_by_slot
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
@@ -40,9 +41,11 @@ WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
 FEWEST_SLOTS, WEIGHT_ROWS, WARPS = 8, 64, 2
 # By the bits of a code: bytes of a row in a step, stages, and the order of four-bit numbers (`Configuration.by_lanes`),
 # which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (docs/log.md).
+# That order needs one or two warps: with four, Triton 3.6 pairs numbers with the wrong ones of the rows.
 DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
-# Times the slots that an expert gets on average: 8 at 64 tokens of that layer, which was faster than 16 (docs/log.md).
-HEADROOM = 2
+# Slots of an expert together up to which steps have that length, else half of it, since both operands take registers;
+# and where scales are applied to what a step gives, not to its numbers.
+LONG_ROWS, LONG_ROWS_OF_WHOLE_BLOCKS = 16, 32
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
@@ -72,7 +75,8 @@ _plans: dict[tuple, Plan] = {}
 
 
 def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
-    """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
+    """y_TH, in the dtype of x. Meant for few slots of an expert; right for every T whose N ids fit in one program's
+    registers."""
     x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
     slots = expert_TK.numel()
@@ -180,12 +184,14 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     weights: BlockScaledExperts = problem.weights
     tokens, experts = like or _own(problem)
     slots = tokens * problem.expert_TK.shape[1]
-    rows, height, warps = chunk_rows(slots, experts, FEWEST_SLOTS, HEADROOM), WEIGHT_ROWS, WARPS
+    rows, height, warps = chunk_rows(slots, experts), WEIGHT_ROWS, WARPS
     if slots < experts:  # more programs for the few experts
         height, warps = height // 2, warps // 2
     bits = weights.format.element.bits
     depth = DEPTH_BYTES[bits] * 8 // bits
-    depth = depth * SMALLEST_CHUNK // max(rows, SMALLEST_CHUNK)  # both operands take registers
+    whole = bits == 8 and weights.format.block[1] >= depth
+    if rows > (LONG_ROWS_OF_WHOLE_BLOCKS if whole else LONG_ROWS):
+        depth //= 2
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
 
@@ -202,6 +208,13 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     listed = overlap and slots >= FEWEST_LISTED  # where a launch more costs little
     early = overlap and slots < experts and tokens <= MOST_EARLY and weights.format is not NVFP4
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
+
+
+def chunk_rows(slots: int, experts: int) -> int:
+    """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
+    routing. With 12, 16 were faster than 32, and with 16, 32 were (docs/log.md)."""
+    expected = slots / min(experts, slots)
+    return min(max(next_power_of_2(ceil(expected + sqrt(expected))), FEWEST_SLOTS), LARGEST_CHUNK)
 
 
 def _piece(length: int, widest: int) -> int:

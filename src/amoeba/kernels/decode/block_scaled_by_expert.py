@@ -89,7 +89,7 @@ def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Lau
 
 
 def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
-    ids = next_power_of_2(problem.rows)
+    ids = 1 if chosen.lists(problem) else next_power_of_2(problem.rows)  # lists are the same for any number
     return {
         "OWNER_IS_EXPERT": problem.weights.num_experts <= problem.rows,
         "BLOCK_N": ids,

@@ -119,10 +119,10 @@ def goes_by_slot(tokens: int, top_k: int, num_experts: int) -> bool:
     return tokens == 1 or (tokens <= BY_SLOT_TOKENS and few_share)
 
 
-def chunk_rows(slots: int, num_experts: int, fewest: int = SMALLEST_CHUNK, headroom: int = CHUNK_HEADROOM) -> int:
+def chunk_rows(slots: int, num_experts: int) -> int:
     """Slots of an expert that are computed together."""
-    expected = headroom * slots // min(num_experts, slots)
-    return min(max(next_power_of_2(expected), fewest), LARGEST_CHUNK)
+    expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
+    return min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
 class Layer(NamedTuple):

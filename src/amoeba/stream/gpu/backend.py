@@ -59,18 +59,7 @@ class GpuStreamedBackend(PassesBackend):
             kernels = kernels_of(problem.weights.slots)
             if save != "h" and kernels.decodes(problem):
                 return _Few(problem).decode(), None
-            y_NH = alone = None
-            with _groups(problem) as groups:
-                for slot_of in groups:
-                    if len(slot_of) == problem.weights.num_experts:
-                        y_TH = kernels.sorted(_in_slots(problem))
-                        break
-                    if alone is None:
-                        alone = _rows_alone(problem)
-                        alone = alone._replace(weight_TK=torch.ones_like(alone.weight_TK))
-                    y_NH = kernels.sorted(_in_slots(alone)._replace(onto_TH=y_NH))  # others' rows are zero
-            if y_NH is not None:
-                y_TH = _combined(y_NH, problem, problem.weight_TK)
+            y_TH = _of_each(problem) if save != "h" and kernels.decodes_all(problem) else _of_all(problem)
         _expect(problem, layer + 1)
         return y_TH, None
 
@@ -94,6 +83,38 @@ class GpuStreamedBackend(PassesBackend):
         _expect(problem, layer - 1)
         d_x = None if dx_NH is None else _combined(dx_NH, problem, None)
         return Gradients(d_x, d_weight, **factors.of_experts())
+
+
+def _of_all(problem: Problem) -> Tensor:
+    """Of experts in groups, by sorted rows."""
+    kernels = kernels_of(problem.weights.slots)
+    y_NH = alone = None
+    with _groups(problem) as groups:
+        for slot_of in groups:
+            if len(slot_of) == problem.weights.num_experts:
+                return kernels.sorted(_in_slots(problem))
+            if alone is None:
+                alone = _rows_alone(problem)
+                alone = alone._replace(weight_TK=torch.ones_like(alone.weight_TK))
+            y_NH = kernels.sorted(_in_slots(alone)._replace(onto_TH=y_NH))  # others' rows are zero
+    return _combined(_there(y_NH), problem, problem.weight_TK)
+
+
+def _of_each(problem: Problem) -> Tensor:
+    """Of experts in groups, by expert."""
+    with _groups(problem) as groups:
+        return _decoded(problem, groups)
+
+
+def _decoded(problem: Problem, groups: Iterator[dict[int, int]]) -> Tensor:
+    """By expert, as the groups come, and summed up once."""
+    from amoeba.kernels.decode import Like, sum_rows
+
+    weights, kernels = problem.weights, kernels_of(problem.weights.slots)
+    y_NH = problem.x_TH.new_empty((problem.rows, problem.x_TH.shape[1]), dtype=torch.float32)
+    for _ in groups:
+        kernels.decode_rows(_in_slots(problem), y_NH, Like(problem.x_TH.shape[0], weights.num_experts))
+    return sum_rows(y_NH, problem._replace(weights=weights.others))
 
 
 class _Few:
@@ -150,18 +171,13 @@ class _Few:
         return y_TH
 
     def _in_parts(self, problem: Problem, ids: list[int]) -> Tensor:
-        from amoeba.kernels.decode import sum_rows
-
         memory, layer = self.memory, self.layer
         tokens, top_k = problem.expert_TK.shape
         of_all = problem._replace(weights=problem.weights.others)
         if self.kernels.is_by_slot(of_all, self.like) and tokens > 1 and top_k <= memory.slots[layer]:
             return torch.cat([self._alone(problem, token) for token in range(tokens)])
-        y_NH = problem.x_TH.new_empty((problem.rows, problem.x_TH.shape[1]), dtype=torch.float32)
         with closing(memory.lend(layer, ids)) as groups:
-            for _ in groups:
-                self.kernels.decode_rows(_in_slots(problem), y_NH, self.like)
-        return sum_rows(y_NH, of_all)
+            return _decoded(problem, groups)
 
     def _alone(self, problem: Problem, token: int) -> Tensor:
         memory, layer = self.memory, self.layer

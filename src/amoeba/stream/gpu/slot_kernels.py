@@ -29,6 +29,10 @@ class SlotKernels(ABC):
         """Whether a pass without gradients is one of few tokens, of which the chosen experts alone are needed."""
 
     @abstractmethod
+    def decodes_all(self, problem: Problem) -> bool:
+        """Whether one of more tokens is decoded by expert, too, of which nearly all are needed."""
+
+    @abstractmethod
     def decode(self, problem: Problem, like: Like) -> Tensor: ...
 
     @abstractmethod
@@ -48,6 +52,9 @@ class SlotKernels(ABC):
 class _PlainKernels(SlotKernels):
     def decodes(self, problem: Problem) -> bool:
         return problem.x_TH.shape[0] <= triton.DECODE_TOKENS
+
+    def decodes_all(self, problem: Problem) -> bool:
+        return False
 
     def decode(self, problem: Problem, like: Like) -> Tensor:
         from amoeba.kernels.decode import decode
@@ -73,7 +80,10 @@ class _PlainKernels(SlotKernels):
 
 class _CodeKernels(SlotKernels):
     def decodes(self, problem: Problem) -> bool:
-        return problem.x_TH.shape[0] <= block_scaled_triton.DECODE_TOKENS
+        return block_scaled_triton.is_few(problem)
+
+    def decodes_all(self, problem: Problem) -> bool:
+        return block_scaled_triton.is_few_of_each(problem, problem.weights.num_experts)
 
     def decode(self, problem: Problem, like: Like) -> Tensor:
         from amoeba.kernels.decode.block_scaled import decode
