@@ -152,14 +152,23 @@ def test_a_plan_is_found_again_by_the_factors_that_it_was_made_for(device: torch
         assert (found.double() - truth).norm() <= 1e-5 * truth.norm()
 
 
-@quick(lambda format: format is MXFP4)
+# one has three chunks of slots, one a full chunk, others none, sentinels among them; several have more than one chunk;
+# as many chunks of one as there can be
+LISTED = {
+    "one of many": [3] * 35 + [1] * 16 + [-1, 0, E, 0, 3],
+    "several": [0] * 17 + [2] * 49 + [3] * 18,
+    "one": [2] * 48,
+}
+
+
+@quick(lambda format, ids: format is MXFP4)
+@pytest.mark.parametrize("ids", LISTED)
 @by_format
 def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
-    format: Format, device: torch.device
+    format: Format, ids: str, device: torch.device
 ) -> None:
-    """One expert has three chunks of slots, one a full chunk, others none; sentinels among them."""
-    ids = torch.tensor([3] * 35 + [1] * 16 + [-1, 0, E, 0, 3])
-    expert_TK = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].view(-1, 2)
+    chosen_N = torch.tensor(LISTED[ids])
+    expert_TK = chosen_N[torch.randperm(len(chosen_N), generator=torch.Generator().manual_seed(0))].view(-1, 2)
     layer = Layer(SILU, tokens=len(expert_TK), hidden=64, inner=32, expert_TK=expert_TK)
     named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
     weights = quantise_experts(layer.weights(named), format)

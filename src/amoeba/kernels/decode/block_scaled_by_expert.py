@@ -11,8 +11,12 @@ As `by_expert`, with another product inside. Codes become numbers of x's dtype i
 memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
 gives. Smaller blocks have theirs applied to the numbers, which bf16 holds exactly, too.
 
-The list of an owner (see `my_expert`) is how many slots its expert has, and these, in order: slots + 1 numbers. A
-launch ahead of up writes the lists, or up's programs do for down's, or there are none.
+`lists` holds how many slots the expert of each owner has (see `my_expert`), and then, for each, its slots in order: as
+many places as there are slots. A launch ahead of up writes it, or up's programs do for down's, or nobody.
+
+Where a launch ahead writes it, an owner's programs compute the first chunk of its expert, and spare ones behind them
+the later chunks of all experts: one that half of the tokens chose does not keep everybody waiting. Else an owner's
+programs compute all chunks of its expert, one after the other.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ LIST_WARPS = 4
 def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, slots, tile = problem.weights, problem.rows, chosen.up
     return _up_by_expert.fixed(
-        (min(slots, weights.num_experts) * cdiv(weights.intermediate, tile.columns),),
+        ((min(slots, weights.num_experts) + spares(problem, chosen)) * cdiv(weights.intermediate, tile.columns),),
         (slots,),
         E=weights.num_experts,
         I=weights.intermediate,
@@ -57,6 +61,7 @@ def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launc
         **constants_of_bias(weights.gate_up_bias_EJ),
         **_options(problem, chosen),
         LISTED=chosen.lists(problem),
+        SPREAD=chosen.lists(problem),
         WRITES=chosen.early,
         DEPTH=tile.depth,
         STAGES=tile.stages,
@@ -71,7 +76,7 @@ def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launc
 def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, slots, tile = problem.weights, problem.rows, chosen.down
     return _down_by_expert.fixed(
-        (min(slots, weights.num_experts) * cdiv(weights.hidden, tile.columns),),
+        ((min(slots, weights.num_experts) + spares(problem, chosen)) * cdiv(weights.hidden, tile.columns),),
         (slots,),
         E=weights.num_experts,
         H=weights.hidden,
@@ -79,6 +84,7 @@ def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Lau
         **constants_of_bias(weights.down_bias_EH),
         **_options(problem, chosen),
         LISTED=chosen.early or chosen.lists(problem),
+        SPREAD=chosen.lists(problem),
         DEPTH=tile.depth,
         STAGES=tile.stages,
         RANK=ranks.down,
@@ -100,8 +106,13 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
     }
 
 
+def spares(problem: Problem, chosen: Configuration) -> int:
+    """As many as there can be chunks that are not an expert's first: a whole one is ahead of each."""
+    return (problem.rows - 1) // chosen.rows if chosen.lists(problem) else 0
+
+
 def list_slots(problem: Problem, chosen: Configuration) -> Launch:
-    """To the lists of all experts, of slots + 1 numbers each."""
+    """To the lists of all experts."""
     ids = next_power_of_2(problem.rows)
     return _list_slots.fixed(
         (problem.weights.num_experts,), (problem.rows,), BLOCK_N=ids, OVERLAP=chosen.overlap, num_warps=LIST_WARPS
@@ -115,47 +126,88 @@ def _list_slots(expert_TK, lists, N, BLOCK_N: tl.constexpr, OVERLAP: tl.constexp
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
-    list_N = lists + expert * (N + 1)
     index_N = tl.arange(0, BLOCK_N)
     match_N = tl.load(expert_TK + index_N, mask=index_N < N, other=-1) == expert
     rank_N = tl.cumsum(match_N.to(tl.int32), axis=0)
-    tl.store(list_N + rank_N, index_N, mask=match_N)
-    tl.store(list_N, tl.max(rank_N, axis=0))
+    tl.store(list_of(lists, expert, tl.num_programs(0), N) + rank_N - 1, index_N, mask=match_N)
+    tl.store(lists + expert, tl.max(rank_N, axis=0))
 
 
 @triton.jit
-def _expert_and_count(
+def list_of(lists, owner, owners, N):
+    """Its slots; how many there are stands at `lists + owner`."""
+    return lists + owners + owner * N
+
+
+@triton.jit
+def _chunks(
     expert_TK,
-    list_N,
+    lists,
     owner,
     N,
-    E,
+    E: tl.constexpr,
     OWNER_IS_EXPERT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
     LISTED: tl.constexpr,
+    SPREAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """As `my_expert`. Lists are there once the launches ahead are done; a sentinel's is empty."""
-    if LISTED:
+    """What a program computes: whose expert, which one, how many slots that has, the rank of the first slot, and how
+    many chunks from there on. Lists are there once the launches ahead are done; a sentinel's is empty."""
+    if SPREAD:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        first_rank = 0
+        if owner >= E:
+            owner, first_rank = _later_chunk(lists, owner - E, E, ROWS)
+        count = tl.load(lists + owner, mask=owner < E, other=0)
+        return owner, owner.to(tl.int64), count, first_rank, 1
+    elif LISTED:
         if OWNER_IS_EXPERT:
             expert = owner.to(tl.int64)
         else:
             expert = tl.load(expert_TK + owner).to(tl.int64)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        return expert, tl.load(list_N)
+        count = tl.load(lists + owner)
+        return owner, expert, count, 0, (count + ROWS - 1) // ROWS
     else:
-        return my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT, BLOCK_N)
+        expert, count = my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT, BLOCK_N)
+        return owner, expert, count, 0, (count + ROWS - 1) // ROWS
+
+
+@triton.jit
+def _later_chunk(lists, number, E: tl.constexpr, ROWS: tl.constexpr):
+    """Of experts' chunks after their first, in order, that one's expert, E or more where there are not so many, and the
+    rank of its first slot."""
+    e = tl.arange(0, triton.next_power_of_2(E))
+    later_E = tl.maximum(tl.load(lists + e, mask=e < E, other=0) - 1, 0) // ROWS
+    expert = tl.sum((tl.cumsum(later_E, axis=0) <= number).to(tl.int32), axis=0)
+    ahead = tl.sum(tl.where(e < expert, later_E, 0), axis=0)
+    return expert, (number - ahead + 1) * ROWS
 
 
 @triton.jit
 def _slots(
-    expert_TK, list_N, expert, first_rank, count, N, ROWS: tl.constexpr, PIECE: tl.constexpr, LISTED: tl.constexpr
-):  # fmt: skip
+    expert_TK,
+    lists,
+    owner,
+    expert,
+    first_rank,
+    count,
+    N,
+    E: tl.constexpr,
+    OWNER_IS_EXPERT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+    LISTED: tl.constexpr,
+):
     """As `slots_of_chunk`."""
     if LISTED:
         rank = first_rank + tl.arange(0, ROWS)
-        return tl.load(list_N + 1 + rank, mask=rank < count, other=0)
+        owners = E if OWNER_IS_EXPERT else N
+        return tl.load(list_of(lists, owner, owners, N) + rank, mask=rank < count, other=0)
     else:
         return slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
 
@@ -275,6 +327,7 @@ def _up_by_expert(
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
     LISTED: tl.constexpr,
+    SPREAD: tl.constexpr,
     WRITES: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -288,23 +341,25 @@ def _up_by_expert(
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    owner = tl.program_id(0) // BLOCKS
-    list_N = lists + owner * (N + 1)
-    expert, count = _expert_and_count(
-        expert_TK, list_N, owner, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED
+    owner, expert, count, begin, chunks = _chunks(
+        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED, SPREAD, ROWS
     )  # fmt: skip
     if WRITES and block == 0:
-        tl.store(list_N, count)
-    if count == 0:
+        tl.store(lists + owner, count)
+    if begin >= count:
         return
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
-    for first_rank in range(0, count, ROWS):
-        slot = _slots(expert_TK, list_N, expert, first_rank, count, N, ROWS, PIECE, LISTED)
+    for chunk in range(chunks):
+        first_rank = begin + chunk * ROWS
+        slot = _slots(
+            expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTED
+        )  # fmt: skip
         rank = first_rank + tl.arange(0, ROWS)
         slot_ok = rank < count
         if WRITES and block == 0:
-            tl.store(list_N + 1 + rank, slot, mask=slot_ok)
+            owners = E if OWNER_IS_EXPERT else N
+            tl.store(list_of(lists, owner, owners, N) + rank, slot, mask=slot_ok)
         first = block * COLUMNS
         j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, COLUMNS)
         column = first + tl.arange(0, COLUMNS)
@@ -376,24 +431,26 @@ def _down_by_expert(
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
     LISTED: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     if OVERLAP:  # for the sum, where its launch overlaps
         tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    owner = tl.program_id(0) // BLOCKS
-    list_N = lists + owner * (N + 1)
-    expert, count = _expert_and_count(
-        expert_TK, list_N, owner, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED
+    owner, expert, count, begin, chunks = _chunks(
+        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED, SPREAD, ROWS
     )  # fmt: skip
-    if count == 0:
+    if begin >= count:
         return
     if OVERLAP and not LISTED:
         tl.extra.cuda.gdc_wait()
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
-    for first_rank in range(0, count, ROWS):
-        slot = _slots(expert_TK, list_N, expert, first_rank, count, N, ROWS, PIECE, LISTED).to(tl.int64)
+    for chunk in range(chunks):
+        first_rank = begin + chunk * ROWS
+        slot = _slots(
+            expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTED
+        ).to(tl.int64)  # fmt: skip
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         h = block * COLUMNS + tl.arange(0, COLUMNS)
         row_ok = h < H
