@@ -242,7 +242,7 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
         (NVFP4, 64, 8, True, False, 128, 128),
         (NVFP4, 8, 8, False, False, 256, 128),
         (MXFP8, 256, 32, True, False, 64, 64),
-        (FP8_128, 512, 64, True, False, 64, 64),
+        (FP8_128, 512, 32, True, False, 128, 128),
         (FP8_128, 256, 32, True, False, 128, 128),
         (FP8_128, 9, 8, False, False, 128, 128),
         (FP8_128, 8, 8, False, True, 128, 128),

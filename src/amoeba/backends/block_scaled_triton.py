@@ -20,7 +20,7 @@ from amoeba.torch_internals import graph_is_freed
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64
 # And more, by expert, where an expert has so few on average, in half precision: H200, docs/log.md.
-DECODE_SLOTS_PER_EXPERT, DECODE_SLOTS = 26, 4096
+DECODE_SLOTS_PER_EXPERT, DECODE_SLOTS = 32, 4096
 
 
 class BlockScaledTritonBackend(PassesBackend):

@@ -66,6 +66,7 @@ _TABLE = (
     Shape("qwen3_decode1", 1, 2048, 768, 128, 8, forward_only=True),
     Shape("qwen3_decode8", 8, 2048, 768, 128, 8, forward_only=True),
     Shape("qwen3_decode", 64, 2048, 768, 128, 8, forward_only=True),
+    Shape("qwen3_decode_zipf", 64, 2048, 768, 128, 8, skew=1.2, forward_only=True),
     Shape("sonic_a", 24576, 1536, 256, 128, 8),
     Shape("sonic_a_1024", 1024, 1536, 256, 128, 8),
     Shape("sonic_b", 32768, 4096, 256, 256, 16),

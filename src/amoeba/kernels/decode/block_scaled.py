@@ -22,7 +22,7 @@ from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, list_sl
 from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
 from amoeba.kernels.decode.codes import in_lines
-from amoeba.kernels.decode.configuration import LARGEST_CHUNK, SMALLEST_CHUNK, Configuration, Tile, goes_by_slot
+from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, goes_by_slot
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
@@ -35,17 +35,17 @@ from amoeba.problem import Problem
 UP_BYTES, WARPS_BY_SLOT = {8: 8192, 4: 4096}, {8: 4, 4: 2}
 DOWN_BYTES = 8192
 WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
-# By expert: slots of an expert at least that are computed together, rows of codes in a tile, and bytes of each. One or
-# two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take the
-# one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
-FEWEST_SLOTS, WEIGHT_ROWS, WARPS = 8, 64, 2
+# By expert: slots of an expert that are computed together, at least and at most, rows of codes in a tile, and warps. One
+# or two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take
+# the one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
+FEWEST_SLOTS, MOST_SLOTS, WEIGHT_ROWS, WARPS = 8, 32, 64, 2
 # By the bits of a code: bytes of a row in a step, stages, and the order of four-bit numbers (`Configuration.by_lanes`),
 # which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (docs/log.md).
 # That order needs one or two warps: with four, Triton 3.6 pairs numbers with the wrong ones of the rows.
 DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
-# Slots of an expert together up to which steps have that length, else half of it, since both operands take registers;
-# and where scales are applied to what a step gives, not to its numbers.
-LONG_ROWS, LONG_ROWS_OF_WHOLE_BLOCKS = 16, 32
+# Slots together from which on steps have half that length: both operands take registers. Not where a step lies in one
+# block, whose scale is applied to what it gives: fp8-128 takes 231 us in place of 262 at 256 tokens (docs/log.md).
+SHORT_ROWS = 32
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
 FEWEST_LISTED = 128
@@ -189,8 +189,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
         height, warps = height // 2, warps // 2
     bits = weights.format.element.bits
     depth = DEPTH_BYTES[bits] * 8 // bits
-    whole = bits == 8 and weights.format.block[1] >= depth
-    if rows > (LONG_ROWS_OF_WHOLE_BLOCKS if whole else LONG_ROWS):
+    if rows >= SHORT_ROWS and (bits < 8 or weights.format.block[1] < depth):
         depth //= 2
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
@@ -214,7 +213,7 @@ def chunk_rows(slots: int, experts: int) -> int:
     """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
     routing. With 12, 16 were faster than 32, and with 16, 32 were (docs/log.md)."""
     expected = slots / min(experts, slots)
-    return min(max(next_power_of_2(ceil(expected + sqrt(expected))), FEWEST_SLOTS), LARGEST_CHUNK)
+    return min(max(next_power_of_2(ceil(expected + sqrt(expected))), FEWEST_SLOTS), MOST_SLOTS)
 
 
 def _piece(length: int, widest: int) -> int:
