@@ -153,8 +153,9 @@ def _chunks(
     SPREAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """What a program computes: whose expert, which one, how many slots that has, the rank of the first slot, and how
-    many chunks from there on. Lists are there once the launches ahead are done; a sentinel's is empty."""
+    """What a program computes: whose expert, which one, how many slots that has, the rank of the first slot, and up to
+    where from there on: one is in one chunk, and the compiler sees it. Lists are there once the launches ahead are
+    done; a sentinel's is empty."""
     if SPREAD:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
@@ -171,10 +172,10 @@ def _chunks(
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         count = tl.load(lists + owner)
-        return owner, expert, count, 0, (count + ROWS - 1) // ROWS
+        return owner, expert, count, 0, count
     else:
         expert, count = my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT, BLOCK_N)
-        return owner, expert, count, 0, (count + ROWS - 1) // ROWS
+        return owner, expert, count, 0, count
 
 
 @triton.jit
@@ -341,17 +342,17 @@ def _up_by_expert(
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    owner, expert, count, begin, chunks = _chunks(
+    owner, expert, count, begin, end = _chunks(
         expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED, SPREAD, ROWS
     )  # fmt: skip
     if WRITES and block == 0:
         tl.store(lists + owner, count)
-    if begin >= count:
+    if count == 0:
         return
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
-    for chunk in range(chunks):
-        first_rank = begin + chunk * ROWS
+    for at in range(0, end, ROWS):
+        first_rank = begin + at
         slot = _slots(
             expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTED
         )  # fmt: skip
@@ -437,17 +438,17 @@ def _down_by_expert(
         tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    owner, expert, count, begin, chunks = _chunks(
+    owner, expert, count, begin, end = _chunks(
         expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED, SPREAD, ROWS
     )  # fmt: skip
-    if begin >= count:
+    if count == 0:
         return
     if OVERLAP and not LISTED:
         tl.extra.cuda.gdc_wait()
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
-    for chunk in range(chunks):
-        first_rank = begin + chunk * ROWS
+    for at in range(0, end, ROWS):
+        first_rank = begin + at
         slot = _slots(
             expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTED
         ).to(tl.int64)  # fmt: skip
