@@ -101,8 +101,8 @@ def run_in_fp8(recipe: str, hidden: int, inner: int) -> None:
 
 
 def run_in_codes(format: str, many_rows: bool = False) -> None:
-    """Frozen experts with LoRA factors: forward and backward of many tokens, and one, five and 64 tokens decoded, with
-    the factors and without. many_rows: experts are dequantised, three of them at a time."""
+    """Frozen experts with LoRA factors: forward and backward of many tokens, and one, five, 64 and 120 tokens decoded,
+    with the factors and without. many_rows: experts are dequantised, three of them at a time."""
     from amoeba import LoraFactors
     from amoeba.backends import block_scaled_rows
     from amoeba.kernels.hopper import coded_product
@@ -121,7 +121,7 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
     lora = LoraFactors(*(normal(*shape).float().detach().requires_grad_() for shape in shapes), scaling=2.0)
     experts(normal(300, 320), routing, weights, lora=lora, backend="triton").sum().backward()
     with torch.no_grad():
-        for tokens in (1, 5, 64):
+        for tokens in (1, 5, 64, 120):
             few = Routing(routing.expert_TK[:tokens], routing.weight_TK[:tokens])
             for factors in (None, lora):
                 experts(normal(tokens, 320), few, weights, lora=factors, backend="triton")

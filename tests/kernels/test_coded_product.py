@@ -449,7 +449,8 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *given, **named: asked.append(name) or compute(*given, **named)
 
     monkeypatch.setattr(block_scaled_rows, "why_not_hopper", lambda problem: None)
-    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 0)
+    for most in ("DECODE_TOKENS", "DECODE_SLOTS"):
+        monkeypatch.setattr(block_scaled_triton, most, 0)
     for module, kind in ((coded_product, "of codes"), (product, "of numbers")):
         monkeypatch.setattr(module, "multiply", noted(f"multiply {kind}", stand_in_multiply))
         monkeypatch.setattr(module, "up", noted(f"up {kind}", stand_in_up))

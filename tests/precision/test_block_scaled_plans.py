@@ -24,7 +24,8 @@ FORMATS = (FP8_128, MXFP4, NVFP4)
 
 @pytest.fixture(autouse=True)
 def nothing_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 0)  # which would take the forward that saves nothing
+    for most in ("DECODE_TOKENS", "DECODE_SLOTS"):
+        monkeypatch.setattr(block_scaled_triton, most, 0)  # which would take the forward that saves nothing
     launch_plan.forget_plans()
 
 

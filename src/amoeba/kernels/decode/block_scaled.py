@@ -35,7 +35,7 @@ from amoeba.problem import Problem
 UP_BYTES, WARPS_BY_SLOT = {8: 8192, 4: 4096}, {8: 4, 4: 2}
 DOWN_BYTES = 8192
 WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
-# By expert: slots of an expert that are computed together, at least and at most, rows of codes in a tile, and warps. One
+# By expert: slots of one that are computed together, at least and at most, rows of codes in a tile, and warps. One
 # or two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take
 # the one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
 FEWEST_SLOTS, MOST_SLOTS, WEIGHT_ROWS, WARPS = 8, 32, 64, 2
@@ -55,7 +55,7 @@ FEWEST_LISTED = 128
 MOST_EARLY = 8
 # Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
 # 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8
-# tokens; more were not measured.
+# tokens, and where slots are listed: at 64, up takes 87 us in place of 103.
 LONG_STEP = 256
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was decoded
 
@@ -199,12 +199,12 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
         return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
 
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
-    takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and slots < experts)
-    if takes_long and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
-        up = up._replace(depth=LONG_STEP)
     down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)
     listed = overlap and slots >= FEWEST_LISTED  # where a launch more costs little
+    takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and (listed or slots < experts))
+    if takes_long and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
+        up = up._replace(depth=LONG_STEP)
     early = overlap and slots < experts and tokens <= MOST_EARLY and weights.format is not NVFP4
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
 
