@@ -10,7 +10,8 @@ layer are in its slots, the host does not look at all. Else the missing ones are
 
 **Many tokens, and training.** They ask for nearly all experts, so all are streamed, in order, in groups of half of the
 slots: one computes while the next is copied. The host never learns an id. Each group computes its rows, and these are
-combined once, at the end. Backward does the same, and computes h again: the link is slower than that product.
+combined once, at the end; over codes, a few hundred tokens decode them instead of sorting them. Backward streams alike,
+and computes h again: the link is slower than that product.
 
 **Captured in a CUDA graph**, a few tokens wait for their experts on the GPU (`replays`), and the same kernels compute.
 
