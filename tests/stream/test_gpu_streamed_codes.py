@@ -86,13 +86,28 @@ def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
 ) -> None:
     monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
     monkeypatch.setattr(sorted_rows, "forward", None)  # nothing is sorted
+    tiles, asked = block_scaled.by_expert, []
+    monkeypatch.setattr(block_scaled, "by_expert", lambda problem, like: asked.append(like) or tiles(problem, like))
     dtype = torch.float16  # which the interpreter multiplies, too
     resident, lora = quantised(FORMATS[name], dtype), factors(dtype)
     with closing(memory_of(resident, slots)) as memory, torch.no_grad():
         x_TH, routing = routed(23, dtype, sentinels=True)
         for each in (None, lora):
+            asked.clear()
             y_TH = experts(x_TH, routing, memory.layers[0], lora=each)
+            assert set(asked) == {Like(23, E)}, "tiles are those of all experts"
             assert y_TH.count_nonzero() > 0 and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=each))
+
+
+def test_so_many_tokens_of_a_step_are_sorted_as_resident_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
+    monkeypatch.setattr(block_scaled, "by_expert", None)  # nothing is decoded
+    dtype = torch.float16
+    resident, lora = quantised(MXFP4, dtype), factors(dtype)
+    with closing(memory_of(resident, 3)) as memory:
+        x_TH, routing = routed(23, dtype)
+        y_TH = experts(x_TH, routing, memory.layers[0], lora=lora)
+        assert y_TH.requires_grad and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=lora))
 
 
 @quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 4), ("nvfp4", E)))

@@ -212,7 +212,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
 def chunk_rows(slots: int, experts: int) -> int:
     """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
     routing. With 12, 16 were faster than 32, and with 16, 32 were (docs/log.md)."""
-    expected = slots / min(experts, slots)
+    expected = slots / experts
     return min(max(next_power_of_2(ceil(expected + sqrt(expected))), FEWEST_SLOTS), MOST_SLOTS)
 
 
