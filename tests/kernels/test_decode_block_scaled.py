@@ -279,7 +279,7 @@ def test_what_was_faster_is_taken(
     assert (chosen.lists(problem), chosen.early) == (listed, early)
     monkeypatch.setattr(block_scaled, "can_overlap", lambda device: False)
     alone = block_scaled.configuration_of(problem)
-    assert not alone.listed and not alone.early  # one more launch that nothing hides
+    assert alone.listed == (tokens >= 128) and not alone.early  # one more launch that nothing hides
 
 
 def test_few_tokens_without_gradients_are_decoded_and_no_others(

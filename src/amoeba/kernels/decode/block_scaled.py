@@ -48,7 +48,8 @@ DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: Tru
 SHORT_ROWS = 32
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
-FEWEST_LISTED = 128
+# Where no other launch hides that one, only where programs would have many ids to look at, each all of them: not timed.
+FEWEST_LISTED, FEWEST_LISTED_ALONE = 128, 1024
 # Tokens up to which up's programs list slots for down's (`Configuration.early`), where slots are fewer than experts:
 # at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less. MXFP8 was not timed. With 12 tokens and
 # more it was slower in most cases, and NVFP4's long steps leave up no registers for it (docs/log.md).
@@ -201,7 +202,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
     down = tile(weights.hidden, height, weights.intermediate)
     overlap = can_overlap(problem.x_TH.device)
-    listed = overlap and slots >= FEWEST_LISTED  # where a launch more costs little
+    listed = slots >= (FEWEST_LISTED if overlap else FEWEST_LISTED_ALONE)  # where a launch more costs little
     takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and (listed or slots < experts))
     if takes_long and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
         up = up._replace(depth=LONG_STEP)
