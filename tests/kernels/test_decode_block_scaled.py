@@ -282,6 +282,16 @@ def test_what_was_faster_is_taken(
     assert alone.listed == (tokens >= 128) and not alone.early  # one more launch that nothing hides
 
 
+def test_tiles_whose_products_would_be_wrong_are_refused(device: torch.device) -> None:
+    layer = Layer(SILU, tokens=9, hidden=64, inner=32)
+    named = {name: tensor.detach().to(device, torch.bfloat16) for name, tensor in layer.tensors.items()}
+    weights = quantise_experts(layer.weights(named), MXFP4)
+    problem = Problem(named["x"], layer.expert_TK.to(device), named["weight"], weights)
+    chosen = block_scaled.by_expert(problem)
+    with pytest.raises(ValueError, match="1 or 2 warps"):
+        block_scaled.decode(problem, configuration=chosen._replace(up=chosen.up._replace(warps=4)))
+
+
 def test_few_tokens_without_gradients_are_decoded_and_no_others(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,9 +21,11 @@ programs compute all chunks of its expert, one after the other.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from amoeba.errors import bad_value
 from amoeba.kernels.activation import constants
 from amoeba.kernels.block_scaled_product import decode_scales
 from amoeba.kernels.decode.by_expert import RANKS_TIMES_IDS, my_expert, slots_of_chunk
@@ -95,6 +97,10 @@ def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Lau
 
 
 def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
+    warps = max(chosen.up.warps, chosen.down.warps)
+    if chosen.by_lanes and warps > 2 and problem.x_TH.dtype == torch.bfloat16:
+        remedy = "take fewer, or leave by_lanes out: Triton 3.6 multiplies them wrongly"
+        raise bad_value("configuration", "1 or 2 warps for numbers in the order of lanes", warps, remedy)
     ids = 1 if chosen.lists(problem) else next_power_of_2(problem.rows)  # lists are the same for any number
     return {
         "OWNER_IS_EXPERT": problem.weights.num_experts <= problem.rows,
