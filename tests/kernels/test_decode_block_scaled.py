@@ -176,8 +176,12 @@ def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
     chosen = block_scaled.by_expert(problem)._replace(rows=16)
     assert chosen._replace(listed=True).lists(problem)
     with poisoned_memory():
-        found = [block_scaled.decode(problem, configuration=chosen._replace(listed=listed)) for listed in (False, True)]
-    assert found[0].count_nonzero() > 0 and torch.isfinite(found[0]).all() and torch.equal(*found)
+        alone, *found = [
+            block_scaled.decode(problem, configuration=chosen._replace(listed=listed, early=early))
+            for listed, early in ((False, False), (True, False), (True, True))  # both: what is in slots is like more
+        ]
+    assert alone.count_nonzero() > 0 and torch.isfinite(alone).all()
+    assert all(torch.equal(one, alone) for one in found)
 
 
 # a slot that owns its expert, one that does not, and a sentinel; nothing but that; more slots than a chunk has

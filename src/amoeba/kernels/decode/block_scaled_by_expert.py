@@ -64,7 +64,7 @@ def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launc
         **_options(problem, chosen),
         LISTED=chosen.lists(problem),
         SPREAD=chosen.lists(problem),
-        WRITES=chosen.early,
+        WRITES=chosen.early and not chosen.lists(problem),
         DEPTH=tile.depth,
         STAGES=tile.stages,
         **ranks.of_up,
