@@ -78,7 +78,7 @@ class WithOrder(WithWaits):
 def main() -> dict[str, dict[str, int]]:
     """64 tokens through Qwen3-30B's layers, 8 whose slots up's programs list for down's, once with factors, one, and
     256, which are 32 of an expert together."""
-    from amoeba.kernels.decode import block_scaled, by_expert, low_rank
+    from amoeba.kernels.decode import block_scaled, by_expert, low_rank, slot_lists
     from amoeba.kernels.decode import block_scaled_by_expert as kernels
     from amoeba.kernels.decode import block_scaled_by_slot as by_slot
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
@@ -89,7 +89,7 @@ def main() -> dict[str, dict[str, int]]:
 
     E, K, H, I, R = 128, 8, 2048, 768, 16
     found: dict[str, dict[str, int]] = {}
-    up, down, listing = kernels._up_by_expert, kernels._down_by_expert, kernels._list_slots
+    up, down, listing = kernels._up_by_expert, kernels._down_by_expert, slot_lists._list_slots
     total, low = by_expert._sum_of_slots, low_rank._low
     slots_up, slots_down = by_slot._up_by_slot, by_slot._down_by_token
 
@@ -121,7 +121,7 @@ def main() -> dict[str, dict[str, int]]:
         of_format: dict[str, dict[str, int]] = {}
         watched = WithOrder if format.element.bits == 4 else WithWaits
         kernels._up_by_expert, kernels._down_by_expert = watched(up, of_format), watched(down, of_format)
-        kernels._list_slots, by_expert._sum_of_slots = CompileOnly(listing, of_format), WithWaits(total, of_format)
+        slot_lists._list_slots, by_expert._sum_of_slots = CompileOnly(listing, of_format), WithWaits(total, of_format)
         low_rank._low = WithWaits(low, of_format)
         by_slot._up_by_slot, by_slot._down_by_token = (
             CompileOnly(slots_up, of_format),

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from amoeba.kernels.decode import Like, can_overlap
-from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, list_slots, up_by_expert
+from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, up_by_expert
 from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.by_expert import sum_of_slots
 from amoeba.kernels.decode.codes import in_lines
 from amoeba.kernels.decode.configuration import SMALLEST_CHUNK, Configuration, Tile, goes_by_slot
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
+from amoeba.kernels.decode.slot_lists import list_slots, lists_are
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import MXFP4, NVFP4
@@ -149,10 +150,11 @@ def _plan(problem: Problem, chosen: Configuration) -> Plan:
     low = low_launches(problem, ranks, chosen.overlap)
     if chosen.by_slot:
         return Plan(up_by_slot(problem, chosen, ranks), down_by_token(problem, chosen, ranks), None, low)
-    listing = list_slots(problem, chosen) if chosen.lists(problem) else None
+    lists = lists_are(problem, chosen)
+    listing = list_slots(problem, chosen) if lists == "ahead" else None
     up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
     total = sum_of_slots(problem, chosen.overlap and chosen.early)
-    return Plan(up, down, total, low, listing, has_lists=chosen.early or listing is not None)
+    return Plan(up, down, total, low, listing, has_lists=lists != "")
 
 
 def configuration_of(problem: Problem, like: Like | None = None) -> Configuration:
@@ -185,7 +187,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     weights: BlockScaledExperts = problem.weights
     tokens, experts = like or _own(problem)
     slots = tokens * problem.expert_TK.shape[1]
-    rows, height, warps = chunk_rows(slots, experts), WEIGHT_ROWS, WARPS
+    rows, height, warps = slots_together(slots, experts), WEIGHT_ROWS, WARPS
     if slots < experts:  # more programs for the few experts
         height, warps = height // 2, warps // 2
     bits = weights.format.element.bits
@@ -210,7 +212,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
 
 
-def chunk_rows(slots: int, experts: int) -> int:
+def slots_together(slots: int, experts: int) -> int:
     """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
     routing. With 12, 16 were faster than 32, and with 16, 32 were (docs/log.md)."""
     expected = slots / experts

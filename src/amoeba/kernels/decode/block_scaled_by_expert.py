@@ -2,7 +2,6 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    list_slots(problem, chosen)(expert_TK, lists)           # where the configuration says so
     codes = data, scales, matrix_scale
     up_by_expert(problem, chosen, ranks)(x_TH, expert_TK, lists, *codes, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
     down_by_expert(problem, chosen, ranks)(a_NI, expert_TK, lists, *codes, bias_EH, low_NR, b_EHR, y_NH)
@@ -11,12 +10,7 @@ As `by_expert`, with another product inside. Codes become numbers of x's dtype i
 memory to the tensor core. e4m3 is exact in it: where a step lies in one block, its scale is applied to what the step
 gives. Smaller blocks have theirs applied to the numbers, which bf16 holds exactly, too.
 
-`lists` holds how many slots the expert of each owner has (see `my_expert`), and then, for each, its slots in order: as
-many places as there are slots. A launch ahead of up writes it, or up's programs do for down's, or nobody.
-
-Where a launch ahead writes it, an owner's programs compute the first chunk of its expert, and spare ones behind them
-the later chunks of all experts: one that half of the tokens chose does not keep everybody waiting. Else an owner's
-programs compute all chunks of its expert, one after the other.
+Which slots are a program's is told in `slot_lists`.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ import triton.language as tl
 from amoeba.errors import bad_value
 from amoeba.kernels.activation import constants
 from amoeba.kernels.block_scaled_product import decode_scales
-from amoeba.kernels.decode.by_expert import RANKS_TIMES_IDS, my_expert, slots_of_chunk
+from amoeba.kernels.decode.by_expert import RANKS_TIMES_IDS
 from amoeba.kernels.decode.codes import (
     RAISED,
     constants_of,
@@ -43,11 +37,10 @@ from amoeba.kernels.decode.codes import (
 )
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
+from amoeba.kernels.decode.slot_lists import list_of, lists_are, slots_of, spares, work_of
 from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 from amoeba.problem import Problem
-
-LIST_WARPS = 4
 
 
 def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
@@ -62,9 +55,8 @@ def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launc
         INTERLEAVED=weights.activation.interleaved,
         **constants_of_bias(weights.gate_up_bias_EJ),
         **_options(problem, chosen),
-        LISTED=chosen.lists(problem),
-        SPREAD=chosen.lists(problem),
-        WRITES=chosen.early and not chosen.lists(problem),
+        LISTS="ahead" if chosen.lists(problem) else "",
+        WRITES=lists_are(problem, chosen) == "by up",
         DEPTH=tile.depth,
         STAGES=tile.stages,
         **ranks.of_up,
@@ -85,8 +77,7 @@ def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Lau
         COLUMNS=tile.columns,
         **constants_of_bias(weights.down_bias_EH),
         **_options(problem, chosen),
-        LISTED=chosen.early or chosen.lists(problem),
-        SPREAD=chosen.lists(problem),
+        LISTS=lists_are(problem, chosen),
         DEPTH=tile.depth,
         STAGES=tile.stages,
         RANK=ranks.down,
@@ -110,113 +101,6 @@ def _options(problem: Problem, chosen: Configuration) -> dict[str, int | bool]:
         "OVERLAP": chosen.overlap,
         "BY_LANES": chosen.by_lanes,
     }
-
-
-def spares(problem: Problem, chosen: Configuration) -> int:
-    """As many as there can be chunks that are not an expert's first: a whole one is ahead of each."""
-    return (problem.rows - 1) // chosen.rows if chosen.lists(problem) else 0
-
-
-def list_slots(problem: Problem, chosen: Configuration) -> Launch:
-    """To the lists of all experts."""
-    ids = next_power_of_2(problem.rows)
-    return _list_slots.fixed(
-        (problem.weights.num_experts,), (problem.rows,), BLOCK_N=ids, OVERLAP=chosen.overlap, num_warps=LIST_WARPS
-    )
-
-
-@quick
-@triton.jit(do_not_specialize=["N"])
-def _list_slots(expert_TK, lists, N, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr):
-    """How many slots an expert has, and these, in order."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-    expert = tl.program_id(0)
-    index_N = tl.arange(0, BLOCK_N)
-    match_N = tl.load(expert_TK + index_N, mask=index_N < N, other=-1) == expert
-    rank_N = tl.cumsum(match_N.to(tl.int32), axis=0)
-    tl.store(list_of(lists, expert, tl.num_programs(0), N) + rank_N - 1, index_N, mask=match_N)
-    tl.store(lists + expert, tl.max(rank_N, axis=0))
-
-
-@triton.jit
-def list_of(lists, owner, owners, N):
-    """Its slots; how many there are stands at `lists + owner`."""
-    return lists + owners + owner * N
-
-
-@triton.jit
-def _chunks(
-    expert_TK,
-    lists,
-    owner,
-    N,
-    E: tl.constexpr,
-    OWNER_IS_EXPERT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    LISTED: tl.constexpr,
-    SPREAD: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """What a program computes: whose expert, which one, how many slots that has, the rank of the first slot, and up to
-    where from there on: one is in one chunk, and the compiler sees it. Lists are there once the launches ahead are
-    done; a sentinel's is empty."""
-    if SPREAD:
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        first_rank = 0
-        if owner >= E:
-            owner, first_rank = _later_chunk(lists, owner - E, E, ROWS)
-        count = tl.load(lists + owner, mask=owner < E, other=0)
-        return owner, owner.to(tl.int64), count, first_rank, 1
-    elif LISTED:
-        if OWNER_IS_EXPERT:
-            expert = owner.to(tl.int64)
-        else:
-            expert = tl.load(expert_TK + owner).to(tl.int64)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        count = tl.load(lists + owner)
-        return owner, expert, count, 0, count
-    else:
-        expert, count = my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT, BLOCK_N)
-        return owner, expert, count, 0, count
-
-
-@triton.jit
-def _later_chunk(lists, number, E: tl.constexpr, ROWS: tl.constexpr):
-    """Of experts' chunks after their first, in order, that one's expert, E or more where there are not so many, and the
-    rank of its first slot."""
-    e = tl.arange(0, triton.next_power_of_2(E))
-    later_E = tl.maximum(tl.load(lists + e, mask=e < E, other=0) - 1, 0) // ROWS
-    expert = tl.sum((tl.cumsum(later_E, axis=0) <= number).to(tl.int32), axis=0)
-    ahead = tl.sum(tl.where(e < expert, later_E, 0), axis=0)
-    return expert, (number - ahead + 1) * ROWS
-
-
-@triton.jit
-def _slots(
-    expert_TK,
-    lists,
-    owner,
-    expert,
-    first_rank,
-    count,
-    N,
-    E: tl.constexpr,
-    OWNER_IS_EXPERT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """As `slots_of_chunk`."""
-    if LISTED:
-        rank = first_rank + tl.arange(0, ROWS)
-        owners = E if OWNER_IS_EXPERT else N
-        return tl.load(list_of(lists, owner, owners, N) + rank, mask=rank < count, other=0)
-    else:
-        return slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
 
 
 @triton.jit
@@ -333,8 +217,7 @@ def _up_by_expert(
     STRIDE_MATRIX_SCALE: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
-    LISTED: tl.constexpr,
-    SPREAD: tl.constexpr,
+    LISTS: tl.constexpr,
     WRITES: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -348,8 +231,8 @@ def _up_by_expert(
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     BLOCKS: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    owner, expert, count, begin, end = _chunks(
-        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED, SPREAD, ROWS
+    owner, expert, count, begin, end = work_of(
+        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTS, ROWS
     )  # fmt: skip
     if WRITES and block == 0:
         tl.store(lists + owner, count)
@@ -359,8 +242,8 @@ def _up_by_expert(
     scales += expert * STRIDE_SCALE_EXPERT
     for at in range(0, end, ROWS):
         first_rank = begin + at
-        slot = _slots(
-            expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTED
+        slot = slots_of(
+            expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTS
         )  # fmt: skip
         rank = first_rank + tl.arange(0, ROWS)
         slot_ok = rank < count
@@ -380,7 +263,7 @@ def _up_by_expert(
         if HAS_BIAS:
             h += tl.load(bias_EJ + expert * STRIDE_BIAS + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         if GATE_RANK + UP_RANK > 0:
-            if OVERLAP and not LISTED:
+            if OVERLAP and LISTS == "":
                 tl.extra.cuda.gdc_wait()
             low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
             h = add_low_rank_of_gate_up(
@@ -437,26 +320,25 @@ def _down_by_expert(
     STRIDE_MATRIX_SCALE: tl.constexpr,
     HARDWARE: tl.constexpr,
     BY_LANES: tl.constexpr,
-    LISTED: tl.constexpr,
-    SPREAD: tl.constexpr,
+    LISTS: tl.constexpr,
 ):
     if OVERLAP:  # for the sum, where its launch overlaps
         tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % BLOCKS
-    owner, expert, count, begin, end = _chunks(
-        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTED, SPREAD, ROWS
+    owner, expert, count, begin, end = work_of(
+        expert_TK, lists, tl.program_id(0) // BLOCKS, N, E, OWNER_IS_EXPERT, BLOCK_N, OVERLAP, LISTS, ROWS
     )  # fmt: skip
     if count == 0:
         return
-    if OVERLAP and not LISTED:
+    if OVERLAP and LISTS == "":
         tl.extra.cuda.gdc_wait()
     data += expert * STRIDE_EXPERT
     scales += expert * STRIDE_SCALE_EXPERT
     for at in range(0, end, ROWS):
         first_rank = begin + at
-        slot = _slots(
-            expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTED
+        slot = slots_of(
+            expert_TK, lists, owner, expert, first_rank, count, N, E, OWNER_IS_EXPERT, ROWS, PIECE, LISTS
         ).to(tl.int64)  # fmt: skip
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         h = block * COLUMNS + tl.arange(0, COLUMNS)

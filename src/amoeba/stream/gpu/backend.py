@@ -60,7 +60,8 @@ class GpuStreamedBackend(PassesBackend):
             kernels = kernels_of(problem.weights.slots)
             if save != "h" and kernels.decodes(problem):
                 return _Few(problem).decode(), None
-            y_TH = _of_each(problem) if save != "h" and kernels.decodes_all(problem) else _of_all(problem)
+            decodes = save != "h" and kernels.decodes_all(problem)
+            y_TH = _decoded_in_groups(problem) if decodes else _sorted_in_groups(problem)
         _expect(problem, layer + 1)
         return y_TH, None
 
@@ -86,8 +87,7 @@ class GpuStreamedBackend(PassesBackend):
         return Gradients(d_x, d_weight, **factors.of_experts())
 
 
-def _of_all(problem: Problem) -> Tensor:
-    """Of experts in groups, by sorted rows."""
+def _sorted_in_groups(problem: Problem) -> Tensor:
     kernels = kernels_of(problem.weights.slots)
     y_NH = alone = None
     with _groups(problem) as groups:
@@ -101,8 +101,7 @@ def _of_all(problem: Problem) -> Tensor:
     return _combined(_there(y_NH), problem, problem.weight_TK)
 
 
-def _of_each(problem: Problem) -> Tensor:
-    """Of experts in groups, by expert."""
+def _decoded_in_groups(problem: Problem) -> Tensor:
     with _groups(problem) as groups:
         return _decoded(problem, groups)
 
