@@ -45,7 +45,8 @@ FEWEST_SLOTS, MOST_SLOTS, WEIGHT_ROWS, WARPS = 8, 32, 64, 2
 # That order needs one or two warps: with four, Triton 3.6 pairs numbers with the wrong ones of the rows.
 DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
 # Slots together from which on steps have half that length: both operands take registers. Not where a step lies in one
-# block, whose scale is applied to what it gives: fp8-128 takes 231 us in place of 262 at 256 tokens (docs/log.md).
+# block, whose scale is applied to what it gives: of fp8-128 up and down take 216 us in place of 268 at 256 tokens of
+# that layer (docs/log.md).
 SHORT_ROWS = 32
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
 # these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
