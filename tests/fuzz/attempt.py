@@ -20,6 +20,7 @@ from torch import Tensor
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.cpu.packed_experts import pack_experts
+from amoeba.placements import placement_named
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.weights import LoraFactors
 
@@ -153,8 +154,10 @@ def _weights(case: Case, made: Made) -> Any:
     named = made.tensors
     biases = named.get("gate_up_bias"), named.get("down_bias")
     weights = ExpertWeights(named["gate_up"], named["down"], *biases, case.activation)
-    if not case.packed:
+    if case.placement == "resident":
         return weights
+    if not case.packed:
+        return placement_named(case.placement).make(weights)
     return pack_experts(weights, case.placement.removeprefix("cpu-"), case.nodes, threads=case.threads)
 
 

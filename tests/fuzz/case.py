@@ -22,6 +22,8 @@ from amoeba import Activation
 from amoeba.config import ActivationKind
 
 FACTORS = tuple(f"{name}_lora_{side}" for name in ("gate", "up", "down") for side in "ab")
+FORMATS = ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")  # of frozen experts
+RECIPES = ("fp8", "fp8-ste", "fp8-saved", "fp8-all")  # for experts that train
 LAYOUTS = ("plain", "transposed", "permuted", "sliced", "strided", "expanded", "offset")
 # A case holds at most so many numbers in one stack of weights, and so many steps of the loop that finds the truth.
 MOST_NUMBERS = 2_000_000
@@ -33,7 +35,7 @@ class Case:
     seed: int
     device: str = "cpu"
     backend: str = "auto"
-    placement: str = "resident"  # or cpu-bf16, cpu-int8
+    placement: str = "resident"  # or cpu-bf16, cpu-int8, one of FORMATS or RECIPES
     nodes: int = 1  # of packed experts
     threads: int = 1
     dtype: str = "float32"
@@ -66,11 +68,22 @@ class Case:
     repeats: bool = False  # once more, forward and backward: the same bits
     default_dtype: str = "float32"
     default_device: str = "none"
-    nan: str = "none"  # the tensor that holds one NaN
+    nan: str = "none"  # the tensor that holds one number that is not finite
+    bad: str = "nan"  # that number: nan, inf or -inf
 
     @property
     def packed(self) -> bool:
-        return self.placement != "resident"
+        """Whether the experts are packed for the CPU core."""
+        return self.placement.startswith("cpu-")
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the experts are frozen in one of FORMATS."""
+        return self.placement in FORMATS
+
+    @property
+    def frozen(self) -> bool:
+        return self.packed or self.quantised
 
     @property
     def has_kink(self) -> bool:
@@ -118,8 +131,8 @@ def draw(seed: int, device: str = "cpu") -> Case:
     rng = random.Random(seed)
     fields: dict[str, Any] = {"seed": seed, "device": device}
     fields |= _where(rng, device)
-    slow = fields["backend"] == "triton" and device == "cpu"
-    fields |= _sizes(rng, small=slow, whole=fields["backend"] == "grouped")
+    backend = fields.get("backend", "auto")
+    fields |= _sizes(rng, small=backend == "triton" and device == "cpu", whole=backend == "grouped")
     fields |= _expert(rng, fields)
     fields |= _routing(rng, fields)
     fields |= _lora(rng, fields)
@@ -135,7 +148,12 @@ def draw(seed: int, device: str = "cpu") -> Case:
 
 
 def _where(rng: random.Random, device: str) -> dict[str, Any]:
-    placement = rng.choices(("resident", "cpu-bf16", "cpu-int8"), (75, 15, 10))[0]
+    placement = rng.choices(("resident", "cpu-bf16", "cpu-int8", *FORMATS, *RECIPES), (55, 13, 8, *[4] * 4, *[2] * 4))[
+        0
+    ]
+    if placement in FORMATS or placement in RECIPES:
+        dtypes = ("float32", "bfloat16", "float16") if placement in FORMATS else ("float32", "bfloat16")
+        return {"placement": placement, "dtype": rng.choice(dtypes), "threads": rng.choice((1, 1, 2))}
     if placement != "resident":
         nodes = rng.choices((1, 2, 3), (6, 2, 1))[0]
         return {
@@ -205,6 +223,9 @@ def _expert(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     kind, gated = rng.choice(get_args(ActivationKind)), rng.random() < 0.7
     limit = rng.choice((0, 0, 0, rng.randint(1, 4)))
     bias = rng.random() < 0.4
+    if fields["placement"] in ("fp8-weights", "nvfp4-weights"):
+        # their scales are not powers of two, so h would not lie on the grid that a kink needs
+        kind, limit = rng.choice(("silu", "gelu", "gelu_tanh", "relu2")), 0
     drawn = {
         "kind": kind,
         "gated": gated,
@@ -257,11 +278,11 @@ def _lora(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _surroundings(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     modes = {"grad": 70, "no_grad": 12, "inference_mode": 6, "checkpoint": 5}
-    if fields["dtype"] == "float32" and fields["backend"] != "triton":
+    if fields["dtype"] == "float32" and fields.get("backend") != "triton":
         modes["autocast"] = 7
     if fields["device"] == "cuda":
         modes["side_stream"] = 8
-        if fields["placement"] == "resident" and fields["backend"] in ("triton", "grouped"):
+        if fields["placement"] == "resident" and fields.get("backend") in ("triton", "grouped"):
             modes["cuda_graph"] = 2
     mode = rng.choices(list(modes), list(modes.values()))[0]
     devices = ("none", "meta", "cpu") if fields["device"] == "cpu" else ("none", "meta", "cpu", "cuda")
@@ -272,6 +293,7 @@ def _surroundings(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
         "repeats": rng.random() < 0.3,
         "default_dtype": rng.choices(("float32", "bfloat16", "float64", "float16"), (70, 14, 12, 4))[0],
         "default_device": rng.choice(devices) if rng.random() < 0.2 else "none",
-        "nan": nan if rng.random() < 0.06 else "none",
+        "nan": nan if rng.random() < 0.1 else "none",
+        "bad": rng.choice(("nan", "nan", "inf", "-inf")),
         "trusted": fields["trusted"] or nan == "weight",
     }

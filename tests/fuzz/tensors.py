@@ -11,6 +11,7 @@ What lies between and around a tensor's elements is NaN, so that who reads there
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +51,7 @@ def make(case: Case) -> Made:
         memory[name] = whole, bits(whole)
         tensors[name] = tensor
     expert_TK, dy_TH = tensors.pop("expert"), tensors.pop("dy")
-    fixed = ("gate_up", "down", "gate_up_bias", "down_bias") if case.packed else ()
+    fixed = ("gate_up", "down", "gate_up_bias", "down_bias") if case.frozen else ()
     for name, tensor in tensors.items():
         tensor.requires_grad_(name in case.wanted and name not in fixed)
     if case.shared_a and "gate_lora_a" in tensors:
@@ -81,6 +82,11 @@ def _values(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         values["x"], values["gate_up"] = normal(tokens, hidden), normal(experts, width, hidden, scale=hidden**-0.5)
         bias_EJ = normal(experts, width, scale=0.5)
     values["down"] = normal(experts, hidden, inner, scale=inner**-0.5)
+    if case.quantised:
+        parts = 2 if case.gated and not case.interleaved else 1
+        if not case.has_kink:
+            values["gate_up"] = _representable(case, experts, parts, width, hidden, generator)
+        values["down"] = _representable(case, experts, 1, hidden, inner, generator)
     if case.gate_up_bias:
         values["gate_up_bias"] = bias_EJ
     if case.down_bias:
@@ -112,6 +118,47 @@ def _values(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     if case.mode == "autocast":
         values["dy"] = values["dy"].to(torch.bfloat16)  # as y
     return values
+
+
+# Rows and columns of a block, the numbers an element can be, the smallest exponent of a block's scale.
+_BLOCKS = {"fp8-weights": (128, 128), "mxfp8-weights": (1, 32), "mxfp4-weights": (1, 32), "nvfp4-weights": (1, 16)}
+_E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E4M3 = tuple(mantissa * 2.0**exponent for exponent in range(-4, 9) for mantissa in (1, 1.125, 1.5, 1.75))
+
+
+def _representable(case: Case, experts: int, parts: int, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Numbers that the format holds exactly, so that quantising them changes nothing and the truth needs no decoder.
+
+    Each block holds its element type's largest number: its scale follows from that, as a power of two. A block of NVFP4
+    has a scale of its own, and one block of the matrix the largest there is.
+    """
+
+    def choice(numbers: tuple[float, ...], *shape: int) -> Tensor:
+        table = torch.tensor(numbers, dtype=torch.float64)
+        sign = torch.randint(2, shape, generator=generator).double() * 2 - 1
+        return table[torch.randint(len(numbers), shape, generator=generator)] * sign
+
+    def power(lowest: int, highest: int, *shape: int) -> Tensor:
+        return torch.exp2(torch.randint(lowest, highest + 1, shape, generator=generator).double())
+
+    block_rows, block_columns = _BLOCKS[case.placement]
+    of_part = rows // parts
+    down, across = -(-of_part // block_rows), -(-columns // block_columns)
+    elements = _E2M1 if case.placement in ("mxfp4-weights", "nvfp4-weights") else _E4M3
+    largest = max(elements)
+    blocks = choice(elements, experts, parts, down, block_rows, across, block_columns)
+    blocks[:, :, :, 0, :, 0] = choice((largest,), experts, parts, down, across)
+    size = 2.0 ** -round(math.log2(largest * max(columns, 1) ** 0.5))
+    if case.placement == "nvfp4-weights":
+        scale = power(-3, 8, experts, parts, down, across)
+        scale = torch.where(scale == 256, 448.0, scale)
+        scale[:, :1, :1, :1] = 448.0
+        scale = scale * size / 256
+    else:
+        scale = power(-1, 1, experts, parts, down, across) * size
+    blocks = blocks * scale[:, :, :, None, :, None]
+    whole = blocks.reshape(experts, parts, down * block_rows, across * block_columns)
+    return whole[:, :, :of_part, :columns].reshape(experts, rows, columns)
 
 
 def _expert_ids(case: Case, generator: torch.Generator) -> Tensor:
@@ -150,7 +197,7 @@ def _inject_nan(case: Case, values: dict[str, Tensor], generator: torch.Generato
     value = values.get(case.nan)
     if value is not None and value.numel():
         value = values[case.nan] = value.contiguous()
-        value.view(-1)[torch.randint(value.numel(), (1,), generator=generator)] = torch.nan
+        value.view(-1)[torch.randint(value.numel(), (1,), generator=generator)] = float(case.bad)
 
 
 def _laid_out(value: Tensor, layout: str, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from amoeba import experts
+from amoeba.precision.experts import dequantise_experts
 from amoeba.proof.reference import experts as reference
 from amoeba.weights import ExpertWeights, LoraFactors
 from selection import each_value_once
@@ -19,7 +20,7 @@ from . import attempt as attempts
 from . import router, runner, worker
 from . import shrink as shrinking
 from .attempt import Outcome, attempt
-from .case import FACTORS, LAYOUTS, Case, describe, draw
+from .case import FACTORS, FORMATS, LAYOUTS, RECIPES, Case, describe, draw
 from .tensors import make
 from .truth import rounding_noise, truth
 
@@ -61,6 +62,18 @@ def test_packed_experts_are_tried_and_not_refused(placement):
     assert attempt(case) == Outcome("passed", "")
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("placement", FORMATS)
+def test_quantising_what_a_case_draws_changes_no_number(placement, gated):
+    """So the truth of such a case is that of its weights, and needs no decoder."""
+    kind = "silu" if gated else "gelu"
+    case = dataclasses.replace(SMALL, placement=placement, hidden=137, intermediate=150, kind=kind, gated=gated)
+    made = make(case)
+    found = dequantise_experts(attempts._weights(case, made))
+    assert torch.equal(found.gate_up_EJH, made.tensors["gate_up"].detach())
+    assert torch.equal(found.down_EHI, made.tensors["down"].detach())
+
+
 @each_value_once("name")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["up_lora_a", "up_lora_b", "gate_up", "down"])
@@ -82,7 +95,7 @@ class TestCases:
         drawn = [draw(seed, device) for seed in range(3000)]
         assert {layout for case in drawn for layout in case.layouts.values()} == set(LAYOUTS) - {"plain"}
         words = {
-            "placement": {"resident", "cpu-bf16", "cpu-int8"},
+            "placement": {"resident", "cpu-bf16", "cpu-int8", *FORMATS, *RECIPES},
             "nodes": {1, 2, 3},
             "dtype": {"float64", "float32", "bfloat16", "float16"},
             "kind": {"silu", "gelu", "gelu_tanh", "relu", "relu2"},

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .case import Case
+from .case import RECIPES, Case
 from .tensors import Made
 
 # What one rounding may change, of a number of its own size.
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+E4M3_ROUNDING = 2.0**-4
 NOISE_DRAWS = 4
 
 Noise = Callable[[Tensor], Tensor]
@@ -63,6 +64,9 @@ def _noises(case: Case, number: int) -> tuple[Noise, Noise, Noise]:
         """Far from 0, 1 + erf(h) and its like are what is left of two numbers next to each other."""
         return wide * uniform(h)
 
+    if case.placement in RECIPES:
+        coarse = relative(E4M3_ROUNDING)
+        return (_none if case.has_kink else coarse), coarse, of_slope
     if case.placement == "cpu-int8":
         return (relative(ROUNDING[torch.bfloat16]) if case.has_kink else of_rows), of_rows, of_slope
     # sums are in fp32 at least, and a sum of n is off by some √n roundings
