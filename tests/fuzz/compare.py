@@ -4,8 +4,8 @@
 
 Relative L2 with the tolerances of `amoeba verify`; where that is not enough, also what rounding alone may do to this
 very case (truth.rounding_noise). An expert without rows, a token without experts and a slot that belongs to nobody have
-zeros, exactly. A NaN or an infinity in an input shows up in all that depends on it, and in nothing that has to do with other experts
-and other tokens than those that met it.
+zeros, exactly. A NaN or an infinity in an input shows up in all that depends on it, and in nothing that has to do with
+other experts and other tokens than those that met it.
 """
 
 from __future__ import annotations

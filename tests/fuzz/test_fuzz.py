@@ -206,9 +206,10 @@ class TestItSeesWhatIsWrong:
 
         assert "not finite" in reason(wrong, ids="distinct")
 
-    def test_a_nan_that_is_lost(self, reason):
+    @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+    def test_a_number_that_is_not_finite_and_is_lost(self, reason, bad):
         wrong = lambda *given, **others: experts(*given, **others).nan_to_num()  # noqa: E731
-        assert "NaN were lost" in reason(wrong, nan="gate_up", ids="distinct", top_k=4)
+        assert "that are not finite were lost" in reason(wrong, nan="gate_up", bad=bad, ids="distinct", top_k=4)
 
     def test_an_input_that_is_written_to(self, reason):
         def wrong(x_TH, routing, weights, **others):
