@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+from torch import Tensor
+
 from amoeba.errors import bad_value, one_line
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.index import read_index
-from amoeba.stream.store.reading import THREADS, Range, Reader, checksum
+from amoeba.stream.store.reading import THREADS, Range, Reader, checksum, checksum_of
 from amoeba.stream.store.store import Store, Verify
 from amoeba.stream.store.tensor_files import tensors_of
 
@@ -50,6 +52,11 @@ class PackedStore(Store):
         if found != expected:
             raise StoreError(path, f"bytes with checksum {expected:08x}", f"{found:08x}: they have changed", _AGAIN)
         self._verified.add((layer, expert))
+
+    def holds(self, layer: int, expert: int, blob: Tensor) -> bool:
+        """Whether the expert was packed with exactly these bytes. Nothing is read from the disk."""
+        found = checksum_of(Memory(blob, self.expert_bytes(layer)).bytes)
+        return found == self.index.layers[layer].checksums[expert]
 
     def place(self, layer: int, expert: int) -> tuple[int, int] | None:
         stored, size = self.index.layers[layer], self.expert_bytes(layer)
