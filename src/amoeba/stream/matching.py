@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amoeba.config import Activation
 from amoeba.errors import bad_value
