@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +29,10 @@ from amoeba.cli import app
 from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, open_store, packing
 from amoeba.stream.store.packing import pack
 from amoeba.stream.store.tensor_files import TensorEntry
-from hostile_folders import save_model
+from hostile_folders import change_json, save_model
+from selection import quick
 
-LAYERS = 2
+LAYERS, INTERRUPTED = 2, 130
 STEP = 5  # of the moments at which packing is killed, every so many-th in one test
 
 
@@ -50,6 +52,12 @@ def contents(store: Path) -> dict[str, bytes]:
     return {str(path.relative_to(store)): path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()}
 
 
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
 def check_unfinished_or_whole(store: Path, undisturbed: dict[str, bytes]) -> bool:
     """Whether it opens; if it does, all of it is there."""
     if not is_store(store):
@@ -64,7 +72,7 @@ def check_unfinished_or_whole(store: Path, undisturbed: dict[str, bytes]) -> boo
     return True
 
 
-def killed_at(event: int, model: Path, store: Path) -> bool:
+def killed_at(event: int, model: Path, store: Path, by: signal.Signals = signal.SIGKILL) -> bool:
     """Packs in a process that kills itself at its so-many-th change of the store's folder; whether it came that far."""
     child = os.fork()
     if child == 0:
@@ -75,7 +83,8 @@ def killed_at(event: int, model: Path, store: Path) -> bool:
             if writes or (name in ("os.rename", "os.remove", "os.mkdir") and str(store) in str(arguments[0])):
                 left[0] -= 1
                 if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    left[0] = 10**6
+                    os.kill(os.getpid(), by)
 
         def count_bytes(now: Any) -> None:
             count("os.mkdir", (store,))
@@ -83,20 +92,24 @@ def killed_at(event: int, model: Path, store: Path) -> bool:
         sys.addaudithook(count)
         try:
             pack(model, store, progress=count_bytes)
+        except KeyboardInterrupt:
+            os._exit(INTERRUPTED)
         except BaseException:
             os.write(2, traceback.format_exc().encode())  # past what pytest does with a process of its own
             os._exit(1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "packing failed, see its traceback"
-    return os.WIFSIGNALED(status)
+    was_killed = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == INTERRUPTED
+    assert was_killed or os.WEXITSTATUS(status) == 0, "packing failed, see its traceback"
+    return was_killed
 
 
 @pytest.mark.thorough  # by a full disk: below
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("first", range(STEP))
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(first, model, undisturbed, tmp_path):
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(first, by, model, undisturbed, tmp_path):
     event, opened = first, []
-    while killed_at(event, model, tmp_path / f"store{event}"):
+    while killed_at(event, model, tmp_path / f"store{event}", by):
         store = tmp_path / f"store{event}"
         opened.append(check_unfinished_or_whole(store, undisturbed))
         report = pack(model, store)
@@ -106,6 +119,23 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(first, mod
     assert event > 60
     assert opened == sorted(opened), "once it opens, it opens for good"
     assert not all(opened)
+
+
+@quick(lambda by, event: (by, event) in ((signal.SIGINT, 6), (signal.SIGKILL, 12)))
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("event", range(0, 60, 2))
+def test_killed_while_it_repairs_it_leaves_a_store_that_is_right_or_refused(event, by, model, undisturbed, tmp_path):
+    store = tmp_path / "store"
+    pack(model, store)
+    flip(store / "experts" / "00001.bin", 70)
+    (store / "config.json").write_text("{}")
+    killed_at(event, model, store, by)
+    with suppress(StoreError):
+        open_store(store).close()
+        assert contents(store)["config.json"] == undisturbed["config.json"]
+        assert contents(store)["experts/00001.bin"] == undisturbed["experts/00001.bin"]
+    pack(model, store)
+    assert contents(store) == undisturbed
 
 
 def test_killed_again_and_again_it_gets_to_the_end(model, undisturbed, tmp_path):
@@ -261,14 +291,17 @@ def test_a_source_cut_short_while_it_is_packed_is_named(tmp_path):
 
 def test_the_command_packs_checks_and_names_what_is_damaged(tmp_path):
     model = save(tmp_path / "model", "gpt_oss")
-    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--check", "--json"])
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--json"])
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout.splitlines()[-1])
     store = Path(document["store"])
     assert store == tmp_path / "model.store"
-    assert (document["layers"], document["experts"], document["damaged"]) == (2, 12, [])
-    assert "every checksum is right" in done.stdout
+    assert (document["layers"], document["experts"]) == (2, 12)
     assert "GB/s" in done.stderr
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--check", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["damaged"] == []
+    assert "every checksum is right" in done.stdout
     with open_store(store) as opened:
         check_experts(opened, model)
     done = CliRunner().invoke(app, ["pack", str(tmp_path / "model")])
@@ -282,7 +315,10 @@ def test_the_command_packs_checks_and_names_what_is_damaged(tmp_path):
     damaged = json.loads(done.stdout.splitlines()[-1])["damaged"]
     assert len(damaged) == 2
     assert "00001.bin (model.layers.1.mlp.experts, expert 5)" in damaged[0]
-    assert "rest.safetensors: its bytes have changed" in damaged[1]
+    assert "rest.safetensors" in damaged[1] and "they have changed" in damaged[1]
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model")])
+    assert "repaired: experts/00001.bin, rest.safetensors" in done.stdout
+    assert CliRunner().invoke(app, ["pack", str(store), "--check"]).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -332,3 +368,174 @@ def test_every_tensor_of_the_rest_begins_at_a_multiple_of_its_width(tmp_path: Pa
     header = packing._Packing(source, tmp_path / "store", lambda now: None).header
     tensors = json.loads(header[8:])
     assert len(header) % 8 == 0 and tensors["a"]["data_offsets"] == [8, 14] and tensors["b"]["data_offsets"] == [0, 8]
+
+
+# --- a store that is there already ------------------------------------------------------------------------------------
+
+
+def test_small_files_that_have_changed_are_updated(model, tmp_path):
+    """Config, tokenizer, template, generation settings; one that is gone from the model goes from the store."""
+    folder, store = shutil.copytree(model, tmp_path / "model"), tmp_path / "store"
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "old.json").write_text("{}")
+    pack(folder, store)
+    (store / "notes.txt").write_text("the user's own")
+    change_json(folder / "config.json", rope_theta=5e5)
+    change_json(folder / "generation_config.json", temperature=0.5)
+    change_json(folder / "tokenizer_config.json", model_max_length=77)
+    (folder / "chat_template.jinja").write_text("{{ messages[0] }}")
+    (folder / "old.json").unlink()
+    done = CliRunner().invoke(app, ["pack", str(folder), "--out", str(store), "--json"])
+    assert done.exit_code == 0, done.output
+    changed = ["chat_template.jinja", "config.json", "generation_config.json", "old.json", "tokenizer_config.json"]
+    assert json.loads(done.stdout.splitlines()[-1])["updated"] == changed
+    assert "updated from the model's folder: chat_template.jinja, config.json" in done.stdout
+    assert "2 of 2 layers were packed already" in done.stdout
+    there = contents(store)
+    assert "old.json" not in there and "notes.txt" in there
+    for name, data in contents(folder).items():
+        assert name == "model.safetensors" or there[name] == data
+    open_store(store).close()
+
+
+def test_a_small_file_that_an_interrupted_run_copied_goes_if_the_model_no_longer_has_it(model, tmp_path, monkeypatch):
+    folder, store = shutil.copytree(model, tmp_path / "model"), tmp_path / "store"
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "written", lambda index: 1 / 0)  # everything but the index is there
+        with pytest.raises(ZeroDivisionError):
+            pack(folder, store)
+    assert (store / "chat_template.jinja").is_file()
+    (folder / "chat_template.jinja").unlink()
+    pack(folder, store)
+    assert not (store / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("name", ["experts/00000.bin", "rest.safetensors", "index.json", "config.json"])
+@pytest.mark.parametrize("how", ["missing", "cut", "changed"])
+def test_packing_a_damaged_store_again_repairs_it(name, how, model, undisturbed, tmp_path):
+    store = tmp_path / "store"
+    pack(model, store)
+    if how == "missing":
+        (store / name).unlink()
+    elif how == "cut":
+        os.truncate(store / name, 20)
+    else:
+        flip(store / name, 99)
+    report = pack(model, store)
+    assert contents(store) == undisturbed
+    assert report.repaired == ((name,) if name.endswith((".bin", ".safetensors")) else ())
+    assert report.updated == ((name,) if name == "config.json" else ())
+    assert pack(model, store).repaired == ()
+
+
+def test_a_full_disk_in_a_repair_leaves_what_the_next_run_goes_on_with(model, undisturbed, tmp_path, monkeypatch):
+    store, usage = tmp_path / "store", namedtuple("usage", "total used free")
+    pack(model, store)
+    flip(store / "rest.safetensors", -1)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
+        with pytest.raises(StoreError, match=r"of room; got 0\.00 GiB free"):
+            pack(model, store)
+    with pytest.raises(StoreError, match="not packed to its end"):
+        open_store(store)
+    assert pack(model, store).resumed_layers == LAYERS
+    assert contents(store) == undisturbed
+
+
+def test_packing_a_store_that_is_right_writes_nothing(model, tmp_path):
+    """So that it may be on a read-only disk."""
+    store = tmp_path / "store"
+    pack(model, store)
+
+    def changed() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in (store, *store.rglob("*"))}
+
+    before = changed()
+    assert pack(model, store).resumed_layers == LAYERS
+    assert changed() == before
+
+
+def test_a_store_that_is_read_meanwhile_stays_right(model, tmp_path):
+    store = tmp_path / "store"
+    pack(model, store)
+    with open_store(model) as folder, open_store(store) as reading:
+        wanted, blob = (aligned_buffer(reading.expert_bytes(1)) for _ in range(2))
+        reading.read(0, 0, blob)
+        flip(store / "experts" / "00001.bin", 5)
+        pack(model, store)
+        for layer in range(LAYERS):
+            folder.read(layer, 0, wanted)
+            reading.read(layer, 0, blob)
+            assert torch.equal(blob, wanted)
+
+
+def test_a_store_of_an_earlier_version_gets_what_it_lacks(model, undisturbed, tmp_path):
+    """Checksums of its small files. Until then it opens as it did."""
+    from amoeba.stream.store.index import _crc32
+
+    store = tmp_path / "store"
+    pack(model, store)
+    facts = json.loads((store / "index.json").read_text())
+    del facts["files"], facts["crc32"]
+    (store / "index.json").write_text(json.dumps(facts | {"crc32": _crc32(facts)}))
+    open_store(store).close()
+    report = pack(model, store)
+    assert (report.repaired, report.updated, report.resumed_layers) == ((), (), LAYERS)
+    assert contents(store) == undisturbed
+
+
+def test_files_of_a_model_that_are_called_like_a_stores_own_do_no_harm(model, tmp_path):
+    folder, store = shutil.copytree(model, tmp_path / "model"), tmp_path / "store"
+    for name in ("rest.json", "packing.json", "index.json"):
+        (folder / name).write_text('{"mine": true}')
+    assert not is_store(folder)
+    pack(folder, store)
+    open_store(store).close()
+    assert json.loads((store / "rest.json").read_text()) == {"mine": True}
+    assert pack(folder, store).updated == ()
+
+
+def test_nothing_of_the_work_stays_behind_with_a_relative_out(model, undisturbed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pack(model, "store")
+    assert contents(tmp_path / "store") == undisturbed
+    assert sorted(path.name for path in (tmp_path / "store" / "experts").iterdir()) == ["00000.bin", "00001.bin"]
+
+
+def test_check_only_checks(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    done = CliRunner().invoke(app, ["pack", str(folder), "--check"])
+    assert done.exit_code == 2
+    assert "model.store', which is none. Pack the model first" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    pack(folder, tmp_path / "model.store")
+    flip(tmp_path / "model.store" / "config.json", 3)
+    (tmp_path / "model.store" / "experts" / "00000.bin").unlink()
+    before = contents(tmp_path / "model.store")
+    done = CliRunner().invoke(app, ["pack", str(folder), "--check", "--json"])
+    assert done.exit_code == 1
+    damaged = json.loads(done.stdout.splitlines()[-1])["damaged"]
+    assert ["00000.bin" in damaged[0], "config.json" in damaged[1]] == [True, True]
+    assert contents(tmp_path / "model.store") == before
+
+
+@pytest.mark.parametrize("command", ["generate", "finetune", "pack"])
+def test_an_unfinished_store_is_called_one(command, model, tmp_path):
+    assert killed_at(12, model, tmp_path / "store")
+    more = {"generate": ["hello"], "finetune": ["--data", str(model / "config.json")], "pack": []}[command]
+    done = CliRunner().invoke(app, [command, str(tmp_path / "store"), *more])
+    assert done.exit_code == 2
+    assert "pack has not finished" in done.stderr or "an unfinished store" in done.stderr
+    assert "config.json" not in done.stderr
+
+
+def test_a_store_whose_experts_are_a_link_is_not_written_through(model, tmp_path):
+    store = tmp_path / "store"
+    pack(model, store)
+    (store / "experts").rename(tmp_path / "elsewhere")
+    (store / "experts").symlink_to(tmp_path / "elsewhere")
+    before = contents(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="whose experts are a link"):
+        pack(model, store)
+    assert contents(tmp_path / "elsewhere") == before

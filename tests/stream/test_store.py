@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from stored_models import check_experts, expected_experts, save
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from amoeba.jobs.quantise import quantise_folder
 from amoeba.machine import huge_pages
 from amoeba.stream.store import StoreError, aligned_buffer, is_store, open_store, reading
 from amoeba.stream.store.buffers import Memory
@@ -463,6 +465,82 @@ def test_numbers_of_a_later_version_are_refused_by_name(copied):
     (copied / "index.json").write_text(json.dumps(facts | {"crc32": index._crc32(facts)}))
     with pytest.raises(StoreError, match=r"got block_scaled bfloat16. Use a newer aMoEba"):
         open_store(copied)
+
+
+def rewrite_index(store: Path, change: Any) -> None:
+    """With a checksum that goes with it, as somebody who means harm would."""
+    from amoeba.stream.store import index
+
+    facts = json.loads((store / "index.json").read_text())
+    del facts["crc32"]
+    change(facts)
+    (store / "index.json").write_text(json.dumps(facts | {"crc32": index._crc32(facts)}))
+
+
+HOSTILE = {
+    "a layer above": lambda facts: facts["layers"][0].update(file="../experts/00000.bin"),
+    "an absolute layer": lambda facts: facts["layers"][0].update(file="/etc/passwd"),
+    "another layer": lambda facts: facts["layers"][0].update(file=facts["layers"][1]["file"]),
+    "the rest above": lambda facts: facts["rest"].update(file="../rest.safetensors"),
+    "a small file above": lambda facts: facts["files"].update({"../config.json": 1}),
+    "a small file without a name": lambda facts: facts["files"].update({"..": 1}),
+    "no layers": lambda facts: facts.update(layers=[]),
+    "layers as a number": lambda facts: facts.update(layers=3),
+    "no rest": lambda facts: facts.update(rest={}),
+    "a rest without a size": lambda facts: facts["rest"].pop("bytes"),
+    "no experts": lambda facts: facts["layers"][0].update(experts=0, checksums=[]),
+    "files as a list": lambda facts: facts.update(files=[1]),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_an_index_of_no_store_that_packing_writes_is_refused_in_a_sentence(how, copied):
+    rewrite_index(copied, HOSTILE[how])
+    with pytest.raises(StoreError, match=r"index.json: expected the index of a store; got a damaged one \(.+\)"):
+        open_store(copied)
+
+
+@pytest.mark.parametrize("name", ["experts/00000.bin", "rest.safetensors", "config.json"])
+def test_a_link_out_of_the_store_is_refused(name, copied, tmp_path):
+    (copied / name).rename(tmp_path / "outside")
+    (copied / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(StoreError, match=rf"{name}: expected a file inside the store; got a link to .*outside"):
+        open_store(copied)
+    (copied / name).unlink()
+    (copied / name).symlink_to(Path(name).name)  # to itself
+    with pytest.raises(StoreError, match=name):
+        open_store(copied)
+
+
+@pytest.mark.parametrize("place", [3, 200, -1])
+def test_a_changed_byte_in_the_rest_of_the_weights_is_noticed_when_it_is_loaded(copied, place):
+    flip(copied / "rest.safetensors", place)
+    with pytest.raises(StoreError, match=r"rest\.safetensors: expected .*; got "), open_store(copied) as store:
+        dict(store.rest_tensors())
+
+
+def test_the_checksum_of_the_rest_is_that_of_its_file(tmp_path):
+    """From parts of tensors of more than one part, whatever the byte at which they begin; of a quantised one too."""
+    save(tmp_path / "model", vocab_size=20011, hidden_size=64)
+    for model, out in (("model", "store"), ("fp8", "fp8.store")):
+        if model == "fp8":
+            quantise_folder(tmp_path / "model", tmp_path / "fp8", "fp8")
+        with open_store(pack(tmp_path / model, tmp_path / out).store) as store:
+            assert max(entry.size for entry in store.rest.values()) > 2 * PART
+            dict(store.rest_tensors())
+            flip(tmp_path / out / "rest.safetensors", 2 * PART + 77)
+            with pytest.raises(StoreError, match="they have changed"):
+                dict(store.rest_tensors())
+        with open_store(tmp_path / out, verify="never") as store:
+            dict(store.rest_tensors())
+
+
+def test_crc32_of_two_pieces_is_that_of_both():
+    generator = torch.Generator().manual_seed(0)
+    for sizes in ((0, 0), (0, 5), (7, 0), (1, 1), (4095, 70001), (100, 2**20)):
+        one, other = (torch.randint(256, (n,), generator=generator, dtype=torch.uint8).numpy().tobytes() for n in sizes)
+        joined = reading.crc32_joined(zlib.crc32(one), zlib.crc32(other), len(other))
+        assert joined == zlib.crc32(one + other)
 
 
 @pytest.mark.skipif(huge_pages() not in ("madvise", "always"), reason="this system gives no huge pages")

@@ -23,12 +23,12 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def pack(
-    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote, or with --check a store.")],
+    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote; with --check, or a store.")],
     out: Annotated[
         str | None, typer.Option("--out", help="The store to write, or to go on with; default MODEL.store.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Read the store from the disk and compare every checksum.")
+        bool, typer.Option("--check", help="Only read the store of MODEL and compare every checksum.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -41,10 +41,13 @@ def pack(
         from amoeba.stream.store.index import is_store
 
         folder = model_folder(model)
-        store = Path(model if is_store(folder) and check else out or f"{str(folder).rstrip('/')}.store")
-        if not (is_store(folder) and check):
+        store = folder if is_store(folder) and check else Path(out or f"{str(folder).rstrip('/')}.store")
+        if not check:
             need("transformers")
             document |= _pack(folder, store, trust_remote_code, output)
+        elif not is_store(store.expanduser()):
+            remedy = "pack the model first: the same command without --check"
+            raise bad_value("--check", "a store", f"{str(store)!r}, which is none", remedy)
     damaged: list[str] = []
     if check:
         with usage():
@@ -54,13 +57,16 @@ def pack(
 
 
 def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) -> dict[str, Any]:
+    from amoeba.integrations.model_folder import is_unfinished_store
     from amoeba.stream.sizes import show_size
     from amoeba.stream.store.index import is_store
     from amoeba.stream.store.packing import pack as pack_folder
 
     if is_store(folder):
-        got = f"{str(folder)!r}, which is a store already"
-        raise bad_value("MODEL", "a folder that save_pretrained wrote", got, "add --check to check it")
+        unfinished = is_unfinished_store(folder)
+        got = f"{str(folder)!r}, which is {'an unfinished store' if unfinished else 'a store already'}"
+        remedy = f"give the model's folder, and --out {folder}" if unfinished else "add --check to check it"
+        raise bad_value("MODEL", "a folder that save_pretrained wrote", got, remedy)
     lines = _Lines(output)
     try:
         with output.working():
@@ -68,6 +74,10 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
     except KeyboardInterrupt:
         output.warning("interrupted: the layers that are whole are kept; run the same command again to go on")
         raise typer.Exit(INTERRUPTED) from None
+    if report.repaired:
+        output.line(f"repaired: {', '.join(report.repaired)}")
+    if report.updated:
+        output.line(f"updated from the model's folder: {', '.join(report.updated)}")
     if report.resumed_layers:
         output.line(f"{report.resumed_layers} of {report.layers} layers were packed already")
     if report.left_out:
@@ -92,8 +102,8 @@ def _check(store: Path, output: Output) -> list[str]:
             shown = time.monotonic()
             output.progress(f"checked {done / 2**30:.1f} GiB")
 
-    with PackedStore(store) as opened, output.working():
-        damaged = opened.damage(show)
+    with PackedStore(store, check_files=False) as opened, output.working():
+        damaged = [said for of_file in opened.damage(show).values() for said in of_file]
     for said in damaged:
         output.line(f"damaged: {said}")
     if not damaged:
@@ -113,6 +123,7 @@ class _Lines:
         self._shown = now.seconds
         rate = now.written / max(now.seconds, 1e-9)
         where = f"layer {now.layer + 1}/{now.layers}" if now.layer < now.layers else "the rest of the model"
+        where = "checking what is packed" if now.checks else where
         left = duration((now.total - now.bytes) / max(rate, 1.0))
         sizes = f"{now.bytes / 2**30:.2f} of {now.total / 2**30:.2f} GiB"
         self._output.progress(f"{where}  {sizes}  {rate / 1e9:.2f} GB/s  {left} left")

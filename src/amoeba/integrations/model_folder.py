@@ -28,6 +28,7 @@ logger = logging.getLogger("amoeba")
 TRUST_FLAG = "--trust-remote-code"
 ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
 UNFINISHED = "quantise.unfinished.json"  # in a folder that `amoeba quantise` has not finished
+PACKING, STORE_INDEX = "packing.json", "index.json"  # of a store: while `amoeba pack` writes it, and when it is whole
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,6 +44,17 @@ _PICKLES = ("pytorch_model*.bin", "model*.bin", "model*.pt", "consolidated*", "*
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of experts, as families call it
 MOST_QUOTED = 400  # characters of what another package says
 ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"  # in the folder of a run
+
+
+def is_unfinished_store(folder: Path) -> bool:
+    """A model may have a file of that name itself."""
+    if (folder / STORE_INDEX).is_file():
+        return False
+    try:
+        found = json.loads((folder / PACKING).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "fingerprint" in found
 
 
 def check_model(name: str) -> str:
@@ -61,6 +73,9 @@ def check_model(name: str) -> str:
     if (path / UNFINISHED).is_file():
         remedy = "give the command that began it once more: it goes on where it was"
         raise bad_value("MODEL", "a finished model", f"{name!r}, which amoeba quantise has not finished", remedy)
+    if is_unfinished_store(path):
+        remedy = "run the same amoeba pack command again: it continues where it stopped"
+        raise bad_value("MODEL", "a finished store", f"{name!r}, which amoeba pack has not finished", remedy)
     if not (path / "config.json").is_file():
         raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
     check_json(path / "config.json")

@@ -41,7 +41,7 @@ from amoeba.parallel.placement import RANKS
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_parameter, shard_experts
 from amoeba.parallel.shards import copy_here, is_shard, local_part, whole
-from amoeba.stream.store import Store, aligned_buffer, open_store
+from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, tensors_of
 from amoeba.weights import ExpertWeights
 
@@ -77,6 +77,8 @@ def load_share(
     try:
         store = open_store(name, direct=False, trust_remote_code=trust_remote_code)
     except (ValueError, OSError) as error:  # a name on the hub, or a form that is not read expert by expert
+        if is_store(name):
+            raise
         logger.warning("every rank reads all experts: %s", error)
         model = load_model(name, dtype, trust_remote_code=trust_remote_code)
         shard_model(model.requires_grad_(trains), ranks, tokens)

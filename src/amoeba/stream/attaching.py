@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from amoeba.cpu.pointers import CPU
 from amoeba.errors import bad_value
 from amoeba.files import model_folder
-from amoeba.integrations.experts_module import experts_modules, hand_over, layout_of, router_matrix
+from amoeba.integrations.experts_module import hand_over, router_matrix
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.integrations.quantised_models import unquantised
 from amoeba.machine import available_memory, total_memory
@@ -35,6 +35,7 @@ from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.early_copies import spares_of
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS, STREAMED_TO_GPU
+from amoeba.stream.matching import check_match
 from amoeba.stream.memory import READS, ExpertMemory
 from amoeba.stream.placement import STREAMED
 from amoeba.stream.policies import DEFAULT_POLICY
@@ -138,7 +139,8 @@ def attach(
     ram:    bytes for the model without its experts and for slots: 8GiB, a number, or "auto" for most of what is free.
             Beside vram: bytes of pinned memory for experts.
     vram:   the same on a GPU, where the model then runs; None: on the CPU.
-    store:  of the experts of a model that is loaded already; default where it came from.
+    store:  of the experts of a model that is loaded already; default where it came from. It must hold the experts that
+            the model has now: others, such as those from before a merge, are refused.
     policy: who leaves when room is needed: lfru, lru or lfu.
     miss:   what happens with experts that a captured step misses on a GPU and that are in pinned memory: they are
             moved there (the bits of resident experts), the cpu computes them, or auto: both, as is quicker.
@@ -174,7 +176,7 @@ def attach(
             kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
             of_rest = None if opened.format is None else opened.layers[0].dtype
             loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()), of_rest)
-        _check_goes_with(loaded, opened)
+        check_match(loaded, opened)
         closing = memory = make()
         register()
         loaded.set_experts_implementation("amoeba")  # type: ignore[operator]
@@ -254,21 +256,3 @@ def _check_dtype(store: Store, dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype != stored:
         of = "has its experts" if store.format is None else "says in config.json"
         raise bad_value("dtype", f"{stored}, as the checkpoint {of}", dtype, "leave it out")
-
-
-def _check_goes_with(model: Any, store: Store) -> None:
-    modules = experts_modules(model)
-    names = [entry.name for entry in store.layers]
-    if names != list(modules):
-        got = f"{names[0]}, ... ({len(names)}) in {store.folder}"
-        raise bad_value(
-            "store", f"the experts of this model ({len(modules)} layers)", got, "name the model's own store"
-        )
-    for entry in store.layers:
-        layout = layout_of(modules[entry.name])
-        sizes = entry.experts, entry.hidden, entry.intermediate
-        if layout is None or (layout.num_experts, layout.hidden, layout.intermediate) != sizes:
-            raise bad_value("store", f"{entry.name} with {layout}", sizes, "name the model's own store")
-        if model.dtype != entry.dtype:
-            remedy = f"load the model with dtype={entry.dtype}"
-            raise bad_value("dtype", f"{entry.dtype}, as the store has its experts", model.dtype, remedy)

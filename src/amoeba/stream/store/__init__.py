@@ -44,7 +44,7 @@ def open_store(
     threads: int = THREADS,
     direct: bool = True,
     trust_remote_code: bool = False,
-) -> Store:
+) -> PackedStore | FolderStore:
     """A packed store or a Hugging Face folder, whichever is there.
 
     verify:  when a packed expert's checksum is compared: at its "first" read, "always" or "never". A folder has none.

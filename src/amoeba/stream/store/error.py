@@ -32,3 +32,7 @@ class StoreError(OSError):
     def while_reading(self, layer: str, expert: int) -> StoreError:
         """The same error, of this expert."""
         return StoreError(self.file, *self._told, layer=layer, expert=expert)
+
+
+class DamagedIndex(StoreError):
+    """Of a store whose index says nothing that can be relied on: only packing it again helps."""

@@ -14,6 +14,8 @@ from amoeba.stream.store.reading import THREADS, Range, Reader
 from amoeba.stream.store.store import Store
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 
+SAMPLE = 2048  # bytes at each end of a tensor that `holds` compares, or a row where that is longer
+
 
 class FolderStore(Store):
     """safetensors files have no checksums: a file that was cut short is noticed, a changed byte is not."""
@@ -54,6 +56,24 @@ class FolderStore(Store):
                 piece.put(source, blob)
         finally:
             self._scratch.append(scratch)
+
+    def holds(self, layer: int, expert: int, blob: Tensor) -> bool:
+        """Whether samples of the expert, from both ends of each of its tensors, are as in this blob."""
+        for piece in self.pieces[layer]:
+            path, start = piece.range_of(expert)
+            if not piece.shape:
+                samples = [(start, piece)]
+            else:
+                rows, row = piece.shape[0], piece.size // piece.shape[0]
+                count = min(rows, max(1, SAMPLE // row))
+                samples = [(start + begin * row, piece.rows(begin, count)) for begin in {0, rows - count}]
+            for begin, sample in samples:
+                buffer = aligned_buffer(_blocks(sample.size))
+                memory = Memory(buffer, len(buffer))
+                self._reader.file(path).read(memory, 0, sample.size, begin, sample.size)
+                if not sample.is_in(blob, buffer[: sample.size]):
+                    return False
+        return True
 
     def scratch_bytes(self, readers: int) -> int:
         return readers * max(sum(_blocks(BLOCK + piece.size) for piece in pieces) for pieces in self.pieces)

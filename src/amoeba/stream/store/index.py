@@ -3,6 +3,7 @@
     {"format": "amoeba expert store", "version": 1, "part_bytes": 1048576,
      "model": {"model_type": "qwen3_moe"}, "source": {...},
      "rest": {"file": "rest.safetensors", "bytes": 1234, "crc32": 5678},
+     "files": {"config.json": 3456, "tokenizer.json": 7890},
      "layers": [{"name": "model.layers.0.mlp.experts", "file": "experts/00000.bin", "experts": 128, "hidden": 2048,
                  "intermediate": 768, "activation": {"kind": "silu", "gated": true, ...},
                  "format": {"kind": "plain", "dtype": "bfloat16"}, "expert_bytes": 9437184,
@@ -12,7 +13,8 @@
 
 Block-scaled numbers are another kind with parts of their own: {"kind": "block_scaled", "name": "fp8-128",
 "row_parts": 2, "dtype": "bfloat16"}, where dtype is that of biases, x and y. A reader refuses kinds and versions
-that it does not know.
+that it does not know. `files` has the CRC-32 of each small file that what the model says depends on; stores of earlier
+versions have none. All names are of files inside the store.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from typing import Any
 
 from amoeba.config import Activation
 from amoeba.errors import one_line
+from amoeba.integrations.model_folder import PACKING, STORE_INDEX, is_unfinished_store
 from amoeba.precision.formats import Format, format_named
-from amoeba.stream.store.error import StoreError
+from amoeba.stream.store.error import DamagedIndex, StoreError
 from amoeba.stream.store.layers import BLOCK, DTYPES, LayerEntry, Part, part_shapes
 from amoeba.stream.store.reading import PART
 
-INDEX, UNFINISHED, REST = "index.json", "packing.json", "rest.safetensors"
+INDEX, UNFINISHED, REST = STORE_INDEX, PACKING, "rest.safetensors"
 FORMAT, VERSION, PLAIN, BLOCK_SCALED = "amoeba expert store", 1, "plain", "block_scaled"
 _AGAIN = "copy the store again, or pack it anew with `amoeba pack`"
 
@@ -50,21 +53,20 @@ class Index:
     source: dict[str, Any]
     rest: dict[str, Any]
     layers: tuple[StoredLayer, ...]
+    files: dict[str, int]  # CRC-32 of small files, by name
 
 
 def is_store(path: str | Path) -> bool:
-    """Whether it is one that `amoeba pack` wrote, or began to write."""
+    """Whether it is one that `amoeba pack` wrote, or began to write; it may be damaged."""
     folder = Path(path).expanduser()
-    return (folder / UNFINISHED).is_file() or _says_so(folder / INDEX)
-
-
-def _says_so(path: Path) -> bool:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads((folder / INDEX).read_bytes())
     except (OSError, ValueError):
-        # an index that cannot be read beside the file of experts: a damaged store, no Hugging Face folder
-        return path.is_file() and (path.parent / REST).is_file()
-    return isinstance(found, dict) and found.get("format") == FORMAT
+        found = None
+    if isinstance(found, dict) and found.get("format") == FORMAT:
+        return True
+    # without an index that can be read: by the files that only a store has
+    return is_unfinished_store(folder) or all((folder / name).is_file() for name in (REST, layer_file(0)))
 
 
 def layer_file(number: int) -> str:
@@ -74,7 +76,8 @@ def layer_file(number: int) -> str:
 def written(index: Index) -> str:
     layers = [_layer_facts(layer.entry) | {"file": layer.file, "checksums": layer.checksums} for layer in index.layers]
     facts = {"format": FORMAT, "version": VERSION, "part_bytes": PART}
-    facts |= {"model": index.model, "source": index.source, "rest": index.rest, "layers": layers}
+    facts |= {"model": index.model, "source": index.source, "rest": index.rest, "files": index.files}
+    facts |= {"layers": layers}
     return json.dumps(facts | {"crc32": _crc32(facts)}, allow_nan=False)
 
 
@@ -123,31 +126,50 @@ def _format(path: Path, facts: dict[str, Any]) -> tuple[Format | None, int]:
 
 def read_index(folder: Path) -> Index:
     path = folder / INDEX
-    if not path.is_file() and (folder / UNFINISHED).is_file():
+    if is_unfinished_store(folder):
         remedy = "run the same `amoeba pack` again: it goes on where it was"
         raise StoreError(folder, "a whole store", "one that is not packed to its end", remedy)
     try:
         facts = json.loads(path.read_bytes())
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']!r}")
+        if facts.pop("crc32") != _crc32(facts):
+            raise ValueError("its checksum does not go with it")
         if (facts["version"], facts["part_bytes"]) != (VERSION, PART):
             got = f"version {facts['version']} with parts of {facts['part_bytes']} bytes"
             raise StoreError(
                 path, f"version {VERSION} with parts of {PART} bytes", got, "use a newer aMoEba, or pack anew"
             )
-        if facts.pop("crc32") != _crc32(facts):
-            raise ValueError("its checksum does not go with it")
-        layers = tuple(_stored_layer(path, layer) for layer in facts["layers"])
-        return Index(dict(facts["model"]), dict(facts["source"]), dict(facts["rest"]), layers)
+        layers = tuple(_stored_layer(path, *each) for each in enumerate(facts["layers"]))
+        if not layers:
+            raise ValueError("no layers with experts")
+        files = {str(name): int(crc32) for name, crc32 in facts.get("files", {}).items()}
+        for name in files:
+            _check_name(name, Path(name).name)
+        return Index(dict(facts["model"]), dict(facts["source"]), _rest(facts["rest"]), layers, files)
     except StoreError:
         raise
+    except FileNotFoundError as error:
+        raise DamagedIndex(path, "the index of a store", "none", _AGAIN) from error
     except OSError as error:
         raise StoreError(path, "a file that can be read", one_line(error), _AGAIN) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(path, "the index of a store", f"a damaged one ({one_line(error)})", _AGAIN) from error
+        said = f"no {error}" if isinstance(error, KeyError) else one_line(error)
+        raise DamagedIndex(path, "the index of a store", f"a damaged one ({said})", _AGAIN) from error
 
 
-def _stored_layer(path: Path, facts: dict[str, Any]) -> StoredLayer:
+def _rest(facts: dict[str, Any]) -> dict[str, Any]:
+    _check_name(facts["file"], REST)
+    return {"file": REST, "bytes": int(facts["bytes"]), "crc32": int(facts["crc32"])}
+
+
+def _check_name(found: object, expected: str) -> None:
+    """An index names the files that packing writes and none elsewhere, such as ../other or /etc/passwd."""
+    if found != expected or expected in ("", ".", ".."):
+        raise ValueError(f"the file {found!r}, where it must be {expected!r}")
+
+
+def _stored_layer(path: Path, number: int, facts: dict[str, Any]) -> StoredLayer:
     format, row_parts = _format(path, facts["format"])
     limit = facts["activation"]["limit"]
     activation = Activation(**facts["activation"] | {"limit": math.inf if limit is None else limit})
@@ -166,10 +188,13 @@ def _stored_layer(path: Path, facts: dict[str, Any]) -> StoredLayer:
     )
     checksums = tuple(map(int, facts["checksums"]))
     _check_layer(entry, checksums)
-    return StoredLayer(entry, str(facts["file"]), checksums)
+    _check_name(facts["file"], layer_file(number))
+    return StoredLayer(entry, layer_file(number), checksums)
 
 
 def _check_layer(entry: LayerEntry, checksums: Sequence[int]) -> None:
+    if min(entry.experts, entry.hidden, entry.intermediate) < 1:
+        raise ValueError(f"{entry.name}: {entry.experts} experts of {entry.hidden} and {entry.intermediate}")
     end, shapes = 0, part_shapes(entry, entry.has_bias)
     for part, (name, shape) in zip(entry.parts, shapes.items(), strict=False):
         misplaced = part.offset < end or part.offset % entry.dtype_of(name).itemsize

@@ -139,6 +139,23 @@ class LayerEntry:
         sizes = self.hidden, self.intermediate, self.row_parts
         return BlockScaledExperts(gate_up, down, *biases, self.format, *sizes, self.activation, self.dtype)
 
+    def parts_of(self, weights: StoredExperts) -> dict[str, Tensor]:
+        """Stacks of each part by its name: what `weights_of` takes, of experts that are kept as these are."""
+        *_, gate_up_bias, down_bias = weights.tensors()
+        biases = {BIASES[0]: gate_up_bias, BIASES[1]: down_bias}
+        found: dict[str, Tensor | None] = {}
+        if isinstance(weights, ExpertWeights):
+            found = {"gate_up_JH": weights.gate_up_EJH, "down_HI": weights.down_EHI}
+        else:
+            for name, (codes, scales, of_matrix) in (
+                ("gate_up", weights.stored_gate_up),
+                ("down", weights.stored_down),
+            ):
+                found |= {name + CODES: codes, name + SCALES: scales}
+                found[name + MATRIX_SCALE] = None if of_matrix is None else of_matrix[..., None]
+        parts = {name: stack.detach() for name, stack in (found | biases).items() if stack is not None}
+        return {name: stack.view(self.dtype_of(name)) for name, stack in parts.items()}
+
 
 StoredExperts = ExpertWeights | BlockScaledExperts
 

@@ -4,6 +4,9 @@
 
 Each layer is a file that gets its name when it is whole and on the disk; index.json comes last. So a packing that was
 killed goes on with the layer it was in, and nothing opens as a store that is not whole.
+
+A store that is there already is read and compared with its checksums. What is damaged is packed again, and so are the
+small files that have changed in the model's folder; where everything is right, nothing is written.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +27,9 @@ from typing import Any
 
 from amoeba.errors import bad_value
 from amoeba.files import sync_folder
+from amoeba.integrations.model_folder import is_unfinished_store
 from amoeba.stream.store.buffers import Memory, aligned_buffer
-from amoeba.stream.store.error import StoreError
+from amoeba.stream.store.error import DamagedIndex, StoreError
 from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.index import (
     INDEX,
@@ -38,6 +42,7 @@ from amoeba.stream.store.index import (
     read_index,
     written,
 )
+from amoeba.stream.store.packed import PackedStore
 from amoeba.stream.store.reading import checksum_of
 from amoeba.stream.store.tensor_files import TensorEntry, header_of
 
@@ -47,6 +52,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a model's folder has beside its weights: config, tokenizer, chat template, licence, code of its own.
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "*.py", "LICENSE*", "tokenizer*", "merges*")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", INDEX, UNFINISHED)
+_DOCUMENTS = ("*.md", "LICENSE*")  # for people: the model says the same without them
+_CHECKSUMS = ".checksums"  # no file of this name is copied from a model
 SMALL_FILES = 64 * 2**20  # room for what is copied
 
 
@@ -58,6 +65,7 @@ class Progress:
     total: int
     seconds: float
     written: int  # by this run
+    checks: bool = False  # what is there already is being read, and nothing is written
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class PackReport:
     rest_bytes: int
     numbers: str  # bfloat16, or the format of codes: fp8-128
     resumed_layers: int  # that an earlier run had packed
+    repaired: tuple[str, ...]  # files of a finished store that were damaged and are packed again
+    updated: tuple[str, ...]  # small files of a finished store that differed from the model's
     left_out: tuple[str, ...]  # tensors of the checkpoint that the model has no place for
     seconds: float
 
@@ -105,14 +115,14 @@ class _Packing:
         self._check_out()
         self.out.mkdir(parents=True, exist_ok=True)
         with only_one(self.out), room_for(self.out, lambda: _gib(self.total - self.done) + " of room"):
-            resumed = [number for number in range(len(self.files)) if self._is_packed(number)]
-            if not (self.out / INDEX).is_file():
-                _write_json(self.out / UNFINISHED, self.facts)
-                (self.out / "experts").mkdir(exist_ok=True)
-                self._remove_staged()
+            index, resumed = self._finished(), len(self.files)
+            damaged, updated = ([], []) if index is None else (self._damaged(index), self._outdated(index))
+            if index is None or damaged or updated or index.files != self._small_checksums():
+                self._begin(index, damaged, updated)
+                resumed = sum(map(self._is_packed, range(len(self.files))))
                 self._check_room()
                 self._write_all()
-            self._remove(UNFINISHED, *(_sidecar(file) for file in [*self.files, self.out / REST]))
+            _remove(self.out / UNFINISHED, *map(_sidecar, self._weights()))
         return PackReport(
             store=str(self.out),
             model=str(self.source.folder),
@@ -121,7 +131,9 @@ class _Packing:
             expert_bytes=sum(self.sizes),
             rest_bytes=self.rest_bytes,
             numbers=self.source.layers[0].numbers,
-            resumed_layers=len(resumed),
+            resumed_layers=resumed,
+            repaired=tuple(damaged),
+            updated=tuple(updated),
             left_out=self.source.left_out,
             seconds=round(time.monotonic() - self.began, 3),
         )
@@ -133,41 +145,41 @@ class _Packing:
                 self.done += self.sizes[number]
             else:
                 self._write_layer(number)
-            layers.append(StoredLayer(entry, layer_file(number), tuple(_told(file)["checksums"])))
-        if not self._is_whole(self.out / REST, self.rest_bytes):
+            layers.append(StoredLayer(entry, layer_file(number), tuple(_checksums_of(file))))
+        if not self._is_rest_packed():
             self._write_rest()
         copy_small_files(self.source.folder, self.out)
-        rest = {"file": REST, "bytes": self.rest_bytes} | _told(self.out / REST)
+        copied_before = set(_json(self.out / UNFINISHED)["files"]) - _names(self.source.folder)
+        _remove(*(self.out / name for name in copied_before))  # by an earlier run; the model no longer has them
+        rest = {"file": REST, "bytes": self.rest_bytes, "crc32": _checksums_of(self.out / REST)[0]}
         config = json.loads((self.source.folder / "config.json").read_bytes())
         model = {name: config.get(name) for name in ("model_type", "architectures")}
         sync_folder(self.out)
         with appears_whole(self.out / INDEX) as write:
-            write(memoryview(written(Index(model, self.facts, rest, tuple(layers))).encode()))
+            write(memoryview(written(Index(model, self.facts, rest, tuple(layers), self._small_checksums())).encode()))
 
     def _write_layer(self, number: int) -> None:
         entry, checksums = self.source.layers[number], []
         memory = Memory(aligned_buffer(entry.expert_bytes), entry.expert_bytes)
-        with self._whole_file(self.files[number], number) as (write, facts):
+        with self._whole_file(self.files[number], number, checksums) as write:
             for expert in range(entry.experts):
                 self.source.read(number, expert, memory.tensor)
                 checksums.append(checksum_of(memory.bytes))
                 write(memory.bytes)
-            facts["checksums"] = checksums
 
     def _write_rest(self) -> None:
-        with self._whole_file(self.out / REST, len(self.files)) as (write, facts):
+        checksums = [zlib.crc32(self.header)]
+        with self._whole_file(self.out / REST, len(self.files), checksums) as write:
             write(memoryview(self.header))
-            found = zlib.crc32(self.header)
             for entry in self.rest.values():
                 for chunk in _chunks(entry):
-                    found = zlib.crc32(chunk, found)
+                    checksums[0] = zlib.crc32(chunk, checksums[0])
                     write(memoryview(chunk))
-            facts["crc32"] = found
 
     @contextmanager
-    def _whole_file(self, path: Path, layer: int) -> Iterator[tuple[Callable[[memoryview], None], dict[str, Any]]]:
-        """A file that gets its name at the end, after a sidecar with the facts that are known by then."""
-        facts: dict[str, Any] = {}
+    def _whole_file(self, path: Path, layer: int, checksums: list[int]) -> Iterator[Callable[[memoryview], None]]:
+        """A file that gets its name at the end, after a sidecar with the checksums that are known by then."""
+        _remove(path, _sidecar(path))  # one that was damaged must not be taken for the one of the new sidecar
         with appears_whole(path) as write:
 
             def write_and_tell(data: memoryview) -> None:
@@ -177,13 +189,18 @@ class _Packing:
                 seconds = time.monotonic() - self.began
                 self.progress(Progress(layer, len(self.files), self.done, self.total, seconds, self.written))
 
-            yield write_and_tell, facts
-            _write_json(_sidecar(path), facts)
+            yield write_and_tell
+            _write_json(_sidecar(path), {"checksums": checksums})
 
     def _check_out(self) -> None:
         if is_store(self.out):
-            index = self.out / INDEX
-            facts = read_index(self.out).source if index.is_file() else _json(self.out / UNFINISHED)
+            if (self.out / "experts").is_symlink():
+                got = f"{str(self.out)!r}, whose experts are a link to elsewhere"
+                raise bad_value("--out", "a store with its files in it", got, "choose another name")
+            index = self._finished()
+            if index is None and not is_unfinished_store(self.out):
+                return  # a damaged index: what the store was made from is not known, and it cannot be used
+            facts = _json(self.out / UNFINISHED) if index is None else index.source
             if facts.get("fingerprint") != self.facts["fingerprint"]:
                 expected = f"a store of {str(self.source.folder)!r} as it is now"
                 got = f"one of {facts.get('folder')!r}, or of another state of it"
@@ -192,15 +209,69 @@ class _Packing:
             got = f"{str(self.out)!r}, which is there and is none"
             raise bad_value("--out", "a new folder, or a store to go on with", got, "choose another name")
 
-    def _is_packed(self, number: int) -> bool:
-        return self._is_whole(self.files[number], self.sizes[number])
+    def _finished(self) -> Index | None:
+        """None where the store is not packed to its end, or its index is damaged."""
+        if is_unfinished_store(self.out) or not is_store(self.out):
+            return None
+        try:
+            return read_index(self.out)
+        except DamagedIndex:
+            return None
 
-    def _is_whole(self, path: Path, size: int) -> bool:
-        return path.is_file() and path.stat().st_size == size and ((self.out / INDEX).is_file() or bool(_told(path)))
+    def _damaged(self, index: Index) -> list[str]:
+        """Files of weights that are missing or not as they were written."""
+
+        def show(done: int) -> None:
+            seconds = time.monotonic() - self.began
+            self.progress(Progress(0, len(self.files), done, self.total, seconds, done, checks=True))
+
+        with PackedStore(self.out, check_files=False) as store:
+            damaged = store.damage(show)
+        return [name for name in damaged if name not in index.files]
+
+    def _outdated(self, index: Index) -> list[str]:
+        """Small files that differ from the model's, and those that it no longer has."""
+        own = {path.name: zlib.crc32(path.read_bytes()) for path in _small_files(self.source.folder)}
+        there = {path.name: zlib.crc32(path.read_bytes()) for path in _small_files(self.out)}
+        gone = [name for name in index.files if name not in own]
+        return sorted([name for name, crc32 in own.items() if there.get(name) != crc32] + gone)
+
+    def _small_checksums(self) -> dict[str, int]:
+        return {
+            path.name: zlib.crc32(path.read_bytes())
+            for path in _small_files(self.source.folder)
+            if not any(path.match(pattern) for pattern in _DOCUMENTS)
+        }
+
+    def _begin(self, index: Index | None, damaged: Collection[str], outdated: Collection[str]) -> None:
+        """A store that is not packed to its end. Of a finished one the intact files stay; of one with a damaged index
+        none do. Killed in between, it is still the one that it was, or not packed to its end."""
+        copied_before = _json(self.out / UNFINISHED).get("files", [])
+        if not is_unfinished_store(self.out):
+            _remove(*map(_sidecar, self._weights()))
+        facts = self.facts | {"files": sorted({*copied_before, *_names(self.source.folder)})}
+        _write_json(self.out / UNFINISHED, facts)
+        (self.out / "experts").mkdir(exist_ok=True)
+        self._remove_staged()
+        if index is not None:
+            intact = {layer.file: list(layer.checksums) for layer in index.layers} | {REST: [index.rest["crc32"]]}
+            for name in set(intact) - set(damaged):
+                _write_json(_sidecar(self.out / name), {"checksums": intact[name]})
+            _remove(*(self.out / name for name in (*damaged, *outdated)))
+        _remove(self.out / INDEX)
+
+    def _weights(self) -> list[Path]:
+        return [*self.files, self.out / REST]
+
+    def _is_packed(self, number: int) -> bool:
+        return _is_whole(self.files[number], self.sizes[number], self.source.layers[number].experts)
+
+    def _is_rest_packed(self) -> bool:
+        return _is_whole(self.out / REST, self.rest_bytes, 1)
 
     def _check_room(self) -> None:
         packed = sum(size for number, size in enumerate(self.sizes) if self._is_packed(number))
-        rest = 0 if self._is_whole(self.out / REST, self.rest_bytes) else self.rest_bytes
+        rest = 0 if self._is_rest_packed() else self.rest_bytes
         needed, free = sum(self.sizes) - packed + rest + SMALL_FILES, shutil.disk_usage(self.out).free
         if needed > free:
             got = f"{_gib(free)} free"
@@ -210,16 +281,32 @@ class _Packing:
         for path in [*self.out.glob(f"*{_STAGED}"), *self.out.glob(f"experts/*{_STAGED}")]:
             path.unlink()
 
-    def _remove(self, *names: str | Path) -> None:
-        for name in names:
-            (self.out / name).unlink(missing_ok=True)
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        if path.is_symlink() or path.exists():  # a read-only disk refuses to remove even what is not there
+            path.unlink()
+
+
+def _small_files(folder: Path) -> list[Path]:
+    """What is no weights."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if any(path.match(pattern) for pattern in _COPIED)
+        and not any(path.match(pattern) for pattern in _WEIGHTS)
+        and path.is_file()
+    ]
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in _small_files(folder)}
 
 
 def copy_small_files(folder: Path, out: Path, *, but: Sequence[str] = ()) -> None:
     """What is no weights, nor named in `but`."""
-    for path in sorted(folder.iterdir()):
-        wanted = any(path.match(pattern) for pattern in _COPIED) and not any(path.match(each) for each in _WEIGHTS)
-        if path.is_file() and wanted and path.name not in but:
+    for path in _small_files(folder):
+        if path.name not in but:
             with appears_whole(out / path.name) as write:
                 write(memoryview(path.read_bytes()))
 
@@ -255,12 +342,17 @@ def _is_new(folder: Path) -> bool:
 
 def _sidecar(path: Path) -> Path:
     """Checksums of a packed file, until they are all in the index."""
-    return path.with_suffix(".json")
+    return path.with_name(path.name + _CHECKSUMS)
 
 
-def _told(path: Path) -> dict[str, Any]:
+def _checksums_of(path: Path) -> list[int]:
     """What the sidecar says; nothing where there is none."""
-    return _json(_sidecar(path))
+    found = _json(_sidecar(path)).get("checksums")
+    return found if isinstance(found, list) and all(isinstance(each, int) for each in found) else []
+
+
+def _is_whole(path: Path, size: int, checksums: int) -> bool:
+    return path.is_file() and path.stat().st_size == size and len(_checksums_of(path)) == checksums
 
 
 def _json(path: Path) -> dict[str, Any]:

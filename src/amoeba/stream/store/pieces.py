@@ -34,17 +34,38 @@ class Piece(NamedTuple):
     def put(self, source: Tensor, blob: Tensor) -> None:
         """source: the bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob.
         StoreError where what is there already differs."""
-        stored, numbers = self.tensors[0].dtype, blob.view(self.dtype)
-        if stored.itemsize == 1:
-            found = E8M0.decode(source) if self.dtype == torch.float32 else source
-        else:
-            found = (source.clone() if source.storage_offset() % stored.itemsize else source).view(stored)
-        there = torch.as_strided(numbers, self.shape, self.stride, numbers.storage_offset() + self.offset)
-        found = found.view(self.shape)
+        there, found = self._place(blob), self._numbers(source)
         if self.again and not torch.equal(there, found):
             expected, got = "one scale for gate and up of an expert", f"two, {there.tolist()} and {found.tolist()}"
             raise StoreError(self.tensors[0].file, expected, got, "quantise the model with amoeba quantise")
         there.copy_(found)
+
+    def is_in(self, blob: Tensor, source: Tensor) -> bool:
+        """Whether `put` would leave this blob as it is, bit for bit."""
+        there, found = (_as_bytes(each) for each in (self._place(blob), self._numbers(source).to(self.dtype)))
+        return torch.equal(there, found)
+
+    def rows(self, begin: int, count: int) -> Piece:
+        """Some of the first dimension alone; in the file they follow each other."""
+        size = self.size // self.shape[0] * count
+        shape, offset = (count, *self.shape[1:]), self.offset + begin * self.stride[0]
+        return self._replace(size=size, shape=shape, offset=offset)
+
+    def _place(self, blob: Tensor) -> Tensor:
+        numbers = blob.view(self.dtype)
+        return torch.as_strided(numbers, self.shape, self.stride, numbers.storage_offset() + self.offset)
+
+    def _numbers(self, source: Tensor) -> Tensor:
+        stored = self.tensors[0].dtype
+        if stored.itemsize == 1:
+            found = E8M0.decode(source) if self.dtype == torch.float32 else source
+        else:
+            found = (source.clone() if source.storage_offset() % stored.itemsize else source).view(stored)
+        return found.view(self.shape)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ is a compiler. If that fails, for whatever reason, it is read once more as above
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import threading
@@ -39,6 +40,7 @@ THREADS = 16
 COMPILED_PER_THREAD = 5
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _AGAIN = "copy or download it again"
+_POLYNOMIAL = 0xEDB88320  # of CRC-32, reflected
 
 
 class ReadFile:
@@ -195,6 +197,40 @@ def checksum(parts: Sequence[int]) -> int:
 
 def checksum_of(blob: memoryview) -> int:
     return checksum([zlib.crc32(blob[begin : begin + PART]) for begin in range(0, len(blob), PART)])
+
+
+def crc32_joined(first: int, second: int, size: int) -> int:
+    """The CRC-32 of two pieces of bytes one after the other, from those of each; size: bytes of the second one."""
+    return _times(_behind(size), first) ^ second
+
+
+def crc32_of_parts(parts: Sequence[int], size: int) -> int:
+    """Of `size` bytes, from the CRC-32 of each of their parts of a megabyte."""
+    found = 0
+    for number, part in enumerate(parts):
+        found = crc32_joined(found, part, min(PART, size - number * PART))
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _behind(size: int) -> int:
+    """What so many bytes behind others multiply their CRC by: x to the power of 8 * size."""
+    found, power = 1 << 31, 1 << 23  # 1 and x^8; the highest bit is that of x^0
+    while size:
+        if size & 1:
+            found = _times(power, found)
+        power, size = _times(power, power), size >> 1
+    return found
+
+
+def _times(one: int, other: int) -> int:
+    """The product of two polynomials over GF(2) modulo that of CRC-32."""
+    found = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            found ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return found
 
 
 def _read_part(part: Range, checksums: bool) -> int:

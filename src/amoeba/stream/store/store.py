@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.layers import BLOCK, ExpertViews, LayerEntry
-from amoeba.stream.store.reading import Range, Reader
+from amoeba.stream.store.reading import Range, Reader, crc32_joined, crc32_of_parts
 from amoeba.stream.store.tensor_files import TensorEntry
 
 Verify = Literal["first", "always", "never"]
@@ -112,18 +113,26 @@ class Store(ABC):
 
     def read_rest(self, name: str) -> Tensor:
         """A tensor that is no expert's, as it is stored, on the CPU."""
+        return self._rest_tensor(name, checksum=False)[0]
+
+    def _rest_tensor(self, name: str, *, checksum: bool) -> tuple[Tensor, int]:
+        """And the CRC-32 of its bytes, computed by the threads that read, or 0."""
         entry = self.rest[name]
         if entry.size == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu"), 0
         before = entry.start % BLOCK
         needed = before + entry.size
         buffer = aligned_buffer(-(-needed // BLOCK) * BLOCK)
         memory = Memory(buffer, len(buffer))
-        self._reader.read([Range(self._reader.file(entry.file), entry.start - before, needed, memory, 0, len(buffer))])
+        whole = Range(self._reader.file(entry.file), entry.start - before, needed, memory, 0, len(buffer))
+        parts, crc32 = self._reader.read([whole], checksums=checksum), 0
+        if checksum:
+            # without the bytes before the tensor, which belong to the block
+            crc32 = crc32_joined(zlib.crc32(memory.bytes[:before]), crc32_of_parts(parts, needed), entry.size)
         found = buffer[before:needed]
         if entry.start % entry.dtype.itemsize:
             found = found.clone()
-        return found.view(entry.dtype).view(entry.shape)
+        return found.view(entry.dtype).view(entry.shape), crc32
 
     def rest_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """As the model takes them: what was quantised, such as the linears of attention, is dequantised."""
