@@ -4,7 +4,7 @@
     check_same_model(together, model, {"compute dtype": dtype})     # once it is loaded, before the first step
 
 The first compares the command, every setting, the environment, the versions of packages and samples of the model's and
-the adapter's files; the second what the model is in memory. Both raise ValueError on every rank, with the values of all.
+the adapter's files; the second the model in memory. Both raise ValueError on every rank, with the values of all.
 Nothing is compared in a process by itself.
 """
 
@@ -106,13 +106,12 @@ def check_same_job(
 def job_facts(
     command: str, settings: Any, options: Mapping[str, Any], *, model: str, adapter: str | Path | None = None
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"command": command, **options}
+    found: dict[str, Any] = {"command": command, **options, **files_of("--model", model)}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if field.name in BY_CONTENT and not isinstance(value, float):
             continue
         found[f"--{field.name.replace('_', '-')}"] = value
-    found |= files_of("--model", model)
     if adapter is not None:
         found |= files_of("--adapter", adapter)
     installed = versions()
@@ -126,7 +125,12 @@ def files_of(option: str, name: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         return {option: str(name)}
     files = sorted(path for path in folder.iterdir() if path.suffix in _FILES and path.is_file())
-    return {option: "a folder"} | {f"{path.name} of {option}": sampled_hash(path) for path in files}
+    return {option: "a folder"} | {f"{path.name} of {option}": _content(path) for path in files}
+
+
+def _content(path: Path) -> str:
+    found = sampled_hash(path)
+    return f"{found['bytes']} bytes, samples {found['samples'][:12]}"
 
 
 def variables() -> dict[str, str]:
