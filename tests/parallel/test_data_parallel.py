@@ -1,5 +1,5 @@
-"""Plain torchrun, without --experts ranks: each rank has the whole model and a part of each batch, and the run is that of
-one process with the whole batch."""
+"""Plain torchrun, without --experts ranks: each rank has the whole model and a part of each batch, and the run is that
+of one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -65,11 +65,8 @@ def test_ranks_that_share_each_batch_train_as_one_process(
     assert f"{count} ranks, each with the whole model, share each batch and add up their gradients" in said[0]
     expected = alone(command, tmp_path / "alone", inputs, **changes)
     check_same_run(tmp_path / "run", expected, KEPT[command])
-    kept = [
-        {path.name for path in (folder / "checkpoints/checkpoint-5").iterdir()}
-        for folder in (tmp_path / "run", expected)
-    ]
-    assert kept[0] == kept[1]  # one rank writes, as one process does
+    ours, theirs = (folder / "checkpoints/checkpoint-5" for folder in (tmp_path / "run", expected))
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}  # one rank writes
 
 
 @pytest.mark.thorough
@@ -165,13 +162,9 @@ class TestRefusals:
         assert "generate: expected one process, or experts that several share; got 4 processes" in said
         assert "Start it without torchrun, or add --experts ranks." in said
 
-    @pytest.mark.parametrize("option", ["--ram", "--vram"])
-    def test_streamed_experts_are_for_one_process(
-        self, processes: LocalRanks, inputs: Path, tmp_path: Path, option: str
-    ) -> None:
-        if option == "--vram" and not torch.cuda.is_available():
-            pytest.skip("needs a GPU to be refused for another reason")
-        words = ["finetune", str(inputs / "base"), "--data", str(inputs / "finetune.jsonl"), option, "1GiB"]
+    def test_streamed_experts_are_for_one_process(self, processes: LocalRanks, inputs: Path, tmp_path: Path) -> None:
+        words = ["finetune", str(inputs / "base"), "--data", str(inputs / "finetune.jsonl"), "--ram", "1GiB"]
+        words += ["--vram", "1GiB"] if torch.cuda.is_available() else []
         said = self.refused(processes, [*words, "--out", str(tmp_path / "run")])
         assert "streamed experts: expected one process, whose memory they pass through; got 4" in said
         assert not (tmp_path / "run").exists()

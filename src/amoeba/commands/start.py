@@ -51,9 +51,8 @@ def _check_one_process() -> None:
     if (count := launched_processes()) == 1:
         return
     with usage():
-        error = bad_value(
-            "torchrun", "train, finetune or generate", f"{count} processes", "start this without torchrun"
-        )
+        remedy = "start this command without torchrun"
+        error = bad_value("torchrun", "train, finetune or generate", f"{count} processes of another command", remedy)
         if not speaks():
             error.add_note(TOLD)
         raise error
