@@ -18,7 +18,7 @@ from amoeba.jobs import same_on_ranks
 from amoeba.jobs.generation_options import GenerationOptions
 from amoeba.jobs.same_on_ranks import BY_CONTENT, OF_ONE_RANK, VARIABLES, job_facts, model_facts
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
-from fake_ranks import compare
+from fuzz.fake_ranks import compare
 from tiny_models import build
 
 SETTINGS: dict[str, Any] = {

@@ -110,8 +110,8 @@ def job_facts(
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if field.name in BY_CONTENT and not isinstance(value, float):
-            continue
-        found[f"--{field.name.replace('_', '-')}"] = value
+            value = "a file or folder"
+        found.setdefault(f"--{field.name.replace('_', '-')}", value)  # of the model there is more already
     if adapter is not None:
         found |= files_of("--adapter", adapter)
     installed = versions()
