@@ -234,14 +234,14 @@ def run_job(
     return tiny_runs.tiny_run(settings, console, together=together, **options), console.said
 
 
-def fail_to_write(rank: int, told: dict[str, Any]) -> str:
-    """What each of two ranks says when the disk of rank 1 is full at the second checkpoint."""
+def fail_to_write(rank: int, told: dict[str, Any], whose: int = 1) -> str:
+    """What each of two ranks says when the disk of one is full at the second checkpoint."""
     import safetensors.torch
 
     save_file = safetensors.torch.save_file
 
     def fill_the_disk(tensors: Any, path: Any, **options: Any) -> None:
-        if rank == 1 and "checkpoint-8" in str(path):
+        if rank == whose and "checkpoint-8" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         save_file(tensors, path, **options)
 
@@ -255,17 +255,23 @@ def fail_to_write(rank: int, told: dict[str, Any]) -> str:
     return "nothing"
 
 
-def run_command(rank: int, count: int, words: list[str]) -> tuple[int, str, str]:
-    """The command line in a process that a launcher started and whose group it made: exit code, stdout, stderr."""
+def run_command(
+    rank: int, count: int, words: list[str], variables: dict[str, str] | None = None
+) -> tuple[int, str, str]:
+    """The command line in a process that a launcher started and whose group it made: exit code, stdout, stderr.
+
+    variables: of the environment, besides the launcher's.
+    """
     from typer.testing import CliRunner
 
     from amoeba.cli import app
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    given = {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)} | (variables or {})
+    os.environ |= given
     try:
         result = CliRunner().invoke(app, words)
     finally:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for name in given:
             del os.environ[name]
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -312,7 +318,7 @@ def do_together(rank: int) -> list[Any]:
         with together.all_or_none("drying"):
             fail()
 
-    for attempt in (all_do, lambda: together.check_same("weather", rank == 2), lambda: together.tell(decide_badly)):
+    for attempt in (all_do, lambda: together.check_same({"weather": rank == 2}), lambda: together.tell(decide_badly)):
         try:
             attempt()
         except (ValueError, RankLost) as error:

@@ -250,7 +250,7 @@ def train(
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps; default 400, or the preset's.")] = None,
     minutes: Minutes = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Rows per pass and device; with --experts ranks of all together.")
+        int | None, typer.Option("--batch-size", help="Rows per pass; under torchrun of all ranks together.")
     ] = None,
     accumulation: Accumulation = None,
     sequence_length: Annotated[
@@ -299,7 +299,7 @@ def train(
         "eval_every": eval_every, "save_every": save_every, "seed": seed,
         "gradient_checkpointing": gradient_checkpointing or None,
     }  # fmt: skip
-    output = start(verbose)
+    output = start(verbose, over_ranks=True)
     with loading():
         from amoeba.commands import train as train_command
         from amoeba.jobs.resume import settings_of

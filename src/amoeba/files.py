@@ -4,12 +4,14 @@ write_whole(path, text)         # over what was there
 write_new(path, text)           # FileExistsError where something is there
 replace_folder(staged, target)  # over what was there
 default_folder()                # for what is kept between processes
+sampled_hash(path)              # of a file too large to be read for that
 model_folder("models/base")      # of this machine, or an error that tells how to get one
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
 import shutil
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.errors import bad_value
+
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 def model_folder(model: str | Path) -> Path:
@@ -100,6 +104,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sampled_hash(path: Path) -> dict[str, Any]:
+    """Its size, and a hash of samples: of a file of up to 1 MiB of all of it."""
+    size, found = path.stat().st_size, hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for sample in range(_SAMPLES):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
+            found.update(file.read(_SAMPLE_BYTES))
+    return {"bytes": size, "samples": found.hexdigest()}
 
 
 def default_folder() -> Path:

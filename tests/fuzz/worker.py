@@ -21,11 +21,15 @@ import torch
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter; before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from . import router
+from . import ranks, router
 from .attempt import Outcome, attempt
 from .case import describe, draw
 
-SUBJECTS = {"experts": (draw, attempt), "router": (router.draw, router.attempt)}
+SUBJECTS = {
+    "experts": (draw, attempt),
+    "router": (router.draw, router.attempt),
+    "ranks": (ranks.draw, ranks.attempt),
+}
 
 
 def case_of(what: str, seed: int, device: str, changes: dict[str, Any]) -> Any:

@@ -41,7 +41,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run of one process that has all experts, never interrupted."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    tiny_run(tiny_settings(request.param, folder, inputs, **CHANGED), Quiet())
+    tiny_run(tiny_settings(request.param, folder, inputs, **CHANGED, experts="resident"), Quiet())
     return request.param, folder
 
 
@@ -85,7 +85,7 @@ def test_a_run_of_one_process_goes_on_over_ranks(
     run = shutil.copytree(expected, tmp_path / "run")
     shutil.rmtree(run / KEPT[command])
     shutil.rmtree(run / "checkpoints" / "checkpoint-12")
-    given = told(command, run, inputs) | ({"experts": "ranks"} if command == "train" else {})
+    given = told(command, run, inputs, experts="ranks")
     processes.run(resumed_job, [(rank, 2, command, given) for rank in range(2)])
     check_same_run(run, expected, KEPT[command])
 

@@ -52,8 +52,10 @@ def finetune(
     config: ConfigFile = None,
     resume: Resume = None,
     start_from: StartFrom = None,
-    # torchrun takes --r for one of its own
-    r: Annotated[int | None, typer.Option("--r", "--lora-rank", help="Rank of the factors; default 16.")] = None,
+    r: Annotated[
+        int | None,
+        typer.Option("--r", "--lora-rank", help="Rank of the factors; default 16. torchrun wants the longer name."),
+    ] = None,
     alpha: Annotated[float | None, typer.Option("--alpha", help="Scaling is alpha / r; default 32.")] = None,
     targets: Annotated[
         str | None, typer.Option("--targets", help="experts (default), all-linear, or names: experts,q_proj,v_proj.")
@@ -80,7 +82,7 @@ def finetune(
     steps: Annotated[int | None, typer.Option("--steps", help="Steps in place of epochs.")] = None,
     minutes: Minutes = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Rows per pass and device, or of all ranks; packed on a GPU.")
+        int | None, typer.Option("--batch-size", help="Rows per pass, of all ranks together; packed on a GPU.")
     ] = None,
     accumulation: Accumulation = None,
     sequence_length: Annotated[
@@ -112,7 +114,7 @@ def finetune(
         "targets": None if targets is None else tuple(targets.replace(",", " ").split()),
         "held_out": share_or_file(held_out),
     }  # fmt: skip
-    output = start(verbose)
+    output = start(verbose, over_ranks=True)
     with loading():
         from amoeba.jobs.resume import settings_of
         from amoeba.jobs.settings import FinetuneSettings

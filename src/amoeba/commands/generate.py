@@ -6,6 +6,7 @@ With `--prompts FILE` one JSON object per prompt, to stdout or to `--out`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -116,7 +117,7 @@ def generate(
     verbose: Verbose = False,
 ) -> None:
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
-    output = start(verbose)
+    output = start(verbose, over_ranks=True)
     with usage():
         with quick_transformers(without=() if trust_remote_code else NOT_FOR_TEXT):
             need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
@@ -149,11 +150,16 @@ def generate(
         )
         if output.on_terminal and speaks():
             output.progress(f"amoeba: loading {model}")
-        from amoeba.commands.over_ranks import over_ranks
+        with loading():
+            from amoeba.commands.over_ranks import over_ranks
+            from amoeba.jobs.same_on_ranks import check_same_job
 
         try:
             report: GenerationReport | PromptsReport
             with over_ranks(experts, output) as together:
+                told = {"--prompts": prompts is not None, "--batching": batching, "--batch-size": batch_size}
+                check_same_job(together, "amoeba generate", options, told, model=model, adapter=adapter)
+                _check_ranks(experts, together)
                 if prompts is None:
                     assert prompt is not None
                     report = _one(model, prompt, options, adapter, output, together)
@@ -166,6 +172,12 @@ def generate(
         output.document({"document": "amoeba generate", **dataclasses.asdict(report)})
     if report.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_ranks(experts: str, together: Together) -> None:
+    if together.count > 1 and experts != "ranks":
+        remedy = "start it without torchrun, or add --experts ranks"
+        raise bad_value("generate", "one process, or experts that several share", f"{together.count} processes", remedy)
 
 
 def _check_prompts(
@@ -217,6 +229,8 @@ def _many(
     batches = BatchOptions(batching, batch_size)  # type: ignore[arg-type]  # it checks the word
     of = model if adapter is None else f"{model} with {adapter}"
     asked = read_prompts(prompts, options.chat)
+    content = repr([(each.line, each.content) for each in asked]).encode()
+    together.check_same({"--prompts": hashlib.blake2b(content, digest_size=6).hexdigest()}, "give every rank one file")
     results = Results(None, asked, of, _nowhere)
     with together.all_or_none("the prompts that are left"):
         if together.first:

@@ -78,6 +78,12 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def launched_processes() -> int:
+    """How many a launcher started for this command; 1 without one."""
+    count = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    return int(count) if count.isdecimal() else 1
+
+
 def share_or_file(text: str | None) -> float | str | None:
     """What is written after --held-out."""
     try:

@@ -1,4 +1,4 @@
-"""--experts ranks: the processes that torchrun started, of which the first speaks.
+"""The processes that torchrun started for a command, of which the first speaks.
 
 with over_ranks(settings.experts, output, resume=resume) as together:
     console = RunConsole(output) if together.first else Silent()
@@ -9,6 +9,7 @@ report, first = job_over_ranks(train, settings, output, resume=resume)     # the
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -21,31 +22,41 @@ from amoeba.jobs.run_folder import Silent
 from amoeba.parallel.launched import deadline_seconds, is_launched, launched_ranks
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.together import ALONE, Together
+from amoeba.shell import shell_words
 
 Report = TypeVar("Report")
 
 
 @contextmanager
 def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterator[Together]:
-    """resume: whether what is asked for is in a run's record, and one process may do what several began."""
-    if experts != "ranks":
+    """experts: where they are to be; "ranks" for over all of these processes, else each is to have all of them.
+    resume: whether what is asked for is in a run's record, and one process may do what several began."""
+    if experts != "ranks" and not is_launched():
         yield ALONE
         return
     if not is_launched() and not resume:
-        words = " ".join(["torchrun", "--nproc-per-node", "2", "-m", "amoeba", *sys.argv[1:2], "..."])
         raise bad_value(
             "--experts ranks",
             "several processes, as torchrun starts them",
             "this one alone",
-            f"start it as `{words}`, or leave --experts out",
+            f"start it as `{_with_torchrun(sys.argv[1:])}`, or leave --experts out",
         )
     with launched_ranks(deadline_seconds()) as ranks:
-        if ranks is None:
+        if ranks is None or ranks.count == 1:
+            if experts != "ranks":
+                yield ALONE
+                return
             output.progress("experts ranks: there is one process, which has all experts; torchrun starts several")
-            ranks = Ranks()
+            ranks = ranks or Ranks()
         if ranks.rank > 0:
             logging.getLogger("amoeba").setLevel(logging.ERROR)  # what is to be said the first says
         yield Together(ranks)
+
+
+def _with_torchrun(words: list[str]) -> str:
+    """torchrun reads --r as the beginning of several options of its own, and refuses it."""
+    said = [re.sub(r"^--r(?==|$)", "--lora-rank", word) for word in words]
+    return shell_words("torchrun", "--nproc-per-node", 2, "-m", "amoeba", *said)
 
 
 def job_over_ranks(

@@ -12,8 +12,11 @@ import time
 import warnings
 from pathlib import Path
 
+from amoeba.commands.exits import usage
 from amoeba.commands.make_output import make_output
+from amoeba.commands.options import launched_processes, speaks
 from amoeba.commands.output import Output
+from amoeba.errors import TOLD, bad_value
 from amoeba.waiting import wait_as_torch_does
 
 _BEGAN = time.monotonic()  # the command line imports this file first
@@ -26,11 +29,15 @@ def speak_up(wanted: bool) -> None:
     _verbose_everywhere = wanted
 
 
-def start(verbose: bool, *, passive_waiting: bool = True) -> Output:
+def start(verbose: bool, *, passive_waiting: bool = True, over_ranks: bool = False) -> Output:
     """verbose: every decision with its reason and its time, and what torch and transformers have to say.
 
     passive_waiting: whether torch's threads wait as they do wherever amoeba is imported first (waiting.py).
+    over_ranks: whether the command runs in several processes that torchrun starts. The others would all do the same
+    work and write the same files, and are refused there.
     """
+    if not over_ranks:
+        _check_one_process()
     if not passive_waiting:
         wait_as_torch_does()
     verbose = verbose or _verbose_everywhere
@@ -38,6 +45,17 @@ def start(verbose: bool, *, passive_waiting: bool = True) -> Output:
     if not verbose:
         _quieten_others()
     return make_output(verbose)
+
+
+def _check_one_process() -> None:
+    if (count := launched_processes()) == 1:
+        return
+    with usage():
+        remedy = "start this command without torchrun"
+        error = bad_value("torchrun", "train, finetune or generate", f"{count} processes of another command", remedy)
+        if not speaks():
+            error.add_note(TOLD)
+        raise error
 
 
 def with_seconds(text: str) -> str:

@@ -46,7 +46,11 @@ WORTH_COMPILING = 1e16
 def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
     gpu = _is_on_a_gpu(trainer)
+    over_ranks = trainer.together.count > 1  # which exchange counts and gradients within a pass
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
+    if compiles and over_ranks:
+        say("without decoder layers compiled: several ranks share each batch")
+        compiles = False
     with ExitStack() as stack:
         taken: list[str] = []
         if gpu:
@@ -65,7 +69,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
         if not gpu and not trainer.compiled:
             stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
-        if gpu and not _waits_in_a_pass(trainer.model):
+        if gpu and not over_ranks and not _waits_in_a_pass(trainer.model):
             reason = stack.enter_context(_captured(trainer))
             _tell(taken, "passes captured in a CUDA graph", reason, say)
         if taken:

@@ -48,7 +48,7 @@ IDLE = "amoeba_idle"  # in a batch: its row is there for the others' sake
 class FastTrainer(Trainer):
     optimizer: Any
     together: Together = ALONE
-    mesh: RankMesh | None = None  # how the ranks share the model
+    mesh: RankMesh | None = None  # how the ranks share the model; None: each has all of it
     rows: Rows
     watch: RouterWatch
     optimizer_states: Literal["float32", "bfloat16"] = "float32"
@@ -112,8 +112,8 @@ class FastTrainer(Trainer):
         batches, predicted = super().get_batch_samples(*arguments, **options)
         if self.together.count > 1:
             if not isinstance(predicted, Tensor):
-                remedy = "train it in one process, without --experts ranks"
-                raise bad_value("experts", "a model whose loss takes the number of tokens", "one without", remedy)
+                remedy = "train it in one process, without torchrun"
+                raise bad_value("ranks", "a model whose loss takes the number of tokens", "one without", remedy)
             predicted = self.together.add_up(predicted, "numbers of tokens to predict")
         return batches, predicted
 

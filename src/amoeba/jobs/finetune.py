@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,9 +34,19 @@ from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import Placed, check_placement, place_experts
 from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
-from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on, weights_of
+from amoeba.jobs.resume import (
+    Earlier,
+    began_with,
+    check_data,
+    check_model_config,
+    data_facts,
+    finished_run,
+    go_on,
+    weights_of,
+)
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.run_mesh import check_ranks, mesh_of
+from amoeba.jobs.run_mesh import check_ranks, mesh_of, shared_batches
+from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.sharded_model import count_parameters, load_share
 from amoeba.jobs.stream_parts import StreamParts
@@ -107,13 +116,16 @@ def finetune(
     together: Together = ALONE,
 ) -> FinetuneReport:
     """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
-    together: the ranks over which the experts are; each calls this, and gets the same report."""
+    together: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
+    same report."""
+    told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
+    check_same_job(together, COMMAND, settings, told, model=settings.model)
     if settings.data is None:
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
-    if together.ranks is None:
+    if together.ranks is None or settings.experts != "ranks":
         check_placement(settings.experts)
     name = check_model(settings.model)
-    _check_streaming(name, settings)
+    _check_streaming(name, settings, together)
     tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
     check_ranks(settings, resume, together)
@@ -168,7 +180,7 @@ def _finetune(
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed, check=check_answers(tokenizer))
     console.say(f"data: {corpus.description}")
     content = began_with(corpus, weights_of(name))
-    together.check_same("the data", content)
+    together.check_same(data_facts(content), "give every rank the same --data, --held-out and model")
     if earlier:
         check_data(earlier, content)
     chat = any(isinstance(document, Conversation) for document in corpus.train)
@@ -199,9 +211,10 @@ def _finetune(
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
-    placed = _placed(model, settings, streamed, mesh)
+    placed = _placed(model, settings, streamed, mesh, together)
     lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     model.config.use_cache = False
+    check_same_model(together, model, {"where the experts are": placed.placement})
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
@@ -215,6 +228,8 @@ def _finetune(
         f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}; "
         f"experts {placed.placement} ({placed.reason})"
     )
+    if mesh is None and together.count > 1:
+        console.say(shared_batches(together))
     for memory in placed.plans:
         logger.info("%s", memory)
     console.say(
@@ -256,7 +271,7 @@ def _streams(name: str, settings: FinetuneSettings) -> bool:
     return settings.ram is not None or settings.vram is not None or is_store(name)
 
 
-def _check_streaming(name: str, settings: FinetuneSettings) -> None:
+def _check_streaming(name: str, settings: FinetuneSettings, together: Together) -> None:
     if not _streams(name, settings):
         return
     if settings.experts != "auto":
@@ -265,9 +280,9 @@ def _check_streaming(name: str, settings: FinetuneSettings) -> None:
     if settings.vram is None and torch.cuda.is_available():
         remedy = "add it, for example --vram auto, or hide the GPU: CUDA_VISIBLE_DEVICES= amoeba finetune ..."
         raise bad_value("vram", "a budget on the GPU, where the model trains", "none", remedy)
-    if settings.vram is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        remedy = "start it without torchrun, or leave --vram out and share the experts: --experts ranks"
-        raise bad_value("vram", "one process, whose GPU the experts are streamed to", "several", remedy)
+    if together.count > 1:
+        remedy = "start it without torchrun, or share out the experts of an ordinary checkpoint: --experts ranks"
+        raise bad_value("streamed experts", "one process, whose memory they pass through", together.count, remedy)
 
 
 def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
@@ -282,12 +297,14 @@ def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
     return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))
 
 
-def _placed(model: Any, settings: FinetuneSettings, streamed: Streamed | None, mesh: RankMesh | None) -> Placed:
+def _placed(
+    model: Any, settings: FinetuneSettings, streamed: Streamed | None, mesh: RankMesh | None, together: Together
+) -> Placed:
     if streamed is not None:
         return Placed(streamed.memory.layers[0].placement, str(streamed.memory))
     if mesh is not None:
         return Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
-    tokens = settings.batch_size * settings.sequence_length
+    tokens = -(-settings.batch_size // together.count) * settings.sequence_length
     return place_experts(model, settings.experts, Load(tokens, settings.r, recompute=settings.gradient_checkpointing))
 
 

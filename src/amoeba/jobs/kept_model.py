@@ -29,11 +29,16 @@ class Artifact(Protocol):
 class WholeModel:
     name = MODEL_FOLDER
 
+    def __init__(self, first: bool = True) -> None:
+        """first: whether this is the rank that writes."""
+        self._first = first
+
     def gather(self, model: Any) -> None:
         """Nothing: the model is all here."""
 
     def save(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder)
+        if self._first:
+            model.save_pretrained(folder)
 
     def finish(self, folder: Path) -> None:
         """Nothing: the folder is whole."""

@@ -26,6 +26,7 @@ from amoeba.integrations.model_folder import check_model, find_adapter, load_mod
 from amoeba.integrations.placement import Placed, check_placement, place_experts
 from amoeba.jobs.generation_options import GenerationOptions
 from amoeba.jobs.merged_adapters import check_not_merged
+from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.together import ALONE, Together
 from amoeba.routing import Routing
@@ -124,6 +125,7 @@ def load(
             if found.adapter is not None:
                 lora.load(model, found.adapter)
                 logger.info("adapter %s", found.adapter)
+            check_same_model(together, model)
             model.to(device)
             loaded = time.perf_counter()
             backend, reason = _warm_up(model, token)

@@ -26,6 +26,7 @@ import torch
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, characters
 from amoeba.errors import bad_value
+from amoeba.files import sampled_hash
 from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
@@ -42,7 +43,6 @@ _OF_EVERY_CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "r
 # of a configuration: names and versions, not what the model computes
 _NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 _SAME_NUMBERS = {"resident", "ranks"}  # of placements: the same numbers, in other memory
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,12 @@ def began_with(corpus: Corpus, weights: dict[str, Any] | None = None) -> dict[st
     return {"train": _side(corpus.train), "held_out": _side(corpus.held_out), "weights": weights}
 
 
+def data_facts(content: dict[str, Any]) -> dict[str, Any]:
+    """What a run begins with, by names for a user."""
+    names = {"train": "documents to train on", "held_out": "documents held out", "weights": "weights of the model"}
+    return {names[name]: content[name] for name in names}
+
+
 def _side(documents: Sequence[Document]) -> dict[str, Any]:
     found = hashlib.blake2b(digest_size=16)
     for document in documents:
@@ -184,16 +190,7 @@ def weights_of(model: str) -> dict[str, Any] | None:
     Of a store its index, too, which has a checksum of every expert. None for a name on the hub."""
     files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
     files += [Path(model).expanduser() / INDEX] if is_store(model) else []
-    return {path.name: _sampled(path) for path in files} or None
-
-
-def _sampled(path: Path) -> dict[str, Any]:
-    size, found = path.stat().st_size, hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        for sample in range(_SAMPLES):
-            file.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
-            found.update(file.read(_SAMPLE_BYTES))
-    return {"bytes": size, "samples": found.hexdigest()}
+    return {path.name: sampled_hash(path) for path in files} or None
 
 
 def check_data(earlier: Earlier, now: dict[str, Any]) -> None:

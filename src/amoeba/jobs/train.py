@@ -27,10 +27,11 @@ from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.integrations.precision import set_precision
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
-from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on
+from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, data_facts, finished_run, go_on
 from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.run_mesh import check_ranks, mesh_of
+from amoeba.jobs.run_mesh import check_ranks, mesh_of, shared_batches
 from amoeba.jobs.run_precision import run_precision
+from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
 from amoeba.jobs.settings import TrainSettings
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
@@ -56,7 +57,10 @@ def train(
     together: Together = ALONE,
 ) -> TrainReport:
     """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
-    together: the ranks over which the experts are; each calls this, and gets the same report."""
+    together: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
+    same report."""
+    told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
+    check_same_job(together, COMMAND, settings, told, model=settings.model)
     if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
         find_preset(settings.model)  # says which there are
     config = None
@@ -93,7 +97,7 @@ def _train(
     register()
     transformers_logging.disable_progress_bar()  # the run has one of its own
     mesh = mesh_of(settings, folder, console, resume, together)
-    kept: Artifact = WholeModel() if mesh is None else ShardedModel(mesh)
+    kept: Artifact = WholeModel(together.first) if mesh is None else ShardedModel(mesh)
     if resume and not start_from:
         names = {"model": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
@@ -117,7 +121,8 @@ def _train(
     held_out_rows = PackedDataset(corpus.held_out, tokenizer, settings.sequence_length, keep_last=True)
     if config is not None:
         check_ids(config, max(train_rows.largest_id(), held_out_rows.largest_id()))
-    together.check_same("the data", [content, train_rows.digest(), held_out_rows.digest()])
+    digests = {"rows to train on": train_rows.digest(), "rows held out": held_out_rows.digest()}
+    together.check_same(data_facts(content) | digests, "give every rank the same --data, --held-out and tokenizer")
     console.say(
         f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out; "
         f"a tokenizer of {len(tokenizer)} tokens"
@@ -131,8 +136,11 @@ def _train(
     else:
         content["dtype"] = str(dtype).removeprefix("torch.")
     covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
+    check_same_model(together, model, {"dtype of the run": str(dtype)})
     if mesh is not None and not sharded_modules(model):
         shard_model(model, mesh.experts)
+    if mesh is None and together.count > 1:
+        console.say(shared_batches(together))
     parameters = count_parameters(model, None if mesh is None else mesh.experts)
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "

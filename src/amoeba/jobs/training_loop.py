@@ -157,15 +157,16 @@ class WatchedTrainer(FastTrainer):
             raise self._not_written(what, error) from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.together.ranks is None:
-            super()._save_optimizer_and_scheduler(output_dir)
+        if self.mesh is None:
+            if self.together.first:
+                super()._save_optimizer_and_scheduler(output_dir)
             return
         save_optimizer(self.optimizer, self.model, Path(output_dir), self.together)
         if self.together.first:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or (self.together.ranks is None and not has_optimizer(Path(checkpoint))):
+        if checkpoint is None or (self.mesh is None and not has_optimizer(Path(checkpoint))):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_optimizer(self.optimizer, self.model, Path(checkpoint))
@@ -253,7 +254,9 @@ def make_trainer(
     together: Together = ALONE,
     mesh: RankMesh | None = None,
 ) -> WatchedTrainer:
-    """together: the ranks that share each batch of settings.batch_size rows. mesh: how they share the model."""
+    """together: the ranks that share each batch of settings.batch_size rows. mesh: how they share the model; None
+    where each has all of it."""
+    own_gpu = torch.cuda.current_device() if torch.cuda.is_available() and together.ranks is not None else None
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=steps,
@@ -290,6 +293,9 @@ def make_trainer(
     )
     if arguments.device.type == "cuda" and (together.ranks is not None or has_placed_experts(model)):
         arguments._n_gpu = 1  # a rank has one, however many it sees; and placed experts serve one
+    if own_gpu is not None:  # transformers takes the first in each process
+        torch.cuda.set_device(own_gpu)
+        arguments.__dict__["_setup_devices"] = torch.device("cuda", own_gpu)
     trainer = WatchedTrainer(
         model=model,
         args=arguments,

@@ -36,7 +36,7 @@ _SECONDS_FOR_NOTES = 3.0
 _watched: list[Callable[[], None]] = []
 
 
-__all__ = ["RankLost", "Ranks", "as_bytes", "watch"]
+__all__ = ["RankLost", "Ranks", "as_bytes", "spoken_ranks", "watch"]
 
 
 class Ranks:
@@ -185,7 +185,7 @@ class Ranks:
         if failed:
             whom = "; ".join(f"rank {other}, who failed: {text}" for other, text in failed.items())
         elif missing:
-            whom = f"{_spoken(missing)}, who left no word"
+            whom = f"{spoken_ranks(missing)}, who left no word"
         elif elsewhere:
             whom = "; ".join(f"rank {other}, who waits for {note}" for other, note in elsewhere.items())
         else:
@@ -247,12 +247,12 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 def _advice(suspects: Sequence[int]) -> str:
     return (
-        f"Look at the output of {_spoken(suspects)}: a rank that failed, was killed, took another way through the "
+        f"Look at the output of {spoken_ranks(suspects)}: a rank that failed, was killed, took another way through the "
         "model, or needs a longer deadline."
     )
 
 
-def _spoken(names: Sequence[int]) -> str:
+def spoken_ranks(names: Sequence[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(map(str, names))}"
 
 

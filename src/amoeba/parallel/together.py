@@ -4,6 +4,7 @@
     steps = together.tell(lambda: how_many_fit())         # rank 0 decides, all know
     with together.all_or_none("writing the checkpoint"):  # what one cannot do, nobody has done
         write_own_part()
+    together.check_same({"--seed": seed})                 # or ValueError on every rank, with who has what
     loss = together.add_up(loss)
 
 `ALONE` is the same for a process without others: nothing is sent, and nobody is waited for.
@@ -12,7 +13,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +21,14 @@ import torch
 from torch import Tensor
 
 from amoeba.errors import RankLost, bad_value, one_line
-from amoeba.parallel.ranks import Ranks
+from amoeba.parallel.ranks import Ranks, spoken_ranks
+
+_MOST_DIFFERENCES = 4  # told in one error
+_MOST_CHARACTERS = 80  # of a value in it
 
 
 class Together:
-    """ranks: over which the experts are; None where each process that there is has all of them."""
+    """ranks: the processes that share the job's batches, and perhaps its experts; None for a process by itself."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks
@@ -63,15 +67,16 @@ class Together:
         if failed:
             raise RankLost(f"rank {self.rank} stopped at {what}, since {'; '.join(failed)}.")
 
-    def check_same(self, what: str, value: Any) -> None:
-        """ValueError on every rank where one has another value."""
+    def check_same(
+        self, values: Mapping[str, Any], remedy: str = "give every rank the same command, files and versions"
+    ) -> None:
+        """ValueError on every rank, with what differs and which rank has what, unless all have the same values."""
         if self.ranks is None or self.count == 1:
             return
-        values = self.ranks.gather_texts(json.dumps(value, sort_keys=True, default=str), what)
-        others = [rank for rank, found in enumerate(values) if found != values[0]]
-        if others:
-            got = f"another on rank {others[0]}"
-            raise bad_value(what, "the same on all ranks", got, "give every rank the same command, files and versions")
+        told = self.ranks.gather_texts(json.dumps(values, default=str), "values to compare")
+        found = [json.loads(text) for text in told]
+        if any(each != found[0] for each in found):
+            raise _difference(found, remedy)
 
     def add_up(self, tensor: Tensor, what: str) -> Tensor:
         return tensor if self.ranks is None or self.count == 1 else self.ranks.add_up(tensor, what)
@@ -85,6 +90,34 @@ class Together:
         """Of so many rows those of this rank: as many as the others', or one more."""
         begin, end = (rows * place // self.count for place in (self.rank, self.rank + 1))
         return slice(begin, end)
+
+
+def _difference(values: list[dict[str, Any]], remedy: str) -> ValueError:
+    """values: of each rank, by name."""
+    names = [name for name in dict.fromkeys(name for each in values for name in each) if _differs(name, values)]
+    told = [_who_has_what(name, values) for name in names[:_MOST_DIFFERENCES]]
+    if len(names) == 1:
+        return bad_value(names[0], "the same on all ranks", told[0], remedy)
+    more = f"; and {len(names) - len(told)} more" if len(names) > len(told) else ""
+    got = "; ".join(f"{name} {who}" for name, who in zip(names, told, strict=False))
+    return bad_value(f"{names[0]} and {len(names) - 1} more", "the same on all ranks", got + more, remedy)
+
+
+def _differs(name: str, values: list[dict[str, Any]]) -> bool:
+    return any(name not in each or each[name] != values[0].get(name) for each in values)
+
+
+def _who_has_what(name: str, values: list[dict[str, Any]]) -> str:
+    who: dict[str, list[int]] = {}
+    for rank, each in enumerate(values):
+        said = json.dumps(each[name], ensure_ascii=False) if name in each else "nothing"
+        who.setdefault(said, []).append(rank)
+    return ", ".join(f"{_shortened(said)} on {spoken_ranks(ranks)}" for said, ranks in who.items())
+
+
+def _shortened(said: str) -> str:
+    half = _MOST_CHARACTERS // 2
+    return said if len(said) <= _MOST_CHARACTERS else f"{said[:half]} ... {said[-half:]}"
 
 
 ALONE = Together()
