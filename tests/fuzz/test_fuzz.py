@@ -17,7 +17,7 @@ from selection import each_value_once
 
 from . import __main__ as command
 from . import attempt as attempts
-from . import ranks, router, runner, worker
+from . import ranks, router, runner, stores, worker
 from . import shrink as shrinking
 from .attempt import Outcome, attempt
 from .case import FACTORS, FORMATS, LAYOUTS, RECIPES, Case, describe, draw
@@ -41,19 +41,19 @@ SMALL = Case(
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("what", ["experts", "router", "ranks"])
+@pytest.mark.parametrize("what", ["experts", "router", "ranks", "stores"])
 def test_the_first_seeds_hold(what, seed):
     outcome = worker.attempt_case(what, worker.case_of(what, seed, "cpu", {}))
     assert outcome.verdict in ("passed", "refused"), outcome.reason
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("what", "cases"), [("experts", 400), ("router", 300), ("ranks", 400)])
+@pytest.mark.parametrize(("what", "cases"), [("experts", 400), ("router", 300), ("ranks", 400), ("stores", 200)])
 def test_many_seeds_hold_in_a_process_of_their_own(what, cases):
     lines = []
     counts = runner.run(runner.Plan(what, seconds=300, most_cases=cases), lines.append)
     assert not counts.failures, "\n".join(lines)
-    held = "refused" if what == "ranks" else "passed"  # most ranks there are told different things
+    held = "refused" if what in ("ranks", "stores") else "passed"  # most of those are told different things or damaged
     assert counts.verdicts[held] > 0.6 * counts.cases
 
 
@@ -62,6 +62,13 @@ def test_the_fuzzer_sees_ranks_that_go_on_with_different_settings(monkeypatch):
     assert ranks.attempt(case).verdict == "refused"
     monkeypatch.setattr(ranks, "compare", lambda facts: [""] * len(facts))
     assert ranks.attempt(case) == Outcome("failed", "nobody noticed learning_rate")
+
+
+def test_the_fuzzer_sees_a_damaged_store_that_is_used(monkeypatch):
+    case = stores.StoreCase(seed=0, damage="foreign", file=0.15)
+    assert stores.attempt(case).verdict == "refused"
+    monkeypatch.setattr(stores, "_says", lambda store, device: (str(store),))
+    assert stores.attempt(case).verdict == "failed"
 
 
 @pytest.mark.parametrize("placement", ["cpu-bf16", "cpu-int8"])

@@ -21,7 +21,7 @@ import torch
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter; before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from . import ranks, router
+from . import ranks, router, stores
 from .attempt import Outcome, attempt
 from .case import describe, draw
 
@@ -29,6 +29,7 @@ SUBJECTS = {
     "experts": (draw, attempt),
     "router": (router.draw, router.attempt),
     "ranks": (ranks.draw, ranks.attempt),
+    "stores": (stores.draw, stores.attempt),
 }
 
 
