@@ -289,6 +289,21 @@ def test_a_source_cut_short_while_it_is_packed_is_named(tmp_path):
         open_store(tmp_path / "store")
 
 
+def test_a_source_that_is_written_while_it_is_packed_is_refused(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+
+    def change(now: Any) -> None:
+        if now.bytes == now.total:
+            flip(folder / "model.safetensors", -1)
+
+    with pytest.raises(StoreError, match=r"model: expected a model that stays as it is.*pack again"):
+        pack(folder, tmp_path / "store", progress=change)
+    with pytest.raises(StoreError, match="not packed to its end"):
+        open_store(tmp_path / "store")
+    with pytest.raises(ValueError, match="another state of it"):
+        pack(folder, tmp_path / "store")
+
+
 def test_the_command_packs_checks_and_names_what_is_damaged(tmp_path):
     model = save(tmp_path / "model", "gpt_oss")
     done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--json"])
@@ -395,6 +410,17 @@ def test_small_files_that_have_changed_are_updated(model, tmp_path):
     assert "old.json" not in there and "notes.txt" in there
     for name, data in contents(folder).items():
         assert name == "model.safetensors" or there[name] == data
+    open_store(store).close()
+
+
+def test_a_small_file_that_was_changed_in_model_and_store_alike_is_taken_over(model, tmp_path):
+    folder, store = shutil.copytree(model, tmp_path / "model"), tmp_path / "store"
+    pack(folder, store)
+    for each in (folder, store):
+        change_json(each / "generation_config.json", temperature=0.5)
+    with pytest.raises(StoreError, match=r"generation_config\.json.*they have changed.*pack that again"):
+        open_store(store)
+    assert pack(folder, store).updated == ("generation_config.json",)
     open_store(store).close()
 
 

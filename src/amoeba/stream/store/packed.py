@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -116,9 +116,9 @@ class PackedStore(Store):
         found: dict[str, list[str]] = {}
         done, verify = 0, self._verify
 
-        def ends_well(file: str, check: Callable[[], object]) -> bool:
+        def ends_well(file: str, check: Callable[..., None], *arguments: Any) -> bool:
             try:
-                check()
+                check(*arguments)
             except OSError as error:
                 said = error if isinstance(error, StoreError) else StoreError(file, "a file", one_line(error), _AGAIN)
                 found.setdefault(file, []).append(str(said))
@@ -128,19 +128,19 @@ class PackedStore(Store):
         self._verify = "always"
         try:
             for number, layer in enumerate(self.index.layers):
-                entry = layer.entry
-                if ends_well(layer.file, lambda number=number: self._check_layer_file(number)):  # type: ignore[misc]
-                    blob = aligned_buffer(entry.expert_bytes)
-                    for expert in range(entry.experts):
-                        ends_well(layer.file, lambda at=(number, expert), into=blob: self.read(*at, into))  # type: ignore[misc]
-                        progress(done + (expert + 1) * entry.expert_bytes)
-                done += entry.experts * entry.expert_bytes
-            if ends_well(self.index.rest["file"], self._open_rest):
+                if ends_well(layer.file, self._check_layer_file, number):
+                    blob = aligned_buffer(layer.entry.expert_bytes)
+                    for expert in range(layer.entry.experts):
+                        ends_well(layer.file, self.read, number, expert, blob)
+                        progress(done + (expert + 1) * layer.entry.expert_bytes)
+                done += layer.entry.experts * layer.entry.expert_bytes
+            rest = self.index.rest["file"]
+            if ends_well(rest, self._open_rest):
                 self._rest_checksums.clear()
-                ends_well(self.index.rest["file"], self._check_rest)
+                ends_well(rest, self._check_rest)
                 progress(done + self.index.rest["bytes"])
             for name in self.index.files:
-                ends_well(name, lambda name=name: self._check_small_file(name))  # type: ignore[misc]
+                ends_well(name, self._check_small_file, name)
         finally:
             self._verify = verify
         return found

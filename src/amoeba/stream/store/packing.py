@@ -108,6 +108,7 @@ class _Packing:
         self.rest_bytes = len(self.header) + sum(entry.size for entry in self.rest.values())
         self.total = sum(self.sizes) + self.rest_bytes
         self.facts = {"folder": str(source.folder.resolve()), "fingerprint": fingerprint(source)}
+        self.own_files = [path.name for path in _small_files(source.folder)]
         self.done = self.written = 0
         self.began = time.monotonic()
 
@@ -117,7 +118,7 @@ class _Packing:
         with only_one(self.out), room_for(self.out, lambda: _gib(self.total - self.done) + " of room"):
             index, resumed = self._finished(), len(self.files)
             damaged, updated = ([], []) if index is None else (self._damaged(index), self._outdated(index))
-            if index is None or damaged or updated or index.files != self._small_checksums():
+            if index is None or damaged or updated or index.files.keys() != set(filter(_is_checked, self.own_files)):
                 self._begin(index, damaged, updated)
                 resumed = sum(map(self._is_packed, range(len(self.files))))
                 self._check_room()
@@ -148,18 +149,23 @@ class _Packing:
             layers.append(StoredLayer(entry, layer_file(number), tuple(_checksums_of(file))))
         if not self._is_rest_packed():
             self._write_rest()
-        copy_small_files(self.source.folder, self.out)
-        copied_before = set(_json(self.out / UNFINISHED)["files"]) - _names(self.source.folder)
+        copied = copy_small_files(self.source.folder, self.out)
+        copied_before = set(_json(self.out / UNFINISHED)["files"]) - copied.keys()
         _remove(*(self.out / name for name in copied_before))  # by an earlier run; the model no longer has them
         rest = {"file": REST, "bytes": self.rest_bytes, "crc32": _checksums_of(self.out / REST)[0]}
         config = json.loads((self.source.folder / "config.json").read_bytes())
         model = {name: config.get(name) for name in ("model_type", "architectures")}
+        files = {name: crc32 for name, crc32 in copied.items() if _is_checked(name)}
+        if fingerprint(self.source) != self.facts["fingerprint"]:
+            remedy = "wait until nothing writes to it, remove the store and pack again"
+            raise StoreError(self.source.folder, "a model that stays as it is", "one that changed meanwhile", remedy)
         sync_folder(self.out)
         with appears_whole(self.out / INDEX) as write:
-            write(memoryview(written(Index(model, self.facts, rest, tuple(layers), self._small_checksums())).encode()))
+            write(memoryview(written(Index(model, self.facts, rest, tuple(layers), files)).encode()))
 
     def _write_layer(self, number: int) -> None:
-        entry, checksums = self.source.layers[number], []
+        entry = self.source.layers[number]
+        checksums: list[int] = []
         memory = Memory(aligned_buffer(entry.expert_bytes), entry.expert_bytes)
         with self._whole_file(self.files[number], number, checksums) as write:
             for expert in range(entry.experts):
@@ -231,17 +237,11 @@ class _Packing:
 
     def _outdated(self, index: Index) -> list[str]:
         """Small files that differ from the model's, and those that it no longer has."""
-        own = {path.name: zlib.crc32(path.read_bytes()) for path in _small_files(self.source.folder)}
+        own = {name: zlib.crc32((self.source.folder / name).read_bytes()) for name in self.own_files}
         there = {path.name: zlib.crc32(path.read_bytes()) for path in _small_files(self.out)}
         gone = [name for name in index.files if name not in own]
-        return sorted([name for name, crc32 in own.items() if there.get(name) != crc32] + gone)
-
-    def _small_checksums(self) -> dict[str, int]:
-        return {
-            path.name: zlib.crc32(path.read_bytes())
-            for path in _small_files(self.source.folder)
-            if not any(path.match(pattern) for pattern in _DOCUMENTS)
-        }
+        changed = [name for name, crc32 in own.items() if {there.get(name), index.files.get(name, crc32)} != {crc32}]
+        return sorted(changed + gone)
 
     def _begin(self, index: Index | None, damaged: Collection[str], outdated: Collection[str]) -> None:
         """A store that is not packed to its end. Of a finished one the intact files stay; of one with a damaged index
@@ -249,7 +249,7 @@ class _Packing:
         copied_before = _json(self.out / UNFINISHED).get("files", [])
         if not is_unfinished_store(self.out):
             _remove(*map(_sidecar, self._weights()))
-        facts = self.facts | {"files": sorted({*copied_before, *_names(self.source.folder)})}
+        facts = self.facts | {"files": sorted({*copied_before, *self.own_files})}
         _write_json(self.out / UNFINISHED, facts)
         (self.out / "experts").mkdir(exist_ok=True)
         self._remove_staged()
@@ -299,16 +299,20 @@ def _small_files(folder: Path) -> list[Path]:
     ]
 
 
-def _names(folder: Path) -> set[str]:
-    return {path.name for path in _small_files(folder)}
+def _is_checked(name: str) -> bool:
+    return not any(Path(name).match(pattern) for pattern in _DOCUMENTS)
 
 
-def copy_small_files(folder: Path, out: Path, *, but: Sequence[str] = ()) -> None:
-    """What is no weights, nor named in `but`."""
+def copy_small_files(folder: Path, out: Path, *, but: Sequence[str] = ()) -> dict[str, int]:
+    """What is no weights, nor named in `but`: the CRC-32 of each, by its name."""
+    copied: dict[str, int] = {}
     for path in _small_files(folder):
         if path.name not in but:
+            data = path.read_bytes()
+            copied[path.name] = zlib.crc32(data)
             with appears_whole(out / path.name) as write:
-                write(memoryview(path.read_bytes()))
+                write(memoryview(data))
+    return copied
 
 
 @contextmanager
