@@ -53,6 +53,24 @@ def test_frozen_parameters_get_no_gradients_and_others_their_sum() -> None:
     assert idle.grad is not None and not idle.grad.any()
 
 
+def test_gradients_are_added_up_a_few_numbers_at_a_time_and_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_BUCKET", 8)
+    sizes = (0, 5, 3, 20, 1, 4, 0, 9)
+    parameters = [given(place, size) for place, size in enumerate(sizes)]
+    parameters[4] = nn.Parameter(parameters[4].detach().double())
+    sent: list[int] = []
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+
+    def add_up(tensor: Tensor, what: str) -> Tensor:
+        sent.append(len(tensor))
+        return tensor * 2
+
+    gradients.add_up_gradients(parameters, SimpleNamespace(count=2, add_up=add_up))  # type: ignore[arg-type]
+    assert all(torch.equal(each.grad, torch.full_like(each, 2.0)) for each in parameters)
+    assert sent == [8, 20, 4, 9, 1]
+
+
 def test_a_shard_that_several_ranks_have_counts_once_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter, ranks = given(0, 6), SimpleNamespace(count=2, add_up=twice)
     parameter.grad = torch.full((6,), 3.0)

@@ -27,19 +27,36 @@ from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import is_own
 from amoeba.parallel.shards import is_shard
 
+_BUCKET = 1 << 25  # numbers that are added up at once, unless one parameter has more
+
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """In place, of all parameters that are not this rank's own. One without a gradient here counts as zeros."""
     shared = [each for each in parameters if each.requires_grad and not _is_apart(each)]
     if ranks.count == 1 or not shared:
         return
-    for dtype in dict.fromkeys(each.dtype for each in shared):
-        alike = [each for each in shared if each.dtype == dtype]
+    for alike in _buckets(shared):
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in alike]
         total = ranks.add_up(torch.cat([each.flatten() for each in gradients]), "gradients of shared parameters")
         parts = total.split([each.numel() for each in gradients])
         for parameter, part in zip(alike, parts, strict=True):
             parameter.grad = part.view_as(parameter)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype each. All at once, the gradients of a whole model would be in memory twice."""
+    found: list[list[nn.Parameter]] = []
+    for dtype in dict.fromkeys(each.dtype for each in parameters):
+        room = -1
+        for parameter in parameters:
+            if parameter.dtype != dtype:
+                continue
+            if parameter.numel() > room:
+                found.append([])
+                room = _BUCKET
+            found[-1].append(parameter)
+            room -= parameter.numel()
+    return found
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float, ranks: Ranks) -> Tensor:
