@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
+# The torch that this checkout's own environment gets. aMoEba runs with newer ones too (make test-versions), but
+# without a bound pip may fetch gigabytes of CUDA libraries for them, also where there is no GPU. After a change: make clean.
+TORCH ?= torch>=2.10,<2.14
 NEEDS := aMoEba needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)
 # Threads that wait give their core away instead of spinning: on a busy machine five times faster (docs/log.md).
 YIELDING := OMP_WAIT_POLICY=passive
@@ -18,7 +21,7 @@ BENCH ?=
 DEMO := runs/demo
 AMOEBA := $(YIELDING) $(BIN)/amoeba
 
-.PHONY: demo test test-older-cpus test-thorough lint docs bench clean
+.PHONY: demo test test-older-cpus test-versions test-thorough lint docs bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
 # with LoRA, and asks it one. Five minutes on two cores with set-up: the faster the machine, the more steps fit in.
@@ -38,6 +41,10 @@ test: $(INSTALLED)
 # What depends on the CPU once more, with its newer features hidden.
 test-older-cpus: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python tests/older_cpus.py
+
+# A selection of the tests with the oldest and the newest torch and transformers, in environments of their own.
+test-versions: $(INSTALLED)
+	$(YIELDING) $(KEEPING) $(BIN)/python tests/other_versions.py
 
 # The whole cross products, of which `test` takes a selection.
 test-thorough: $(INSTALLED)
@@ -66,7 +73,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). $(NEEDS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '$(TORCH)' -e '.[dev]'
 	@# what pip does on one core, and ours, which it leaves alone; some are templates and no Python, hence || true
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib src || true
 	@touch $@

@@ -71,6 +71,9 @@ NOT_HANDED_OVER = {
         {**_TINY, "num_key_value_heads": 2, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
         "AriaExperts",
     ),
+    "granitemoe": ("GraniteMoeForCausalLM", None, "GraniteMoeParallelExperts"),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", None, "GraniteMoeHybridParallelExperts"),
+    "granitemoeshared": ("GraniteMoeSharedForCausalLM", None, "GraniteMoeSharedParallelExperts"),
     "step3p7": ("Step3p7TextModel", None, "Step3p7Experts"),
     "switch_transformers": ("SwitchTransformersForConditionalGeneration", _T5, "SwitchTransformersExperts"),
     "nllb_moe": (

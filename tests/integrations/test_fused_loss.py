@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts_modules import needs
 
 from amoeba.integrations.fused_loss import fused_loss
 from selection import each_value_once
@@ -41,7 +42,7 @@ def test_same_loss_and_gradients(family, arguments):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_scales_its_logits_keeps_its_own_loss():
-    model = build("granitemoe", logits_scaling=3.0).train()
+    model = build(needs("granitemoe"), logits_scaling=3.0).train()
     expected, _ = loss_and_gradients(model)
     with fused_loss(model) as reason:
         assert reason == "something stands between its output head and its loss"

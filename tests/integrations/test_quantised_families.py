@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
+from experts_modules import needs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def test_qwen3_vl_may_have_its_experts_as_in_and_out(transposed: bool, tmp_path:
 
 
 def test_blocks_that_are_not_square_are_refused_in_a_transposed_stack(tmp_path: Path) -> None:
-    model = build("aria")
+    model = build(needs("aria"))
     model.save_pretrained(tmp_path)
     quantise_saved(model, tmp_path, block=BLOCK)
     tensors = load_file(tmp_path / "model.safetensors")

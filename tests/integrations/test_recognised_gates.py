@@ -132,6 +132,22 @@ def test_limit_of_any_size_is_found(limit: float) -> None:
     assert recognised(module) == Activation("silu", limit=limit)
 
 
+def _no_slope_at_the_limit(self: Any, h: Tensor) -> Tensor:
+    """What torch 2.15 does for `clamped`, on every version: where a value equals the limit, its gradient is 0."""
+    gate, up = h.chunk(2, dim=-1)
+    limit = torch.full_like(gate, self.limit)
+    gate = torch.where(gate < limit, gate, limit)
+    return F.silu(gate) * torch.where(up.abs() < limit, up, limit.copysign(up.detach()))
+
+
+@pytest.mark.parametrize("gate", [clamped, _no_slope_at_the_limit])
+@pytest.mark.parametrize("limit", [0.05, 9, 10.0, 1e4])  # all of them would be points at which a gate is tried out
+def test_the_slope_at_the_limit_itself_does_not_count(gate: Any, limit: float) -> None:
+    module = make_experts(gate)
+    module.limit = limit
+    assert recognised(module) == Activation("silu", limit=limit)
+
+
 @pytest.mark.parametrize("extra", ["parameter", "frozen", "buffer", "tensor"])
 def test_gate_that_reads_a_tensor_is_called(extra: str) -> None:
     module = make_experts(scaled_by_a_parameter)

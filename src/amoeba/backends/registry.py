@@ -31,6 +31,7 @@ from amoeba.backends import (
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.measured import faster_than
 from amoeba.errors import bad_value
+from amoeba.tried_versions import warn_about_torch
 
 logger = logging.getLogger("amoeba")
 
@@ -189,3 +190,4 @@ def _announce(explanation: Explanation, request: Request) -> None:
 
 
 _sort_backends()
+warn_about_torch()  # once, where a process first computes experts

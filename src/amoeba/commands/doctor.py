@@ -20,6 +20,7 @@ from amoeba.machine import available_memory, commit, flags_looked_for, machine, 
 from amoeba.placements import all_placements
 from amoeba.precision.recipes import AUTO, SUMMARIES, summary_of, with_precision
 from amoeba.routing import Routing
+from amoeba.tried_versions import untried
 from amoeba.weights import ExpertWeights
 
 _GIB = 2**30
@@ -34,6 +35,7 @@ def run(output: Output) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
+        "untried_versions": _untried_versions(),
         "waiting_threads": _waiting_threads(),
         "bfloat16_on_cpu": _bfloat16_on_cpu(),
         "placements": _placements(),
@@ -43,6 +45,11 @@ def run(output: Output) -> dict[str, Any]:
     }
     _print(document, output)
     return document
+
+
+def _untried_versions() -> dict[str, str]:
+    """Package -> why its version is none that aMoEba was tested with."""
+    return {name: told for name, version in versions().items() if (told := untried(name, version)) is not None}
 
 
 def _devices() -> list[torch.device]:
@@ -170,7 +177,10 @@ def _print(document: dict[str, Any], output: Output) -> None:
     output.heading("versions")
     output.facts(
         [
-            *((name, version or "not installed") for name, version in document["versions"].items()),
+            *(
+                (name, document["untried_versions"].get(name, version) or "not installed")
+                for name, version in document["versions"].items()
+            ),
             ("commit", document["commit"] or "unknown (not a git checkout)"),
         ]
     )

@@ -68,7 +68,7 @@ def check_coverage(model: Any, argument: str, remedy: str) -> Coverage:
 def _holds_experts(module: nn.Module) -> bool:
     """By the names that transformers gives such classes: ...Experts, or a whole layer such as DogeCDMoE."""
     name = type(module).__name__
-    if "Shared" in name or next(module.parameters(), None) is None:
+    if name.endswith("SharedExperts") or next(module.parameters(), None) is None:
         return False
     whole = name.endswith("MoE") and isinstance(getattr(module, "num_experts", None), int)
     return name.endswith("Experts") or (whole and not any(_holds_or_hands_over(child) for child in module.modules()))

@@ -75,7 +75,8 @@ def activate(h: Tensor, activation: Activation) -> Tensor:
 
 
 def activate_backward(da: Tensor, h: Tensor, activation: Activation) -> Tensor:
-    """dh from da; a clamped value passes no gradient (at the limit itself it does, as torch.clamp has it)."""
+    """dh from da; a clamped value passes no gradient. At the limit itself it does: torch.clamp agrees up to torch 2.13,
+    and passes none there in 2.15."""
     limit = activation.limit
     if not activation.gated:
         return _unless(h > limit, da * act_slope(h.clamp(max=limit), activation))

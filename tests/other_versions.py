@@ -1,0 +1,105 @@
+"""Runs a selection of the tests with the oldest and the newest torch and transformers that pip finds.
+
+    python tests/other_versions.py          # make test-versions
+
+The oldest are the lower bounds in pyproject.toml; the newest are what the package index has today. Each pair gets an
+environment in build/versions, which the next run updates. On a fresh machine that takes a minute or two, and the
+newest torch brings gigabytes of CUDA libraries. Where it cannot be installed, this says so and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "versions"
+# What depends most on torch and transformers: their internals, operators and autograd, torch.compile, model classes,
+# PEFT's files, stores of checkpoints.
+TESTS = (
+    "test_tried_versions.py",
+    "test_torch_internals.py",
+    "test_layer.py",
+    "backends/test_operator.py",
+    "backends/test_transforms.py",
+    "integrations/test_recognised_gates.py",
+    "integrations/test_compiled_experts.py",
+    "integrations/test_transformers.py",
+    "lora/test_peft_files.py",
+    "stream/test_streamed_models.py",
+)
+NEEDED_BYTES = 12 * 2**30  # both environments and pip's cache of what it downloads: 10 GiB on ARM in November 2026
+INSTALL_SECONDS = 240
+
+
+class Outcome(NamedTuple):
+    text: str
+    failed: bool
+
+
+def main() -> int:
+    # Both at once: one waits for its downloads while the other computes.
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(_try, ("oldest", "newest")))
+    for outcome in outcomes:
+        print(outcome.text, flush=True)
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def requirements(which: str, project: dict) -> list[str]:
+    """What pip is asked for; the project's own needs, with other bounds for the two that are tried."""
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["hf"], *extras["lora"]]
+    for place, need in enumerate(wanted):
+        name, _, bound = need.partition(">=")
+        if name in ("torch", "transformers"):
+            wanted[place] = f"{name}=={bound}.*" if which == "oldest" else need
+    # Triton 3.6, which the oldest torch may bring, cannot interpret kernels with a newer numpy.
+    return [*wanted, "numpy<2.4" if which == "oldest" else "numpy", "triton", "pytest>=8", "hypothesis>=6.100"]
+
+
+def _try(which: str) -> Outcome:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    reason, wrong = _install(which, requirements(which, project))
+    if reason is not None:
+        return Outcome(f"THE {which.upper()} TORCH AND TRANSFORMERS WERE NOT TRIED: {reason}", wrong)
+    python = str(FOLDER / which / "bin" / "python")
+    told = "import torch, transformers as t; print('torch', torch.__version__, 'and transformers', t.__version__)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    versions = subprocess.run([python, "-c", told], env=environment, capture_output=True, text=True)
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", *(str(ROOT / "tests" / test) for test in TESTS)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    named = versions.stdout.strip() or versions.stderr.strip()
+    return Outcome(f"with the {which}: {named}\n{done.stdout}{done.stderr}", done.returncode != 0)
+
+
+def _install(which: str, wanted: list[str]) -> tuple[str | None, bool]:
+    """Why there is no such environment, or None; and whether that is a fault of ours."""
+    folder = FOLDER / which
+    if not folder.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(FOLDER).free
+        if free < NEEDED_BYTES:
+            return f"{free / 2**30:.1f} GiB of disk are free, {NEEDED_BYTES / 2**30:.0f} are needed", False
+    try:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True, capture_output=True, text=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
+        subprocess.run(
+            [*pip, "--quiet", "--upgrade", *wanted], check=True, capture_output=True, text=True, timeout=INSTALL_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip was not done after {INSTALL_SECONDS} s", False
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [str(error)]
+        return f"pip failed: {said[-1]}", "ResolutionImpossible" in error.stderr
+    return None, False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
