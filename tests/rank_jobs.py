@@ -237,6 +237,7 @@ def run_job(
 def fail_to_write(rank: int, told: dict[str, Any], whose: int = 1) -> str:
     """What each of two ranks says when the disk of one is full at the second checkpoint."""
     import safetensors.torch
+    from transformers import modeling_utils
 
     save_file = safetensors.torch.save_file
 
@@ -245,13 +246,13 @@ def fail_to_write(rank: int, told: dict[str, Any], whose: int = 1) -> str:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         save_file(tensors, path, **options)
 
-    safetensors.torch.save_file = fill_the_disk
+    safetensors.torch.save_file = modeling_utils.safe_save_file = fill_the_disk
     try:
         run_job(rank, 2, "train", told)
     except (ValueError, RankLost) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        safetensors.torch.save_file = save_file
+        safetensors.torch.save_file = modeling_utils.safe_save_file = save_file
     return "nothing"
 
 
