@@ -22,7 +22,9 @@ DENOMINATOR_FLOOR = 1e-20
 
 def unknown_kind(kind: str, where: str) -> BadValue:
     """For code that computes some kinds of activation: another one must not be taken for one of them."""
-    return bad_value("activation.kind", f"one that {where} computes", repr(kind), "add it there, or choose another kind")
+    return bad_value(
+        "activation.kind", f"one that {where} computes", repr(kind), "add it there, or choose another kind"
+    )
 
 
 @dataclass(frozen=True)
