@@ -31,16 +31,20 @@ class Piece(NamedTuple):
         tensor = self.tensors[0 if self.stacked else expert]
         return tensor.file, tensor.start + (expert * self.size if self.stacked else 0)
 
+    def numbers(self, blob: Tensor) -> Tensor:
+        """Its own in the blob, a view."""
+        all_of_it = blob.view(self.dtype)
+        return torch.as_strided(all_of_it, self.shape, self.stride, all_of_it.storage_offset() + self.offset)
+
     def put(self, source: Tensor, blob: Tensor) -> None:
         """source: the bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob.
         StoreError where what is there already differs."""
-        stored, numbers = self.tensors[0].dtype, blob.view(self.dtype)
+        stored = self.tensors[0].dtype
         if stored.itemsize == 1:
             found = E8M0.decode(source) if self.dtype == torch.float32 else source
         else:
             found = (source.clone() if source.storage_offset() % stored.itemsize else source).view(stored)
-        there = torch.as_strided(numbers, self.shape, self.stride, numbers.storage_offset() + self.offset)
-        found = found.view(self.shape)
+        there, found = self.numbers(blob), found.view(self.shape)
         if self.again and not torch.equal(there, found):
             expected, got = "one scale for gate and up of an expert", f"two, {there.tolist()} and {found.tolist()}"
             raise StoreError(self.tensors[0].file, expected, got, "quantise the model with amoeba quantise")
