@@ -265,3 +265,26 @@ def test_every_tensor_of_every_placement(placement, backend, name, tokens, value
             assert_visible(placement, backend, name, value, activation, tokens=tokens)
     except NotServed as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.gpu
+@each_value_once("placement")
+@pytest.mark.parametrize("inner", [192, 256])  # blocks that hold gates and ups, and blocks that do not
+@pytest.mark.parametrize("activation", UNCLAMPED.values(), ids=UNCLAMPED.keys())
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("tokens", [1, 199])
+@pytest.mark.parametrize("name", EVERY_TENSOR)
+@pytest.mark.parametrize(
+    "placement",
+    [each for each in PLACEMENTS if _kind(each) not in ("PackedExperts", "StreamedExperts")],
+    ids=lambda placement: placement.name,
+)
+def test_every_tensor_by_the_kernels_of_a_gpu(placement, name, tokens, value, activation, inner):
+    """On Hopper these are the products in fp8, whose last step quantises what the next one reads."""
+    where = torch.device("cuda"), torch.bfloat16
+    try:
+        assert_visible(
+            placement, "triton", name, value, activation, tokens=tokens, where=where, hidden=256, inner=inner
+        )
+    except NotServed as reason:
+        pytest.skip(str(reason))

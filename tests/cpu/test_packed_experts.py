@@ -152,8 +152,8 @@ class TestThePacking:
 
 
 def as_int8(rows):
-    """The numbers that codes stand for, with a scale for each row, in fp64. Half of the largest lies in the middle of two
-    codes and becomes the upper one, by a sum in fp32."""
+    """The numbers that codes stand for, with a scale for each row, in fp64. Half of the largest, in the middle of two
+    codes, becomes the upper one, by a sum in fp32."""
     step = rows.abs().amax(-1, keepdim=True) / 127
     codes = (rows / step).float().add(128.5).floor().double() - 128
     return torch.where(step > 0, codes * step, 0.0)
