@@ -11,13 +11,20 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from amoeba.errors import bad_value
+from amoeba.errors import BadValue, bad_value
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid", "topk_softmax"]
 GroupScore = Literal["top2_sum", "max"]
 # DeepSeek-V3 in transformers divides sigmoid scores by their sum plus this.
 DENOMINATOR_FLOOR = 1e-20
+
+
+def unknown_kind(kind: str, where: str) -> BadValue:
+    """For code that computes some kinds of activation: another one must not be taken for one of them."""
+    return bad_value(
+        "activation.kind", f"one that {where} computes", repr(kind), "add it there, or choose another kind"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,34 @@
 """NaN and infinities reach the output and every gradient that hangs on them, in every backend, and no other number.
 
-Each is put into one tensor; the reference in fp64 tells where it must show.
+Each is put into one tensor; the reference in fp64 tells where it must show. Where numbers are quantised they may show
+in more of the same token or expert, which share a scale, but in no other.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.nn import functional
 
+import amoeba.stream  # noqa: F401  registers its placement
 from amoeba import Activation, Routing, experts
 from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
-from amoeba.backends.registry import backends_of
-from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed_experts import pack_experts
-from amoeba.cpu.packed_weights import load_packed
+from amoeba.backends.registry import all_backends_of, backends_of
+from amoeba.placement import Placement
+from amoeba.placements import all_placements
+from amoeba.precision.experts import quantise_experts
+from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4
 from amoeba.proof.reference.experts import experts_backward, experts_forward
-from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
+from amoeba.stream.placement import stream_from_memory
+from amoeba.weights import LORA_NAMES, ExpertWeights
+from fp8_stand_ins import stand_in
 from selection import each_value_once
-from small_layer import SCALING, E, K, Layer
+from small_layer import E, K, Layer
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = {
@@ -133,44 +140,6 @@ def test_the_same_of_somebody_else_s_activation(value, name):
     assert_same_where_finite({"output": y_TH.detach(), **dict(zip(named, gradients, strict=True))}, expected_of(layer))
 
 
-@each_value_once("kind")
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
-@pytest.mark.parametrize("name", ["x", "weight", "down_lora_a", "up_lora_b"])
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("tokens", [1, 13])
-@pytest.mark.parametrize("activation", ["silu", "gpt_oss"])
-def test_packed_experts(activation, tokens, value, name, kind):
-    """Rounded to bf16 or int8 on the way, so only where it is finite is compared, token by token."""
-    try:
-        load_packed()
-    except CoreUnavailable as reason:
-        pytest.skip(str(reason))
-    layer = Layer(ACTIVATIONS[activation], bias=False, hidden=64, inner=64, tokens=tokens, rank=3)
-    packed = pack_experts(layer.weights(layer.tensors), kind=kind, nodes=1, threads=1)
-    named = {n: t.detach().clone() for n, t in layer.tensors.items()}
-    named[name].view(-1)[named[name].numel() // 2] = value
-    leaves = {n: named[n].to(packed.dtype if n == "x" else torch.float32).requires_grad_() for n in ("x", "weight")}
-    leaves |= {n: named[n].requires_grad_() for n in LORA_NAMES}
-    routing = Routing(layer.expert_TK, leaves["weight"], trusted=True)
-    lora = LoraFactors(**{n: leaves[n] for n in LORA_NAMES}, scaling=SCALING)
-    y_TH = experts(leaves["x"], routing, packed, lora=lora)
-    gradients = torch.autograd.grad(y_TH, list(leaves.values()), layer.dy_TH.to(y_TH.dtype))
-    with torch.no_grad():
-        decoded = experts(leaves["x"], routing, packed, lora=lora)
-
-    exact = {n: t.detach().double() for n, t in (named | leaves).items()}
-    given = exact["x"], layer.expert_TK, exact["weight"], layer.weights(exact), layer.lora(exact)
-    expected = experts_backward(layer.dy_TH.double(), *given) | {"output": experts_forward(*given)}
-    found = {"output": y_TH.detach(), **dict(zip(leaves, gradients, strict=True))}
-    for what, tensor in (*found.items(), ("output", decoded)):
-        finite, strange = tensor.isfinite(), ~expected[what].isfinite()
-        if what in ("output", "x"):  # a token is quantised as a whole
-            finite, strange = finite.all(dim=1), strange.any(dim=1)
-        assert not (finite & strange).any(), f"{what}: finite where the reference is not"
-        if what == "output":
-            assert (finite | strange).all(), "not finite where the reference is"
-
-
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_the_weight_of_a_slot_that_belongs_to_nobody_may_be_anything(backend):
     layer = Layer(tokens=4, expert_TK=torch.tensor([[0, E], [-1, 2], [3, 1], [E + 7, -5]]))
@@ -181,3 +150,141 @@ def test_the_weight_of_a_slot_that_belongs_to_nobody_may_be_anything(backend):
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
     assert found["weight"].shape == (4, K)
+
+
+# --- every placement and every precision ------------------------------------------------------------------------------
+
+
+def _streamed(format):
+    make = lambda weights: stream_from_memory(quantise_experts(weights, format))  # noqa: E731
+    return Placement(f"streamed-{format.name}", "", make=make, tolerances={torch.float32: None})
+
+
+RESIDENT = Placement("resident", "", make=lambda weights: weights, tolerances={torch.float32: None}, trains=True)
+PLACES = [each for each in all_placements() if each.name != "ranks"]  # which takes several processes
+PLACEMENTS = (RESIDENT, *PLACES, *map(_streamed, (FP8_128, MXFP8, MXFP4, NVFP4)))
+# By the kind of weights that a placement makes. Triton's interpreter takes seconds for a pass.
+SERVING = {
+    "ExpertWeights": ("eager", "grouped", "cpu", "triton", "tasks"),
+    "Fp8Experts": ("eager", "triton"),
+    "BlockScaledExperts": ("eager", "cpu", "cpu-fused", "triton"),
+    "PackedExperts": ("cpu",),
+    "StreamedExperts": ("streamed",),
+}
+INTERPRETED = ("triton", "tasks")
+EVERY_TENSOR = ("x", "dy", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES)
+# A limit that rounding takes no number across: beyond it there is no gradient, not even NaN.
+UNCLAMPED = {
+    "silu": Activation(),
+    "gpt_oss": Activation("silu", alpha=1.702, limit=30.0, up_shift=1.0, interleaved=True),
+    "relu": Activation("relu", gated=False),
+}
+
+
+class NotServed(Exception):
+    """Not a case: nobody computes this here."""
+
+
+def assert_visible(placement, backend, name, value, activation=None, *, tokens=13, where=None, hidden=64, inner=64):
+    """In output and gradients of placed experts, wherever the reference without any precision has it."""
+    device, dtype = where or (torch.device("cpu"), None)
+    if (reason := placement.why_not()) is not None:
+        raise NotServed(reason)
+    rank = 3 if name in LORA_NAMES else 0
+    layer = Layer(activation, tokens=tokens, hidden=hidden, inner=inner, rank=rank)
+    if (name != "dy" and name not in layer.tensors) or (rank and placement.trains and placement is not RESIDENT):
+        raise NotServed("no such tensor")
+    named = {n: tensor.detach().clone() for n, tensor in layer.tensors.items()}
+    changed = layer.dy_TH if name == "dy" else named[name]
+    changed.view(-1)[changed.numel() // 2] = value
+    if dtype is not None:
+        named = {n: tensor.to(device, torch.float32 if n == "weight" else dtype) for n, tensor in named.items()}
+    trained = [n for n in named if n in ("x", "weight", *LORA_NAMES) or placement.trains]
+    weights = placement.make(layer.weights({n: t.requires_grad_(n in trained) for n, t in named.items()}))
+    named["x"] = named["x"].detach().to(weights.dtype).requires_grad_()
+    routing = Routing(layer.expert_TK.to(device), named["weight"], trusted=True)
+    lora = layer.lora(named)
+    serving = {one.name: one for one in all_backends_of(type(weights), device)}
+    assert set(serving) == set(SERVING[type(weights).__name__]), "every backend is one of the cases"
+    if (reason := serving[backend].why_not(Request(named["x"], routing, weights, lora))) is not None:
+        raise NotServed(reason)
+    y_TH = experts(named["x"], routing, weights, lora=lora, backend=backend)
+    gradients = torch.autograd.grad(y_TH, [named[n] for n in trained], layer.dy_TH.to(y_TH))
+    found = {"output": y_TH.detach(), **dict(zip(trained, gradients, strict=True))}
+    with torch.no_grad():
+        decoded = experts(named["x"], routing, weights, lora=lora, backend=backend)
+
+    exact = {n: tensor.detach().double().cpu() for n, tensor in named.items()}
+    given = exact["x"], layer.expert_TK, exact["weight"], layer.weights(exact), layer.lora(exact)
+    expected = experts_backward(layer.dy_TH.double(), *given) | {"output": experts_forward(*given)}
+    lines = {what: (~tensor.isfinite()).flatten(1).any(1) for what, tensor in expected.items()}
+    met_T = torch.stack([lines[what] for what in ("output", "x", "weight")]).any(0)
+    met_E = torch.stack([line for what, line in lines.items() if what not in ("output", "x", "weight")]).any(0)
+    for what, tensor in (*found.items(), ("output", decoded)):
+        finite, strange = tensor.isfinite().cpu(), ~expected[what].isfinite()
+        assert not (finite & strange).any(), f"{what}: finite where the reference is not"
+        if math.isinf(layer.activation.limit):  # a clamp makes a number of infinity, and none of the NaN in its place
+            met = lines["output"] if what == "output" else met_T if what in ("x", "weight") else met_E
+            assert (finite.flatten(1).all(1) | met).all(), f"{what}: not finite in other tokens or experts"
+
+
+def _kind(placement):
+    if placement.name.startswith("streamed"):
+        return "StreamedExperts"
+    if placement.name.startswith("cpu-"):
+        return "PackedExperts"
+    return "ExpertWeights" if placement is RESIDENT else "Fp8Experts" if placement.trains else "BlockScaledExperts"
+
+
+def _cases():
+    """One in a few is for every run: each placement and backend with some tensors, each tensor with some of those."""
+    several = ("fp8 eager", "fp8-all eager", "cpu-int8 cpu", "mxfp4-weights cpu", "nvfp4-weights eager")
+    pairs = [(placement, name) for placement in PLACEMENTS for name in SERVING[_kind(placement)]]
+    changes = list(itertools.product(EVERY_TENSOR, (1, 13), (NAN, INF, -INF), UNCLAMPED))
+    for (placement, backend), (name, tokens, value, activation) in itertools.product(pairs, changes):
+        interpreted, pair = backend in INTERPRETED, f"{placement.name} {backend}"
+        plain = (tokens, value, activation) == (13, INF, "silu")
+        if interpreted and not plain:
+            continue
+        quick = plain and (name in ("x", "dy", "weight") or pair in several)
+        if interpreted:
+            quick = pair == "fp8-all triton" and name in ("x", "dy")
+        case = placement, backend, name, tokens, value, UNCLAMPED[activation]
+        named = f"{pair}-{name}-{tokens}-{value}-{activation}"
+        yield pytest.param(*case, id=named, marks=() if quick else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("placement", "backend", "name", "tokens", "value", "activation"), list(_cases()))
+def test_every_tensor_of_every_placement(placement, backend, name, tokens, value, activation, monkeypatch):
+    if _kind(placement) == "Fp8Experts" and backend == "triton":
+        stand_in(monkeypatch)  # for Hopper's products alone; what quantises are our kernels
+    cannot_hold_it = placement.name == "cpu-int8" and name in ("gate_up", "down")
+    refused = pytest.raises(ValueError, match="NaN or an infinity in expert") if cannot_hold_it else nullcontext()
+    try:
+        with refused:
+            assert_visible(placement, backend, name, value, activation, tokens=tokens)
+    except NotServed as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.gpu
+@each_value_once("placement")
+@pytest.mark.parametrize("inner", [192, 256])  # blocks that hold gates and ups, and blocks that do not
+@pytest.mark.parametrize("activation", UNCLAMPED.values(), ids=UNCLAMPED.keys())
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("tokens", [1, 199])
+@pytest.mark.parametrize("name", EVERY_TENSOR)
+@pytest.mark.parametrize(
+    "placement",
+    [each for each in PLACEMENTS if _kind(each) not in ("PackedExperts", "StreamedExperts")],
+    ids=lambda placement: placement.name,
+)
+def test_every_tensor_by_the_kernels_of_a_gpu(placement, name, tokens, value, activation, inner):
+    """On Hopper these are the products in fp8, whose last step quantises what the next one reads."""
+    where = torch.device("cuda"), torch.bfloat16
+    try:
+        assert_visible(
+            placement, "triton", name, value, activation, tokens=tokens, where=where, hidden=256, inner=inner
+        )
+    except NotServed as reason:
+        pytest.skip(str(reason))

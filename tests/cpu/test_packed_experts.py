@@ -4,7 +4,9 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 """
 
 import copy
+import functools
 import gc
+import itertools
 import pickle
 import time
 import weakref
@@ -20,6 +22,7 @@ from amoeba.backends.registry import backends_of
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.packed_weights import PackedWeights, load_packed
+from amoeba.proof.reference.experts import activate
 from amoeba.weights import LORA_NAMES, LoraFactors
 from selection import each_value_once
 
@@ -146,6 +149,47 @@ class TestThePacking:
             pack_experts(weights.to(torch.float64))
         with pytest.raises(ValueError, match="got packed weights"):
             pack_experts(pack_experts(weights))
+
+
+def as_int8(rows):
+    """The numbers that codes stand for, with a scale for each row, in fp64. Half of the largest, in the middle of two
+    codes, becomes the upper one, by a sum in fp32."""
+    step = rows.abs().amax(-1, keepdim=True) / 127
+    codes = (rows / step).float().add(128.5).floor().double() - 128
+    return torch.where(step > 0, codes * step, 0.0)
+
+
+def output_of_int8(x_TH, expert_TK, weight_TK, weights):
+    """The recipe in fp64, and how far from it rounding to bf16 may lead: x, W1, W2 and a, in bf16, in int8 each."""
+    gate_up, down = as_int8(weights.gate_up_EJH.double()), as_int8(weights.down_EHI.double())
+    y_TH, room_TH = torch.zeros_like(x_TH), torch.zeros_like(x_TH)
+    for t, k in itertools.product(range(expert_TK.shape[0]), range(expert_TK.shape[1])):
+        e, s = int(expert_TK[t, k]), weight_TK[t, k]
+        a_I = activate(gate_up[e] @ as_int8(x_TH[t]), weights.activation).bfloat16().double()
+        y_TH[t] += s * (down[e] @ as_int8(a_I))
+        # y is rounded, and so is a, which may take each of its codes to the next one
+        step = a_I.abs().amax() / 127 if a_I.numel() > 1 else 0.0
+        room_TH[t] += s * (down[e].abs() @ (a_I.abs() / 64 + step))
+    return y_TH, room_TH
+
+
+@pytest.mark.parametrize(
+    "activation", [Activation(), Activation("relu2", gated=False), Activation("gelu", gated=False)], ids=str
+)
+@pytest.mark.parametrize("inner", [1, 2, 3])
+def test_sums_of_a_few_numbers_have_the_error_of_int8_and_no_other(inner, activation):
+    """A sum next to 0 may be off by its own size and more in int8: what rounds is measured by the row's largest."""
+    for seed, hidden in itertools.product(range(8), (1, 2, 3, 64)):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = functools.partial(torch.randn, generator=generator)
+        gate_up_EJH = (drawn(2, activation.width(inner), hidden) / hidden**0.5).bfloat16()
+        weights = ExpertWeights(gate_up_EJH, (drawn(2, hidden, inner) / inner**0.5).bfloat16(), activation=activation)
+        x_TH, weight_TK = drawn(2, hidden).bfloat16(), torch.rand(2, 1 + seed % 2, generator=generator)
+        expert_TK = torch.rand(2, 2, generator=generator).argsort(1)[:, : 1 + seed % 2]
+        packed = pack_experts(weights, kind="int8", nodes=1, threads=1)
+        found = experts(x_TH, Routing(expert_TK, weight_TK), packed).double()
+        expected, room = output_of_int8(x_TH.double(), expert_TK, weight_TK.double(), weights)
+        assert ((found - expected).abs() <= room + 1e-30).all(), (seed, hidden)
 
 
 class TestTheSeam:

@@ -89,6 +89,15 @@ def test_quantising_what_a_case_draws_changes_no_number(placement, gated):
     assert torch.equal(found.down_EHI, made.tensors["down"].detach())
 
 
+@pytest.mark.parametrize("intermediate", [1, 2, 3])
+def test_sums_of_a_few_numbers_in_int8_are_judged_by_its_own_rounding(intermediate):
+    """Next to 0 they may be off by their own size and more, which is no fault: see tests/cpu/test_packed_experts.py."""
+    for seed in range(20):
+        sizes = {"tokens": 2, "hidden": 1 + seed % 4, "intermediate": intermediate}
+        case = Case(seed, placement="cpu-int8", dtype="bfloat16", kind=("silu", "relu2", "gelu")[seed % 3], **sizes)
+        assert attempt(case) == Outcome("passed", "")
+
+
 @each_value_once("name")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["up_lora_a", "up_lora_b", "gate_up", "down"])

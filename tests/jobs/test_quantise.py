@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'amo
 
 import transformers
 from packaging.version import InvalidVersion
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -165,6 +166,34 @@ def test_the_command(models: dict[str, Path], tmp_path: Path) -> None:
     ):
         result = invoke(*words)
         assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(
+    ("model_type", "format", "value", "made_before"),
+    [
+        ("qwen3_moe", "fp8", float("inf"), False),
+        ("qwen3_moe", "nvfp4", float("nan"), True),
+        ("gpt_oss", "mxfp4", -float("inf"), False),
+        ("mixtral", "mxfp8", float("nan"), False),
+    ],
+)
+def test_a_checkpoint_that_is_not_finite_is_refused_by_its_tensor_and_leaves_nothing(
+    model_type: str, format: str, value: float, made_before: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(models[model_type], folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = [each for each in tensors if ".1." in each and ".experts." in each and "bias" not in each][-1]
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    if made_before:
+        out.mkdir()
+    with pytest.raises(ValueError, match=rf"expected finite numbers, which {format} can hold; got .* in {name}"):
+        quantise_folder(folder, out, format)
+    assert out.exists() == made_before and not list(tmp_path.glob("out/*"))
+    result = CliRunner().invoke(app, ["quantise", str(folder), "--format", format, "--out", str(out)])
+    assert result.exit_code == 2 and name in "".join(result.output.split())
 
 
 def test_placing_is_the_same_by_either_name() -> None:

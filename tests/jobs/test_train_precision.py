@@ -22,9 +22,11 @@ from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs.resume import settings_of
 from amoeba.jobs.run_precision import RunPrecision, run_precision
 from amoeba.jobs.settings import TrainSettings
+from amoeba.jobs.training_loop import WatchedTrainer
 from amoeba.observe.report import page_data
 from amoeba.observe.run_log import read_run
 from quantised_checkpoints import write_fp8
+from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
@@ -61,6 +63,41 @@ def test_the_loss_falls_as_without_it(precision: str, inputs: Path, without: tup
     assert abs(report.final_loss - plain.final_loss) <= AS_WITHOUT * plain.final_loss
     assert any(line.startswith(f"experts in {precision}: products of forward") for line in console.said)
     assert not any("experts in" in line for line in plain_console.said)
+
+
+@quick(lambda precision, what: (precision, what) == ("fp8-all", "dy"))
+@pytest.mark.parametrize("what", ["x", "dy"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8-ste", "fp8-saved", "fp8-all"])
+def test_an_infinity_in_the_experts_stops_the_run(
+    precision: str, what: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one number that an expert is given, of a token or of a gradient."""
+    pass_of = WatchedTrainer.training_step
+
+    def infinite(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows.view(-1)[rows.numel() // 2] = torch.inf
+        return rows
+
+    def training_step(self: Any, *arguments: Any, **options: Any) -> Any:
+        module = next(iter(experts_modules(self.model).values()))
+        if self.state.global_step != 3:
+            return pass_of(self, *arguments, **options)
+        if what == "x":
+            hook = module.register_forward_pre_hook(lambda module, given: (infinite(given[0]), *given[1:]))
+        else:
+            hook = module.register_full_backward_pre_hook(lambda module, given: (infinite(given[0]),))
+        try:
+            return pass_of(self, *arguments, **options)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(WatchedTrainer, "training_step", training_step)
+    short = {"steps": 8, "log_every": 2, "eval_every": 8, "save_every": 8, "precision": precision}
+    with pytest.raises(
+        ValueError, match=r"training: expected finite numbers.*the (loss|norm of the gradient) of step 4"
+    ):
+        trained(tmp_path / "run", inputs, **short)
 
 
 class Terminator(Quiet):

@@ -13,6 +13,8 @@ from amoeba.kernels.activate import activate_backward
 from amoeba.kernels.quantise import empty_rows, empty_weights, quantise_rows, quantise_weights
 from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, quantise
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
 
 def assert_same_bits(found: QuantisedMatrix, expected: QuantisedMatrix) -> None:
     assert torch.equal(found.scales, expected.scales)
@@ -35,6 +37,7 @@ def test_rows_have_the_codes_of_the_definition(
     rows = drawn(*shape, device=device).to(dtype)
     if rows.numel() > 1000:
         rows[1], rows[2, 3], rows[3, 5] = 0, math.inf, math.nan
+        rows[4], rows[5], rows[6, ::2] = math.nan, -math.inf, math.inf
     assert_same_bits(quantise_rows(rows), quantise(rows, FP8_TRAINING_ROWS))
     wider = torch.cat((rows, rows), dim=1)[:, : shape[1]]  # other strides
     assert_same_bits(quantise_rows(wider), quantise(rows, FP8_TRAINING_ROWS))
@@ -63,6 +66,7 @@ def test_weights_have_the_codes_of_the_definition_both_ways_round(
 ) -> None:
     experts, height, width = shape
     weight = drawn(*shape, device=device)
+    weight[0, 0, 0], weight[1, 3, :5], weight[-1] = math.inf, math.nan, -math.inf
     weight = weight.mT.contiguous().mT if transposed else weight
     found, turned = empty_weights(*shape, device), empty_weights(experts, width, height, device)
     quantise_weights(weight, found, turned)
@@ -92,3 +96,9 @@ def test_the_activations_backward_quantises_the_dh_that_it_writes(activation: Ac
     expected = quantise(dh[:owned], FP8_TRAINING_ROWS)
     assert torch.equal(codes.data[:owned], expected.data) and torch.equal(codes.scales[:owned], expected.scales)
     assert bool((codes.data[owned:] == 7).all()), "rows of sentinels are not written"
+    da[3, 5] = math.inf
+    activate_backward(da, h, weight, order, activation, dh, None, offs, quantised_dh=codes)
+    assert_same_bits(
+        QuantisedMatrix(codes.data[:owned], codes.scales[:owned], FP8_TRAINING_ROWS, width),
+        quantise(dh[:owned], FP8_TRAINING_ROWS),
+    )

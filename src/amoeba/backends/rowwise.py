@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.config import Activation, unknown_kind
 from amoeba.layout import Layout
 
 # Elements of h per chunk. On a CPU a chunk and its few temporaries stay in the last-level cache; on a GPU a chunk only
@@ -130,7 +130,9 @@ def _act(z: Tensor, activation: Activation) -> Tensor:
         return F.gelu(z, approximate="tanh")
     if kind == "relu":
         return F.relu(z)
-    return F.relu(z).square_()
+    if kind == "relu2":
+        return F.relu(z).square_()
+    raise unknown_kind(kind, "plain torch (backends/rowwise.py)")
 
 
 def _act_backward(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
@@ -147,7 +149,9 @@ def _act_backward(grad: Tensor, z: Tensor, activation: Activation) -> Tensor:
         return torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
     if kind == "relu":
         return grad * (z > 0)
-    return F.relu(z).mul_(2).mul_(grad)
+    if kind == "relu2":
+        return F.relu(z).mul_(2).mul_(grad)
+    raise unknown_kind(kind, "plain torch (backends/rowwise.py)")
 
 
 def in_chunks(h_NJ: Tensor, *others: Tensor | None) -> Iterator[list[Any]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from amoeba.config import Activation
 from amoeba.cpu.build import CoreUnavailable, load, with_library
 from amoeba.cpu.codes import CCoding, ScaledCodes
-from amoeba.cpu.node_library import ACTIVATION_KINDS
+from amoeba.cpu.node_library import activation_number
 from amoeba.cpu.pointers import (
     CPU,
     address,
@@ -246,7 +246,7 @@ class Core:
             optional_address("added_NJ", added_NJ, torch.float32, (slots, width)),
             down, *down_strides, None if down_coding is None else ctypes.addressof(down_coding),
             optional_address("down_bias_EH", down_bias_EH, torch.float32, (experts, hidden)),
-            ACTIVATION_KINDS[activation.kind], activation.interleaved,
+            activation_number(activation.kind), activation.interleaved,
             activation.alpha, activation.limit, activation.up_shift,
             order + 8 * slots, order + 4 * slots * (width + 2), order,
             address("y_TH", y_TH, torch.float32, (tokens, hidden)), torch.get_num_threads(),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amoeba.config import Activation
 from amoeba.cpu.codes import ScaledCodes
-from amoeba.cpu.node_library import ACTIVATION_KINDS, CNode
+from amoeba.cpu.node_library import CNode, activation_number
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, empty_in_huge_pages, packing_address
 from amoeba.cpu.pointers import optional_address
 from amoeba.cpu.stored import StoredWeights
@@ -87,7 +87,7 @@ class NodeExperts:
         down, activation, c = self.down, self.activation, CNode()
         c.int8, c.experts, c.width = down.kind == "int8", down.experts, self.gate_up.out_features
         c.hidden, c.intermediate = down.out_features, down.in_features
-        c.activation.kind, c.activation.alpha = ACTIVATION_KINDS[activation.kind], activation.alpha
+        c.activation.kind, c.activation.alpha = activation_number(activation.kind), activation.alpha
         c.activation.gated, c.activation.interleaved = activation.gated, activation.interleaved
         c.activation.limit, c.activation.up_shift = activation.limit, activation.up_shift
         return c

@@ -10,20 +10,26 @@ import ctypes
 import functools
 from ctypes import Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path as FilePath
-from typing import get_args
 
-from amoeba.config import ActivationKind
+from amoeba.config import unknown_kind
 from amoeba.cpu.build import load, with_library
 from amoeba.cpu.codes import CCoding
 
 # `enum ActivationKind` in csrc/activation.h
-ACTIVATION_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
+_ACTIVATION_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 # `enum Phase` in csrc/passes.h
 PHASES = (
     "sort", "low up", "up", "activate", "low down", "down", "combine",
     "backward low down", "backward down", "backward low up", "backward up and factors", "backward combine",
     "backward weights",
 )  # fmt: skip
+
+
+def activation_number(kind: str) -> int:
+    """Of a kind of activation, in compiled code."""
+    if kind not in _ACTIVATION_KINDS:
+        raise unknown_kind(kind, "the C++ core (cpu/csrc/activation.h)")
+    return _ACTIVATION_KINDS[kind]
 
 
 class CActivation(Structure):

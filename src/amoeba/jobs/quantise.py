@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
+from amoeba.errors import BadValue, bad_value
 from amoeba.integrations.experts_module import described, experts_modules
 from amoeba.integrations.model_folder import UNFINISHED, load_config, load_without_weights
 from amoeba.integrations.quantised_files import BLOCKS, MATRIX_SCALE, OURS, SCALE_INV, SCALES
@@ -90,6 +90,7 @@ class _Quantising:
     def run(self) -> QuantiseReport:
         began = time.monotonic()
         self._check_out()
+        is_new = not self.out.exists()
         self.out.mkdir(parents=True, exist_ok=True)
         with only_one(self.out), room_for(self.out, lambda: "room"):
             resumed = [number for number, file in enumerate(self.files[:-1]) if (self.out / file).is_file()]
@@ -97,7 +98,12 @@ class _Quantising:
             for number, file in enumerate(self.files[:-1]):
                 self.progress(Progress(number, len(self.source.layers)))
                 if number not in resumed:
-                    self._save(file, self._layer(number))
+                    try:
+                        tensors = self._layer(number)
+                    except BadValue:  # this checkpoint can never be finished, so nothing of it stays
+                        self._remove(is_new)
+                        raise
+                    self._save(file, tensors)
             if not (self.out / self.files[-1]).is_file():
                 self._save(self.files[-1], dict(self.source.rest_tensors()))
             copy_small_files(self.source.folder, self.out, but=(_CONFIG,))
@@ -130,10 +136,15 @@ class _Quantising:
             remedy = "choose another name" if own else "choose another name, or remove it"
             raise bad_value("--out", "a new folder, or one to go on with", f"{str(self.out)!r}, which {found}", remedy)
 
+    def _remove(self, with_folder: bool) -> None:
+        for file in (*self.files, UNFINISHED):
+            (self.out / file).unlink(missing_ok=True)
+        if with_folder:
+            self.out.rmdir()
+
     def _layer(self, number: int) -> dict[str, Tensor]:
         """All tensors of a layer's experts, by the names of the checkpoint's own where it has one for each expert."""
-        entry, pieces = self.source.layers[number], self.source.pieces[number]
-        matrices = pieces[: -2 if entry.has_bias else None]
+        entry, pieces, matrices = self.source.layers[number], self.source.pieces[number], self._matrices(number)
         if any(piece.stacked for piece in matrices):
             found = self._stacked(number, entry)
         else:
@@ -141,6 +152,9 @@ class _Quantising:
             found = self._one_by_one(number, entry, matrices)
         biases = pieces[-2:] if entry.has_bias else ()
         return found | {self.name_of[t.file, t.start]: _read(t) for piece in biases for t in piece.tensors}
+
+    def _matrices(self, number: int) -> tuple[Piece, ...]:
+        return self.source.pieces[number][: -2 if self.source.layers[number].has_bias else None]
 
     def _one_by_one(self, number: int, entry: LayerEntry, pieces: tuple[Piece, ...]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -188,8 +202,18 @@ class _Quantising:
         blob = aligned_buffer(entry.expert_bytes)
         for expert in range(entry.experts):
             self.source.read(number, expert, blob)
+            self._check_finite(self._matrices(number), expert, blob)
             gate_up, down, _, _ = self.source.views(number, blob)
             yield gate_up, down
+
+    def _check_finite(self, matrices: tuple[Piece, ...], expert: int, blob: Tensor) -> None:
+        """Codes and scales of a block with a NaN or an infinity would pass for those of numbers, here or elsewhere."""
+        for piece in matrices:
+            if not piece.numbers(blob).isfinite().all():
+                tensor = piece.tensors[0 if piece.stacked else expert]
+                name = self.name_of[tensor.file, tensor.start]
+                found = f"a NaN or an infinity in {name}" + (f", expert {expert}" if piece.stacked else "")
+                raise bad_value("MODEL", f"finite numbers, which {self.name} can hold", found, "correct the checkpoint")
 
     def _check_plain(self, entry: LayerEntry, pieces: tuple[Piece, ...]) -> None:
         plain = all(len(piece.shape) == 2 and piece.stride == (piece.shape[1], 1) for piece in pieces)

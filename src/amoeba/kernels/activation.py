@@ -12,11 +12,15 @@ import math
 import triton
 import triton.language as tl
 
-from amoeba.config import Activation
+from amoeba.config import Activation, unknown_kind
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of `value_and_slope`
 
 
 def constants(activation: Activation) -> dict[str, object]:
     """The compile-time constants that a kernel with an activation takes."""
+    if activation.kind not in KINDS:
+        raise unknown_kind(activation.kind, "a kernel (kernels/activation.py)")
     clamp = activation.limit != math.inf
     return {
         "KIND": activation.kind,

@@ -6,7 +6,8 @@ T tokens · E experts · O out · I in
     quantise_weights(gate_up_EJH, matrix_EJH, turned_EHJ)       # into both orientations, from one read
 
 One pass over memory each. The scale is the least power of two that keeps all finite numbers of a block within 448,
-found from the bits of the largest of them, so nothing is divided; infinities become 448, NaN stays NaN.
+found from the bits of the largest of them, so nothing is divided. NaN and infinities become NaN: a run that diverges
+must show it.
 """
 
 from __future__ import annotations
@@ -35,24 +36,25 @@ BY_BITS = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def finite_size(values):
-    """|values|, 0 where they are not finite."""
-    size = tl.abs(values)
-    return tl.where(size < float("inf"), size, 0.0)
+def infinities_to_nan(values):
+    """The instruction that makes codes would saturate them. One multiply-add for each number: infinity times 0 is NaN,
+    and a maximum passes NaN over, so the largest of the result is the largest finite number."""
+    return values * 0.0 + values
 
 
 @triton.jit
 def power_of_two(largest):
-    """The least power of two at or above largest / 448 (= 1.75 · 2^8), a normal number; 1 for 0. And its reciprocal."""
+    """The least power of two at or above largest / 448 (= 1.75 · 2^8), a normal number; 1 for 0, and for NaN, the
+    largest of nothing but NaN. And its reciprocal."""
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.where(largest == 0, 127, tl.maximum(exponent, 1))
+    exponent = tl.where(largest > 0, tl.maximum(exponent, 1), 127)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode(values):
-    """e4m3 codes in uint8: nearest, ties to even, saturating."""
+    """e4m3 codes in uint8: nearest, ties to even, saturating, also infinities (see `infinities_to_nan`)."""
     if not BY_BITS:
         return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = values.to(tl.int32, bitcast=True)
@@ -82,8 +84,8 @@ def decode(code):
 def encode_rows(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Codes of a tile in fp32, and scales (ROWS, COLUMNS / 128)."""
     BLOCKS: tl.constexpr = COLUMNS // 128
-    blocks = tl.reshape(values, (ROWS, BLOCKS, 128))
-    scale, inverse = power_of_two(tl.max(finite_size(blocks), axis=2))
+    blocks = tl.reshape(infinities_to_nan(values), (ROWS, BLOCKS, 128))
+    scale, inverse = power_of_two(tl.max(tl.abs(blocks), axis=2))
     return tl.reshape(encode(blocks * inverse[:, :, None]), (ROWS, COLUMNS)), scale
 
 
@@ -221,8 +223,8 @@ def _quantise_weights(
     column = across * 128 + tl.arange(0, 128)
     inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]
     at = row.to(tl.int64)[:, None] * STRIDE_ROW + column.to(tl.int64)[None, :] * STRIDE_COLUMN
-    values = tl.load(weight + expert * STRIDE_EXPERT + at, mask=inside, other=0.0).to(tl.float32)
-    scale, inverse = power_of_two(tl.max(tl.max(finite_size(values), axis=1), axis=0))
+    values = infinities_to_nan(tl.load(weight + expert * STRIDE_EXPERT + at, mask=inside, other=0.0).to(tl.float32))
+    scale, inverse = power_of_two(tl.max(tl.max(tl.abs(values), axis=1), axis=0))
     code = encode(values * inverse)
     codes += expert * (HEIGHT * WIDTH)
     tl.store(codes + row.to(tl.int64)[:, None] * WIDTH + column[None, :], code, mask=inside)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.quantise import MOST_REGISTERS, encode, finite_size, power_of_two
+from amoeba.kernels.quantise import MOST_REGISTERS, encode, infinities_to_nan, power_of_two
 
 BLOCK = 128
 # Scales that a tile of the product reads behind the last column of the last block, and does not use.
@@ -99,8 +99,8 @@ def _turn_rows(rows, table, codes, scales, STRIDE: tl.constexpr, WIDTH: tl.const
         column = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < WIDTH
         at = rows + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
-        values = tl.load(at, mask=owned[:, None] & inside[None, :], other=0).to(tl.float32)
-        scale, inverse = power_of_two(tl.max(finite_size(values), axis=0))
+        values = infinities_to_nan(tl.load(at, mask=owned[:, None] & inside[None, :], other=0).to(tl.float32))
+        scale, inverse = power_of_two(tl.max(tl.abs(values), axis=0))
         _store_turned(codes, encode(values * inverse[None, :]), block, column, inside, WIDTH)
         tl.store(scales + block.to(tl.int64) * WIDTH + column, scale, mask=inside)
 
@@ -127,13 +127,13 @@ def turn_rows(rows_NW: Tensor, blocks: RowBlocks) -> Turned:
 
 @triton.jit
 def _load_tile(rows, num_rows, STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program's rows and columns, which of both there are, and their numbers in fp32."""
+    """A program's rows and columns, which of both there are, and their numbers in fp32, NaN for infinities."""
     ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) // ACROSS * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     values = tl.load(rows + row.to(tl.int64)[:, None] * STRIDE + column[None, :], mask=mask, other=0).to(tl.float32)
-    return row, column, mask, values
+    return row, column, mask, infinities_to_nan(values)
 
 
 @quick
@@ -143,7 +143,8 @@ def _column_sizes(
 ):
     """largest: bits of fp32 as integers, which are ordered alike, so that it does not matter who comes first."""
     _, column, _, values = _load_tile(rows, num_rows, STRIDE, WIDTH, ROWS, COLUMNS)
-    size = tl.max(finite_size(values), axis=0)
+    size = tl.max(tl.abs(values), axis=0)
+    size = tl.where(size == size, size, 0.0)  # nothing but NaN: the bits of NaN are above those of every number
     tl.atomic_max(largest + column, size.to(tl.int32, bitcast=True), mask=column < WIDTH, sem="relaxed")
 
 

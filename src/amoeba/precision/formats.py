@@ -1,6 +1,6 @@
 """Number formats whose numbers share a scale by the block: what their codes mean, and how a number becomes a code.
 
-    codes = E4M3.encode(values)              # uint8; round to nearest, ties to even, saturating
+    codes = E4M3.encode(values)              # uint8; round to nearest, ties to even, saturating if finite
     values = E4M3.decode(codes)              # fp32, exact
     scale = E8M0.decode(exponent_bytes)
 
@@ -44,8 +44,8 @@ class Element(ABC):
     @staticmethod
     @abstractmethod
     def encode(values: Tensor) -> Tensor:
-        """One code in a uint8 for each fp32 number: nearest, ties to even. What is too large, infinities too, becomes
-        the largest; the sign of a zero stays."""
+        """One code in a uint8 for each fp32 number: nearest, ties to even. A finite number that is too large becomes
+        the largest, the sign of a zero stays. NaN and infinities become NaN, where the element has one."""
 
     @staticmethod
     @abstractmethod
@@ -61,7 +61,8 @@ class _E4M3(Element):
     @staticmethod
     def encode(values: Tensor) -> Tensor:
         largest = _E4M3.largest  # torch's cast gives NaN for what is beyond it
-        return values.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+        saturated = values.clamp(-largest, largest).masked_fill(values.isinf(), torch.nan)
+        return saturated.to(torch.float8_e4m3fn).view(torch.uint8)
 
     @staticmethod
     def decode(codes: Tensor) -> Tensor:

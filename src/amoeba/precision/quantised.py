@@ -111,8 +111,8 @@ def block_counts(rows: int, columns: int, format: Format, parts: int = 1) -> tup
 def quantise(matrix: Tensor, format: Format, *, parts: int = 1) -> QuantisedMatrix:
     """matrix: (rows, columns), or a stack of such, which is quantised one after the other.
 
-    Scales come from the largest finite number of a block. Infinities become the largest number there is; a NaN stays
-    one, and in a format without any it makes its whole block NaN.
+    Scales come from the largest finite number of a block. NaN and infinities become NaN, as products with them would
+    not be finite either; where the element has no NaN, the scale makes the whole block NaN.
     """
     if matrix.dim() < 2 or not matrix.is_floating_point() or parts < 1 or matrix.shape[-2] % parts:
         got = f"{matrix.dtype} {tuple(matrix.shape)}, parts {parts}"
@@ -157,8 +157,8 @@ def _quantise_one(
     encoded = format.element.encode(quotients).view(parts, down * block_rows, -1)[:, :of_part].reshape(rows, -1)
     if format.element.bits == 4:
         encoded = E2M1.pack(encoded)
-        has_nan = blocks.isnan().any(dim=4).any(dim=2)
-        codes = codes.masked_fill(has_nan, E8M0.nan if format.scale == "e8m0" else 0x7F)
+        not_finite = (~blocks.isfinite()).any(dim=4).any(dim=2)
+        codes = codes.masked_fill(not_finite, E8M0.nan if format.scale == "e8m0" else 0x7F)
     data.copy_(encoded[:, : data.shape[1]])
     scales.copy_(codes.view_as(scales))
 

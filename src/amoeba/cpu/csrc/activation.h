@@ -1,12 +1,13 @@
 // What happens between the two projections, sixteen values at once, with its slope.
 #pragma once
+#include <limits>
 #include <type_traits>
 
 #include "vectors.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-enum ActivationKind { SILU, GELU, GELU_TANH, RELU, RELU2 };  // the order of ActivationKind in config.py
+enum ActivationKind { SILU, GELU, GELU_TANH, RELU, RELU2 };  // the numbers of node_library.py
 
 struct Activation {
   int32_t kind, gated, interleaved;
@@ -79,9 +80,13 @@ inline ValueAndSlope act(Floats16 z, const Activation& a) {
       const Integers16 on = z > Floats16{};
       return {select(on, z, Floats16{} * z), select(on, splat(1), Floats16{})};
     }
-    default: {
+    case RELU2: {
       const Integers16 on = z > Floats16{};
       return {select(on, z * z, Floats16{} * z), select(on, 2.0f * z, Floats16{})};
+    }
+    default: {  // a kind that is in the enumeration alone must not pass for another
+      const Floats16 unknown = splat(std::numeric_limits<float>::quiet_NaN());
+      return {unknown, unknown};
     }
   }
 }

@@ -46,7 +46,8 @@ inline float act(float z, int kind, float alpha) {
     case GELU: return 0.5f * z * (1.0f + std::erf(z * 0.70710678118654752f));
     case GELU_TANH: return 0.5f * z * (1.0f + std::tanh(0.79788456080286536f * (z + 0.044715f * z * z * z)));
     case RELU: return z <= 0 ? 0 : z;  // in this order a NaN stays one
-    default: return z <= 0 ? 0 : z * z;
+    case RELU2: return z <= 0 ? 0 : z * z;
+    default: return std::numeric_limits<float>::quiet_NaN();  // as in activation.h
   }
 }
 

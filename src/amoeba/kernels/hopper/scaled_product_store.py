@@ -19,7 +19,7 @@ from amoeba.kernels.hopper.product_store import (
     store_tile,
     wait_for_buffer,
 )
-from amoeba.kernels.quantise import encode, finite_size, power_of_two
+from amoeba.kernels.quantise import encode, infinities_to_nan, power_of_two
 
 
 @gluon.jit
@@ -68,21 +68,6 @@ def store_both_halves(value, out, desc, one, other, stride, row, end, column, wi
 
 
 @gluon.jit
-def _largest_finite(value):
-    """Of each row, as by `finite_size`, in two instructions for three: no maximum takes NaN, as infinity times 0 is."""
-    finite = gl.inline_asm_elementwise(
-        "{ .reg .f32 t; fma.rn.f32 t, $1, 0f00000000, $1; abs.f32 $0, t; }",
-        "=f,f",
-        [value],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-    largest = gl.max(finite, 1)  # the instruction takes sizes by itself
-    return gl.where(largest == largest, largest, 0.0)  # nothing but NaN and infinities
-
-
-@gluon.jit
 def store_codes(
     value, out, desc, out_scale, buffer, stride, row, end, column, width, shift, blocks, PENDING: gl.constexpr,
     PLAN: gl.constexpr,
@@ -93,11 +78,8 @@ def store_codes(
     if PLAN.CUT:
         n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
         value = gl.where((n < width)[None, :], value, 0.0)
-    if PLAN.ALONG:
-        largest = _largest_finite(value)
-    else:
-        largest = gl.max(finite_size(value), 1)
-    scale, inverse = power_of_two(largest)
+    value = infinities_to_nan(value)
+    scale, inverse = power_of_two(gl.max(gl.abs(value), 1))  # the instruction for a maximum takes sizes by itself
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
     at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))

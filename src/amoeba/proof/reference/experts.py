@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.config import Activation, unknown_kind
 from amoeba.weights import ExpertWeights, LoraFactors
 
 
@@ -32,7 +32,9 @@ def act(z: Tensor, activation: Activation) -> Tensor:
         return 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
     if kind == "relu":
         return z.clamp(min=0)
-    return z.clamp(min=0) ** 2
+    if kind == "relu2":
+        return z.clamp(min=0) ** 2
+    raise unknown_kind(kind, "the reference")
 
 
 def act_slope(z: Tensor, activation: Activation) -> Tensor:
@@ -50,7 +52,9 @@ def act_slope(z: Tensor, activation: Activation) -> Tensor:
         return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh * tanh) * inner_slope
     if kind == "relu":
         return (z > 0).to(z.dtype)
-    return 2 * z.clamp(min=0)
+    if kind == "relu2":
+        return 2 * z.clamp(min=0)
+    raise unknown_kind(kind, "the reference")
 
 
 def split_gate_up(h: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:

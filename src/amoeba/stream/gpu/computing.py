@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from amoeba.cpu.node_library import ACTIVATION_KINDS
+from amoeba.cpu.node_library import activation_number
 from amoeba.errors import bad_value
 from amoeba.machine import usable_cores
 from amoeba.stream.gpu.fast_path import Blobs, serving_library
@@ -154,6 +154,6 @@ def _blobs(entry: LayerEntry, tiers: LayerTiers, host_slots: int) -> Blobs:
     return Blobs(
         *(tiers.first_blob, entry.expert_bytes, entry.dtype.itemsize, host_slots),
         *(offsets["gate_up_JH"], offsets["down_HI"]),
-        *(entry.hidden, entry.intermediate, activation.width(entry.intermediate), ACTIVATION_KINDS[activation.kind]),
+        *(entry.hidden, entry.intermediate, activation.width(entry.intermediate), activation_number(activation.kind)),
         *(activation.alpha, activation.limit, activation.up_shift),
     )

@@ -31,10 +31,15 @@ class Piece(NamedTuple):
         tensor = self.tensors[0 if self.stacked else expert]
         return tensor.file, tensor.start + (expert * self.size if self.stacked else 0)
 
+    def numbers(self, blob: Tensor) -> Tensor:
+        """Its own in the blob, a view."""
+        all_of_it = blob.view(self.dtype)
+        return torch.as_strided(all_of_it, self.shape, self.stride, all_of_it.storage_offset() + self.offset)
+
     def put(self, source: Tensor, blob: Tensor) -> None:
         """source: the bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob.
         StoreError where what is there already differs."""
-        there, found = self._place(blob), self._numbers(source)
+        there, found = self.numbers(blob), self._read(source)
         if self.again and not torch.equal(there, found):
             expected, got = "one scale for gate and up of an expert", f"two, {there.tolist()} and {found.tolist()}"
             raise StoreError(self.tensors[0].file, expected, got, "quantise the model with amoeba quantise")
@@ -42,7 +47,7 @@ class Piece(NamedTuple):
 
     def is_in(self, blob: Tensor, source: Tensor) -> bool:
         """Whether `put` would leave this blob as it is, bit for bit."""
-        there, found = (_as_bytes(each) for each in (self._place(blob), self._numbers(source).to(self.dtype)))
+        there, found = (_as_bytes(each) for each in (self.numbers(blob), self._read(source).to(self.dtype)))
         return torch.equal(there, found)
 
     def rows(self, begin: int, count: int) -> Piece:
@@ -51,11 +56,7 @@ class Piece(NamedTuple):
         shape, offset = (count, *self.shape[1:]), self.offset + begin * self.stride[0]
         return self._replace(size=size, shape=shape, offset=offset)
 
-    def _place(self, blob: Tensor) -> Tensor:
-        numbers = blob.view(self.dtype)
-        return torch.as_strided(numbers, self.shape, self.stride, numbers.storage_offset() + self.offset)
-
-    def _numbers(self, source: Tensor) -> Tensor:
+    def _read(self, source: Tensor) -> Tensor:
         stored = self.tensors[0].dtype
         if stored.itemsize == 1:
             found = E8M0.decode(source) if self.dtype == torch.float32 else source
