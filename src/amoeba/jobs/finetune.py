@@ -33,6 +33,7 @@ from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import Placed, check_placement, place_experts
+from amoeba.integrations.text_model import text_config
 from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, finished_run, go_on, weights_of
@@ -201,7 +202,7 @@ def _finetune(
         console.say(f"experts by {covered}; only those of amoeba get factors")
     placed = _placed(model, settings, streamed, mesh)
     lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
-    model.config.use_cache = False
+    text_config(model.config).use_cache = False
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32

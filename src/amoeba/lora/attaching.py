@@ -49,6 +49,7 @@ class Attached:
     trained_before: list[str] = field(default_factory=list)  # parameters that required a gradient
     base: dict[str, Tensor] | None = None  # while merged: the weights as they were, {} if they were not kept
     merged: bool = False
+    changed: list[str] = field(default_factory=list)  # while merged: the parameters that have the factors in them
 
     def trainable(self) -> int:
         """How many numbers the factors have, not counting modules that are trained in full."""
