@@ -120,7 +120,9 @@ def composite_config(model_type: str) -> PreTrainedConfig:
     default = config_class()
     values = _shrunk(default)
     text = type(default.get_text_config(decoder=True))
-    values["text_config"] = tiny_config(text, _text_folder(default), vocab_size=VOCABULARY).to_dict()
+    sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
+    sizes = {name: size for name, size in sizes.items() if hasattr(text, name)}
+    values["text_config"] = tiny_config(text, _text_folder(default), **sizes).to_dict()
     for name in values:
         if name.endswith(("_token_id", "_token_index")):
             values[name] = VOCABULARY - 1

@@ -33,6 +33,16 @@ class CheckpointNames:
         """Empty where the checkpoint has nothing for this parameter."""
         return self.of_experts.get(parameter) or self.of_rest.get(parameter, {})
 
+    def made_together(self, parameter: str) -> list[str]:
+        """The parameters that one conversion makes of the same tensors, the one with these as its sources first:
+        Ernie's experts for text and for images are in one list on disk."""
+        for converter in {id(each): each for each in self.converters.values()}.values():
+            for target in converter.target_patterns:
+                found = [parameter.replace(target, each) for each in converter.target_patterns]
+                if len(found) > 1 and target in parameter and self.sources(found[0]):
+                    return found
+        return [parameter]
+
     def converter(self, parameter: str) -> Any | None:
         """What makes the parameter of its sources; None where there is one tensor that is already it."""
         return next((self.converters[each] for each in self.sources(parameter) if each in self.converters), None)
@@ -64,15 +74,17 @@ def sort_names(model: Any, names: Iterable[str]) -> CheckpointNames:
 def as_stored(model: Any, names: CheckpointNames, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters as the checkpoint that the model was loaded from has them: by its names, in its layout.
 
-    names: of that checkpoint. parameters: of one layer at most, together where a conversion makes one of several.
+    names: of that checkpoint. parameters: those that are `made_together` are all there.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = {}
-    reverted: dict[str, Tensor] = {}
-    converted = {name: tensor for name, tensor in parameters.items() if names.converter(name) is not None}
-    if converted:
-        reverted = revert_weight_conversion(model, converted)
+    converted = {
+        name: tensor
+        for name, tensor in parameters.items()
+        if names.converter(names.made_together(name)[0]) is not None
+    }
+    reverted = revert_weight_conversion(model, converted) if converted else {}
     back = sort_names(model, reverted)
     for name, tensor in parameters.items():
         sources = names.sources(name)

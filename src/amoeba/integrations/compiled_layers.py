@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from amoeba.integrations.compile_cache import keep_compiled_code
-from amoeba.integrations.text_model import text_config
+from amoeba.integrations.text_model import text_config, text_decoder
 
 # What transformers calls the norm behind the stack.
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
@@ -68,8 +68,7 @@ def final_norm(model: Any) -> list[Any]:
 
 def _name_of_stack(model: Any) -> str:
     count = text_config(model.config).num_hidden_layers
-    decoder = model.get_decoder()  # a vision part may have as many layers
-    inside = {id(module) for module in decoder.modules()}
+    inside = {id(module) for module in text_decoder(model).modules()}  # a vision part may have as many layers
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h")
         if is_list and len(module) == count and id(module) in inside:

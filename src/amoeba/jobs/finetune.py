@@ -45,6 +45,7 @@ from amoeba.jobs.stream_parts import StreamParts
 from amoeba.jobs.training_loop import make_trainer, run_to_end
 from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
+from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
@@ -201,7 +202,9 @@ def _finetune(
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
     placed = _placed(model, settings, streamed, mesh)
-    lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
+    attached = lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
+    if attached.left_out:
+        console.say(f"without factors: {in_one_line(attached.left_out)}")
     text_config(model.config).use_cache = False
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

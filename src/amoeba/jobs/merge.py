@@ -123,9 +123,14 @@ def _write_weights(model: Any, state: Attached, folder: Path, out: Path, dtype: 
     names, changed = sort_names(model, tensors), dict[str, dict[str, Tensor]]()
     parameters = model.state_dict()
     for parameter in dict.fromkeys([*state.changed, *state.replaced]):
-        module = parameter.rpartition(".")[0]
-        changed.setdefault(module, {})[parameter] = parameters[parameter]
-        module_of |= {name: module for each in names.sources(parameter).values() for name in each}
+        group = names.made_together(parameter)
+        sources = [name for each in names.sources(group[0]).values() for name in each]
+        if not sources:
+            remedy = "save the base model with save_pretrained, and merge into that folder"
+            raise bad_value("MODEL", f"a tensor for {parameter}", "none in the checkpoint", remedy)
+        module = group[0].rpartition(".")[0]
+        changed.setdefault(module, {}).update({name: parameters[name] for name in group})
+        module_of |= dict.fromkeys(sources, module)
 
     @functools.lru_cache(maxsize=2)  # a checkpoint has the tensors of a module one after another
     def stored(module: str) -> dict[str, Tensor]:

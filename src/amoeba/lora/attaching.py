@@ -46,6 +46,7 @@ class Attached:
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
     linears: dict[str, Any] = field(default_factory=dict)  # PEFT's layers by the name of the nn.Linear
     replaced: dict[str, Tensor] = field(default_factory=dict)  # base values of what is trained whole, by full name
+    left_out: dict[str, str] = field(default_factory=dict)  # what the targets mean and cannot train: why, by name
     trained_before: list[str] = field(default_factory=list)  # parameters that required a gradient
     base: dict[str, Tensor] | None = None  # while merged: the weights as they were, {} if they were not kept
     merged: bool = False
@@ -81,6 +82,7 @@ def attach(
     prepare(model)
     chosen = choose(model, targets)
     state = start(model, {"r": r, "lora_alpha": alpha})
+    state.left_out = chosen.left_out
     for name, projections in chosen.projections.items():
         dtype, _ = home_of_factors(model.get_submodule(name))
         factors = fresh_factors(state.layouts[name], projections, r=r, scaling=alpha / r, dtype=dtype, share_a=share_a)
