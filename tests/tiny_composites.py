@@ -78,6 +78,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_audio": {"subsampling_conv_channels": [8, 4], "output_proj_dims": HIDDEN},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [4, 8, 12, WIDTH], "depths": [1, 1, 1, 1]},
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": VOCABULARY - 1},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCABULARY - 2},  # in the files of the hub, not in the class
     "radio": {"max_img_size": 32},
 }
 HEADS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")

@@ -129,7 +129,7 @@ def test_a_model_that_hands_nothing_over_says_so_when_it_is_made_and_when_it_is_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=rf"{expected} compute for themselves"):
+    with pytest.raises(ValueError, match=rf"experts are computed by {expected} of transformers"):
         lora.attach(model, 4, 8, ["experts"])
     assert not RouterWatch(model).names
     assert place_experts(model, "auto").reason == "there are no experts to place"

@@ -346,7 +346,7 @@ def test_models_that_cannot_have_factors_are_refused() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    with pytest.raises(ValueError, match=r"with stacked experts; got LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"model: expected a mixture-of-experts model of transformers; got llama, which has no experts"):
         lora.attach(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)))
     with pytest.raises(ValueError, match=r"without PEFT's layers; got a PeftModel"):
         lora.attach(peft.get_peft_model(tiny("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"])))

@@ -276,7 +276,7 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
     if "Unrecognized configuration class" in str(error):
         return bad_value(
             "MODEL",
-            "a model that reads and writes text",
+            "a language model that writes one token after another",
             f"{name!r}, of another kind",
             "use it from Python: from_pretrained(..., experts_implementation='amoeba') of the model's own class",
         )

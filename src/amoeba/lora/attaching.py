@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.coverage import coverage
+from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import (
     LORA,
     ExpertsLayout,
@@ -136,14 +136,10 @@ def prepare(model: nn.Module) -> None:
             f"a {type(model).__name__} with some",
             "start from the base model: amoeba.lora.load reads the adapter that PEFT saved",
         )
+    remedy = "use PEFT itself for such models"
+    check_coverage(model, "model", remedy)
     if not layouts_of(model):
-        others = coverage(model).other_classes
-        raise bad_value(
-            "model",
-            "a mixture-of-experts model of transformers, with stacked experts",
-            f"{type(model).__name__}, " + (f"whose {others} compute for themselves" if others else "which has none"),
-            "use PEFT itself for such models",
-        )
+        raise bad_value("model", "one with stacked experts", f"{type(model).__name__}, which has others", remedy)
     from amoeba.integrations.transformers import register
 
     register()
