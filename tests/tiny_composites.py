@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
@@ -131,7 +130,7 @@ def composite_config(model_type: str) -> PreTrainedConfig:
 
 
 def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
-    values = {name: TOWERS[name] if name in TOWERS else value for name, value in config.to_dict().items()}
+    values = {name: TOWERS.get(name, value) for name, value in config.to_dict().items()}
     for name, part_class in config.sub_configs.items():
         part = getattr(config, name, None)
         if part is None and part_class is not AutoConfig:

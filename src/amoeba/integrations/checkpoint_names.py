@@ -80,9 +80,7 @@ def as_stored(model: Any, names: CheckpointNames, parameters: Mapping[str, Tenso
 
     found: dict[str, Tensor] = {}
     converted = {
-        name: tensor
-        for name, tensor in parameters.items()
-        if names.converter(names.made_together(name)[0]) is not None
+        name: tensor for name, tensor in parameters.items() if names.converter(names.made_together(name)[0]) is not None
     }
     reverted = revert_weight_conversion(model, converted) if converted else {}
     back = sort_names(model, reverted)

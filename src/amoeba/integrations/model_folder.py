@@ -142,9 +142,7 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
     return model.eval()
 
 
-def load_rest(
-    shape: Any, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> Any:
+def load_rest(shape: Any, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Any:
     """A model without its experts. shape: the same model from `load_without_weights`, whose class and configuration it
     gets. tensors: all others of its checkpoint, which it takes over. dtype: None for the checkpoint's own."""
     from transformers import GenerationConfig

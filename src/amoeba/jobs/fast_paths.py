@@ -29,10 +29,10 @@ from amoeba.backends.backend import Request
 from amoeba.backends.registry import explain
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
-from amoeba.integrations.text_model import text_decoder
 from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in, weights_of
 from amoeba.integrations.fused_loss import fused_loss
 from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.integrations.text_model import text_decoder
 from amoeba.precision.recipes import AUTO
 from amoeba.routing import Routing
 
