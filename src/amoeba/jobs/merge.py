@@ -85,6 +85,7 @@ def merge(
         copy_small_files(folder, staging)
         if dtype is not None:
             config = json.loads((folder / _CONFIG).read_bytes())
+            config = {"dtype": None} | config if "torch_dtype" not in config else config
             write_whole(staging / _CONFIG, json.dumps(_with_dtype(config, dtype), indent=2) + "\n")
         if has_tokenizer(adapter):
             tokenizer.save_pretrained(staging)
@@ -173,6 +174,6 @@ def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
         return config
     named = str(dtype).removeprefix("torch.")
     return {
-        key: named if key in ("dtype", "torch_dtype") and isinstance(value, str) else _with_dtype(value, dtype)
+        key: named if key in ("dtype", "torch_dtype") else _with_dtype(value, dtype)
         for key, value in config.items()
     }
