@@ -11,17 +11,29 @@ import pytest
 import transformers
 from torch import nn
 
-from amoeba import lora
+from amoeba import lora, stream
 from amoeba.data.corpus import load_corpus
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.coverage import coverage
 from amoeba.integrations.placement import place_experts
+from amoeba.jobs.finetune import finetune
 from amoeba.jobs.loaded_model import _warm_up
+from amoeba.jobs.quantise import quantise_folder
 from amoeba.jobs.run_folder import Console
-from amoeba.jobs.settings import TrainSettings
+from amoeba.jobs.settings import FinetuneSettings, TrainSettings
 from amoeba.jobs.train import train
 from amoeba.observe.router_watch import RouterWatch, check_balance
-from tiny_models import build, experts_classes, experts_of, modeling_module, tiny_config, token_ids
+from amoeba.stream.store.packing import pack
+from amoeba.tuning.model_shapes import shapes_of
+from tiny_models import (
+    build,
+    experts_classes,
+    experts_of,
+    modeling_module,
+    save_byte_tokenizer,
+    tiny_config,
+    token_ids,
+)
 
 _TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 _T5 = {"d_model": 32, "d_ff": 48, "num_heads": 4, "vocab_size": 64, "num_experts": 4}
@@ -132,7 +144,7 @@ def test_a_model_that_hands_nothing_over_says_so_when_it_is_made_and_when_it_is_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=rf"{expected} compute for themselves"):
+    with pytest.raises(ValueError, match=rf"experts are computed by {expected} of transformers"):
         lora.attach(model, 4, 8, ["experts"])
     assert not RouterWatch(model).names
     assert place_experts(model, "auto").reason == "there are no experts to place"
@@ -171,6 +183,31 @@ def test_amoeba_generate_says_who_computes_the_experts_of_llama4():
     backend, reason = _warm_up(model_of("llama4", experts_implementation="amoeba").eval(), 3)
     assert backend is None
     assert reason.startswith("Llama4ForCausalLM has its experts computed by Llama4TextExperts of transformers")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_command_refuses_the_experts_of_llama4_with_the_same_reason(tmp_path):
+    folder, model = tmp_path / "llama4", model_of("llama4", {"vocab_size": 300})
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f'{{"prompt": "{number}", "completion": "and {number}"}}\n' for number in range(9)))
+    tuned = FinetuneSettings(model=str(folder), data=str(data), out=str(tmp_path / "run"), steps=1)
+    commands = {
+        "pack": lambda: pack(folder, tmp_path / "store"),
+        "stream": lambda: stream.attach(folder, ram="1GiB"),
+        "quantise": lambda: quantise_folder(folder, tmp_path / "quantised", "fp8"),
+        "finetune": lambda: finetune(tuned, Quiet()),
+        "attach": lambda: lora.attach(model, 4, 8, ["experts"]),
+        "tune": lambda: shapes_of(str(folder), 64),
+    }
+    reasons = set()
+    for name, command in commands.items():
+        with pytest.raises(ValueError, match="got llama4_text, whose experts are") as refused:
+            command()
+        assert "nothing to stream" not in str(refused.value), name
+        reasons.add(str(refused.value).partition("got ")[2].partition(". ")[0])
+    assert reasons == {f"llama4_text, whose experts are computed by {coverage(model)}"}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from amoeba import lora
 from amoeba.integrations.experts_module import LORA
 from amoeba.lora.experts_lora import ExpertsLora
+from amoeba.lora.targets import in_one_line
 from selection import quick
-from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, relative, token_ids
+from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, experts_classes, relative, token_ids
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
@@ -315,6 +316,51 @@ def test_targets_match_by_their_ends(targets: Any, experts: set[str], linears: s
         assert list(state.linears) == ["model.layers.1.self_attn.o_proj"]
 
 
+# Two of the kinds of layers that cannot train: an indexer, and weights that Mamba reads itself.
+GRADIENTS_QUICK = ("deepseek_v32", "jamba")
+# So that rows of a few tokens are compressed at all.
+SHORT_WINDOWS = {
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
+}
+
+
+@quick(lambda model_type: model_type in GRADIENTS_QUICK)
+@pytest.mark.parametrize("model_type", experts_classes())
+@pytest.mark.filterwarnings("ignore")
+def test_every_factor_of_all_linear_gets_a_gradient(model_type: str) -> None:
+    model = build(model_type, **SHORT_WINDOWS.get(model_type, {})).train()
+    state = lora.attach(model, RANK, ALPHA, "all-linear")
+    answer = model(input_ids=token_ids(2, 17), use_cache=False)
+    output = answer.logits if "logits" in answer else answer.last_hidden_state
+    (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    without = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    assert not without
+    assert bool(state.left_out) or model_type not in GRADIENTS_QUICK
+
+
+def test_what_all_linear_leaves_out_is_said_in_one_line() -> None:
+    model = build("deepseek_v32")
+    line = in_one_line(lora.attach(model, RANK, ALPHA, "all-linear").left_out)
+    assert line.startswith("self_attn.indexer.wq_b (2), self_attn.indexer.wk (2), self_attn.indexer.weights_proj (2): ")
+    assert line.endswith("an indexer's top-k choice passes no gradient back")
+
+
+def test_a_target_that_can_never_train_is_refused_and_one_that_can_in_part_is_taken_with_a_warning(caplog) -> None:
+    with pytest.raises(ValueError, match=r"'wk': self_attn.indexer.wk \(2\): an indexer's top-k .*Leave it out"):
+        lora.attach(build("deepseek_v32"), RANK, ALPHA, ["experts", "wk"])
+    with pytest.raises(ValueError, match=r"targets: .*'dt_proj': .*Mamba reads its weight"):
+        lora.attach(build("jamba"), RANK, ALPHA, "dt_proj")
+    model = build("qwen3_moe")
+    model.model.layers[1].self_attn.indexer = type("SomeIndexer", (torch.nn.Module,), {})()
+    model.model.layers[1].self_attn.indexer.q_proj = torch.nn.Linear(32, 32)
+    with caplog.at_level("WARNING", logger="amoeba"):
+        state = lora.attach(model, RANK, ALPHA, "q_proj")
+    assert list(state.linears) == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
+    assert "'q_proj' leaves out self_attn.indexer.q_proj: an indexer's top-k choice" in caplog.text
+
+
 def test_all_linear_leaves_out_the_head_and_the_routers() -> None:
     state = lora.attach(tiny("qwen3_moe"), RANK, ALPHA, "all-linear")
     assert len(state.experts) == 2
@@ -346,7 +392,7 @@ def test_models_that_cannot_have_factors_are_refused() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    with pytest.raises(ValueError, match=r"with stacked experts; got LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"got llama, which has no experts"):
         lora.attach(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)))
     with pytest.raises(ValueError, match=r"without PEFT's layers; got a PeftModel"):
         lora.attach(peft.get_peft_model(tiny("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"])))

@@ -78,7 +78,7 @@ def test_a_model_without_experts_is_refused(tmp_path):
         "vocab_size": 64,
     }
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="got llama, which has none"):
+    with pytest.raises(ValueError, match="got llama, which has no experts"):
         open_store(tmp_path)
 
 

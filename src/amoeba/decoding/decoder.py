@@ -25,6 +25,7 @@ from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Rows, Step, replays_in
 from amoeba.errors import bad_value
+from amoeba.integrations.text_model import text_config
 from amoeba.replays import Member
 
 AHEAD = 4  # steps on their way to the GPU before one is waited for
@@ -56,7 +57,7 @@ class Decoder:
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.cache = FixedCache(model.config, cache_length(length), self.device)
         self._rows = Rows(self.cache, batch, self.device)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = text_config(model.config).vocab_size
         self._sampler = Sampler(sampling or Sampling(), batch, vocabulary, self.device)
         self._step = Step(model, self._rows, self._sampler, compiled=compiled)
         self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for

@@ -10,6 +10,7 @@ from amoeba.decoding.cache import why_not_fixed
 from amoeba.errors import one_line
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in
+from amoeba.integrations.text_model import text_config
 from amoeba.replays import replays_of
 
 # Their tables of angles are computed anew, by a decision of the host, when a text gets longer
@@ -37,7 +38,7 @@ def why_not(model: Any) -> str | None:
         return f"its experts are {' and '.join(sorted(waiting))}, and a step waits for them on the host"
     if len(replays_of(placed)) > 1:
         return "its experts are in several memories, each of which would wait for the others"
-    text = model.config.get_text_config(decoder=True)
+    text = text_config(model.config)
     if (reason := why_not_fixed(model.config)) is not None:
         return reason
     kinds = _rotations(getattr(text, "rope_parameters", None))

@@ -10,10 +10,13 @@ place for, as transformers ignores it in loading, is in neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import experts_modules
 
 Sources = dict[str | None, list[str]]  # by the pattern of a conversion, None without one; experts in their order
@@ -22,12 +25,23 @@ Sources = dict[str | None, list[str]]  # by the pattern of a conversion, None wi
 @dataclass(frozen=True)
 class CheckpointNames:
     of_experts: dict[str, Sources]  # by parameter
-    rest: list[str]
+    of_rest: dict[str, Sources]
+    rest: list[str]  # names, in their natural order
     converters: dict[str, Any]  # WeightConverter of transformers, by each of its patterns
 
     def sources(self, parameter: str) -> Sources:
-        """Of a parameter of experts; empty where the checkpoint has nothing for it."""
-        return self.of_experts.get(parameter, {})
+        """Empty where the checkpoint has nothing for this parameter."""
+        return self.of_experts.get(parameter) or self.of_rest.get(parameter, {})
+
+    def made_together(self, parameter: str) -> list[str]:
+        """The parameters that one conversion makes of the same tensors, the one with these as its sources first:
+        Ernie's experts for text and for images are in one list on disk."""
+        for converter in {id(each): each for each in self.converters.values()}.values():
+            for target in converter.target_patterns:
+                found = [parameter.replace(target, each) for each in converter.target_patterns]
+                if len(found) > 1 and target in parameter and self.sources(found[0]):
+                    return found
+        return [parameter]
 
     def converter(self, parameter: str) -> Any | None:
         """What makes the parameter of its sources; None where there is one tensor that is already it."""
@@ -44,7 +58,7 @@ def sort_names(model: Any, names: Iterable[str]) -> CheckpointNames:
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     parameters, prefix = model.state_dict(), model.base_model_prefix
     inside = tuple(f"{name}." for name in experts_modules(model))
-    found = CheckpointNames({}, [], {pattern: each for each in converters for pattern in each.source_patterns})
+    found = CheckpointNames({}, {}, [], {pattern: each for each in converters for pattern in each.source_patterns})
     for name in sorted(names, key=_natural):
         target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
         if target not in parameters and name in parameters:  # an already converted name, as transformers has it
@@ -52,7 +66,39 @@ def sort_names(model: Any, names: Iterable[str]) -> CheckpointNames:
         if target in parameters and target.startswith(inside):
             found.of_experts.setdefault(target, {}).setdefault(pattern, []).append(name)
         elif target in parameters:
+            found.of_rest.setdefault(target, {}).setdefault(pattern, []).append(name)
             found.rest.append(name)
+    return found
+
+
+def as_stored(model: Any, names: CheckpointNames, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters as the checkpoint that the model was loaded from has them: by its names, in its layout.
+
+    names: of that checkpoint. parameters: those that are `made_together` are all there.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = {}
+    converted = {
+        name: tensor for name, tensor in parameters.items() if names.converter(names.made_together(name)[0]) is not None
+    }
+    reverted = revert_weight_conversion(model, converted) if converted else {}
+    back = sort_names(model, reverted)
+    for name, tensor in parameters.items():
+        sources = names.sources(name)
+        if name not in converted:
+            found |= {source: tensor for each in sources.values() for source in each}
+            continue
+        for pattern, stored in sources.items():
+            again = back.sources(name).get(pattern, [])
+            if len(again) != len(stored):
+                raise bad_value(
+                    "MODEL",
+                    f"a checkpoint whose layout of {name} transformers can write again",
+                    f"one with {len(stored)} tensors for it, of which it would write {len(again)}",
+                    "save the model with save_pretrained first, and merge into that folder",
+                )
+            found |= {source: reverted[each] for source, each in zip(stored, again, strict=True)}
     return found
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from amoeba.integrations.compile_cache import keep_compiled_code
+from amoeba.integrations.text_model import text_config, text_decoder
 
 # What transformers calls the norm behind the stack.
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
@@ -66,8 +67,10 @@ def final_norm(model: Any) -> list[Any]:
 
 
 def _name_of_stack(model: Any) -> str:
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    count = text_config(model.config).num_hidden_layers
+    inside = {id(module) for module in text_decoder(model).modules()}  # a vision part may have as many layers
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h") and len(module) == count:
+        is_list = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h")
+        if is_list and len(module) == count and id(module) in inside:
             return name
     raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")

@@ -62,7 +62,8 @@ def check_coverage(model: Any, argument: str, remedy: str) -> Coverage:
     got, expected = "which has no experts", "a mixture-of-experts model of transformers"
     if found.others:
         got, expected = f"whose experts are computed by {found}", expected + " that hands its experts over"
-    raise bad_value(argument, expected, f"{model.config.model_type}, {got}", remedy)
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    raise bad_value(argument, expected, f"{kind}, {got}", remedy)
 
 
 def _holds_experts(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from amoeba.errors import BadValue, bad_value, is_out_of_memory, one_line
+from amoeba.integrations.text_model import auto_class, text_config
 
 logger = logging.getLogger("amoeba")
 
@@ -112,7 +113,7 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
 
     with _reading(name, "config.json"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        text = config.get_text_config()
+        text = text_config(config)
     _check_choice(name, text)
     return config
 
@@ -133,16 +134,15 @@ def _check_choice(name: str, config: Any) -> None:
 
 def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
     """dtype: None for the checkpoint's own."""
-    from transformers import AutoModelForCausalLM
-
     from amoeba.integrations.transformers import register
 
     register()
 
     if Path(name).is_dir():
         has_weights(Path(name))
+    config = load_config(name, trust_remote_code=trust_remote_code)
     with _reading(name, "model"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             name,
             dtype=dtype or "auto",
             experts_implementation="amoeba",
@@ -157,11 +157,9 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
     return model.eval()
 
 
-def load_rest(
-    kind: Any, config: Any, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> Any:
-    """A model without its experts. kind: its class. tensors: all others of its checkpoint, which it takes over.
-    dtype: None for the checkpoint's own."""
+def load_rest(shape: Any, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Any:
+    """A model without its experts. shape: the same model from `load_without_weights`, whose class and configuration it
+    gets. tensors: all others of its checkpoint, which it takes over. dtype: None for the checkpoint's own."""
     from transformers import GenerationConfig
 
     from amoeba.integrations.transformers import register
@@ -170,9 +168,9 @@ def load_rest(
     register()
 
     with _reading(name, "model"), experts_left_out():
-        model, found = kind.from_pretrained(
+        model, found = type(shape).from_pretrained(
             None,
-            config=config,
+            config=shape.config,
             state_dict=tensors,
             dtype=dtype or "auto",
             experts_implementation="amoeba",
@@ -207,10 +205,8 @@ def _check_weights_fit(name: str, found: Any) -> None:
 
 def load_without_weights(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
     """The model on the meta device: its modules and their shapes, in no memory."""
-    from transformers import AutoModelForCausalLM
-
     with _reading(name, "model"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code).eval()
 
 
 def has_weights(folder: Path) -> bool:
@@ -293,7 +289,7 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
     if "Unrecognized configuration class" in str(error):
         return bad_value(
             "MODEL",
-            "a text model, which AutoModelForCausalLM loads",
+            "a language model that writes one token after another",
             f"{name!r}, of another kind",
             "use it from Python: from_pretrained(..., experts_implementation='amoeba') of the model's own class",
         )

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from amoeba.errors import bad_value
+from amoeba.integrations.text_model import text_config
 
 
 def vocabulary(config: Any) -> int:
-    return config.get_text_config().vocab_size
+    return text_config(config).vocab_size
 
 
 def positions(config: Any) -> int | None:
     """None where the architecture has no limit of its own."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def check_sequence_length(config: Any, length: int) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import LORA, described, experts_modules, place, placed_in, resident
+from amoeba.integrations.text_model import text_config
 from amoeba.placement import LayerSizes, Load, Situation
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
 
@@ -71,7 +72,7 @@ def place_experts(
             raise bad_value(name, "experts without factors yet", "LoRA factors", "place the experts, then attach")
     if load is not None and chosen.check_memory is not None:
         sizes = Counter(_sizes(module) for module in modules.values())
-        top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # type: ignore[union-attr, operator]
+        top_k = getattr(text_config(model.config), "num_experts_per_tok", None)
         load = load._replace(top_k=top_k or min(load.top_k, max(size.experts for size in sizes)))
         owned = (p for module in modules.values() for p in module.parameters() if not p.is_cuda)
         placed = placed._replace(plans=chosen.check_memory(sizes, load, sum(p.nbytes for p in owned)))

@@ -35,5 +35,5 @@ def _named(config: Mapping[str, Any]) -> Iterator[bool]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _named(value)
-        elif isinstance(value, int | float) and name.endswith(_NAMES):
+        elif isinstance(value, int | float) and str(name).endswith(_NAMES):
             yield value > 0

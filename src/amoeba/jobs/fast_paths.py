@@ -32,6 +32,7 @@ from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in, weights_of
 from amoeba.integrations.fused_loss import fused_loss
 from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.integrations.text_model import text_decoder
 from amoeba.precision.recipes import AUTO
 from amoeba.routing import Routing
 
@@ -97,9 +98,10 @@ def why_not_by_documents(model: Any) -> str | None:
     }
     batch |= document_arguments(batch, 2, 128)
     given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    own = model.config._attn_implementation
+    text = text_decoder(model)  # vision and audio parts keep their own attention
+    own = text.config._attn_implementation
     try:
-        model.set_attn_implementation(NAME)
+        text.set_attn_implementation(NAME)
         with torch.no_grad():
             model(**given, use_cache=False)
     except torch.OutOfMemoryError:
@@ -108,7 +110,7 @@ def why_not_by_documents(model: Any) -> str | None:
         logger.info("attention by documents", exc_info=error)
         return _first_line(error)
     finally:
-        model.set_attn_implementation(own)
+        text.set_attn_implementation(own)
     return None
 
 
@@ -125,9 +127,10 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
     from amoeba.integrations.attention import NAME
 
     model = trainer.model
-    own = model.config._attn_implementation
+    text = text_decoder(model)  # vision and audio parts keep their own attention
+    own = text.config._attn_implementation
     try:
-        model.set_attn_implementation(NAME)
+        text.set_attn_implementation(NAME)
         trainer.by_documents = True
         trainer.try_batch(rows=1, gradients=False)
         reason = None
@@ -137,12 +140,12 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
         logger.info("attention by documents", exc_info=error)
         reason = _first_line(error)
         trainer.by_documents = False
-        model.set_attn_implementation(own)
+        text.set_attn_implementation(own)
     try:
         yield reason
     finally:
         trainer.by_documents = False
-        model.set_attn_implementation(own)
+        text.set_attn_implementation(own)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import Placed, check_placement, place_experts
+from amoeba.integrations.text_model import text_config
 from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.resume import (
@@ -53,6 +54,7 @@ from amoeba.jobs.stream_parts import StreamParts
 from amoeba.jobs.training_loop import make_trainer, run_to_end
 from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
+from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
@@ -212,8 +214,10 @@ def _finetune(
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
     placed = _placed(model, settings, streamed, mesh, together)
-    lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
-    model.config.use_cache = False
+    attached = lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
+    if attached.left_out:
+        console.say(f"without factors: {in_one_line(attached.left_out)}")
+    text_config(model.config).use_cache = False
     check_same_model(together, model, {"where the experts are": placed.placement})
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

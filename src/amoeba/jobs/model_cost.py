@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
+from amoeba.integrations.text_model import text_config
 from amoeba.jobs.kept_measurements import keep, kept
 from amoeba.machine import cpu_model, load_average, usable_cores
 
@@ -30,7 +31,7 @@ def training_flops_per_token(model: Any, tokens_per_row: float) -> float:
     layer, for causal attention over S tokens with Q heads of size D, 6·S·Q·D (half of the 12·S·Q·D of full attention).
 
     What is computed again, routing, norms and the optimizer's own work do not count."""
-    config = model.config
+    config = text_config(model.config)
     attention = 6.0 * config.num_hidden_layers * _width_of_attention(config) * tokens_per_row
     return attention + sum((6.0 if trained else 4.0) * numbers for numbers, trained in _at_work(model))
 
@@ -48,7 +49,7 @@ def _width_of_attention(config: Any) -> float:
 def _at_work(model: Any) -> Iterator[tuple[float, bool]]:
     """(numbers that work on one token, whether they are trained): all but the experts that a token does not visit, and
     but the embedding table."""
-    config = model.config
+    config = text_config(model.config)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if hasattr(config, name)), 0)
     share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0

@@ -81,8 +81,8 @@ class _Quantising:
         self.source, self.out, self.name, self.format, self.progress = source, out, name, FORMATS[name], progress
         config = load_config(str(source.folder), trust_remote_code=trust_remote_code)
         self.model = load_without_weights(config, str(source.folder), trust_remote_code=trust_remote_code)
-        tensors = checkpoint_tensors(source.folder)
-        self.name_of = {(entry.file, entry.start): each for each, entry in tensors.items()}
+        self.tensors = checkpoint_tensors(source.folder)
+        self.name_of = {(entry.file, entry.start): each for each, entry in self.tensors.items()}
         count = len(source.layers) + 1
         self.files = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
         self.facts = {"fingerprint": fingerprint(source), "format": name}
@@ -105,7 +105,8 @@ class _Quantising:
                         raise
                     self._save(file, tensors)
             if not (self.out / self.files[-1]).is_file():
-                self._save(self.files[-1], dict(self.source.rest_tensors()))
+                left_out = {name: _read(self.tensors[name]) for name in self.source.left_out}
+                self._save(self.files[-1], dict(self.source.rest_tensors()) | left_out)
             copy_small_files(self.source.folder, self.out, but=(_CONFIG,))
             expert_bytes = self._write_index()
             _write(self.out / _CONFIG, json.dumps(self._config(), indent=2))
@@ -244,7 +245,9 @@ class _Quantising:
 
     def _others(self) -> list[str]:
         """Linears beside the experts, as names end: transformers would take them for quantised ones."""
-        linears = (name for name, module in self.model.named_modules() if isinstance(module, nn.Linear))
+        linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        # of parts that are copied and not loaded here, such as a vision part
+        linears += [name.removesuffix(".weight") for name in self.source.left_out if name.endswith(".weight")]
         return sorted({".".join(name.split(".")[-2:]) for name in linears if ".experts." not in f".{name}."})
 
     def _save(self, file: str, tensors: Mapping[str, Tensor]) -> None:

@@ -86,8 +86,8 @@ def load_share(
     with store:
         store.check_plain("leave --experts ranks out: experts over ranks are no codes yet")
         config = load_config(name, trust_remote_code=trust_remote_code)
-        kind = type(load_without_weights(config, name, trust_remote_code=trust_remote_code))
-        model = load_rest(kind, config, name, dict(store.rest_tensors()), dtype)
+        shape = load_without_weights(config, name, trust_remote_code=trust_remote_code)
+        model = load_rest(shape, name, dict(store.rest_tensors()), dtype)
         for layer, entry in enumerate(store.layers):
             module = model.get_submodule(entry.name)
             owners = Owners.even(entry.experts, ranks.count)

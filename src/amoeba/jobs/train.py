@@ -25,6 +25,7 @@ from amoeba.integrations.model_folder import check_json, has_weights, load_confi
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.integrations.precision import set_precision
+from amoeba.integrations.text_model import auto_class, text_config
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, data_facts, finished_run, go_on
@@ -84,7 +85,6 @@ def _train(
     trust_remote_code: bool,
     together: Together,
 ) -> TrainReport:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     from amoeba.integrations.coverage import check_coverage
@@ -128,7 +128,7 @@ def _train(
         f"a tokenizer of {len(tokenizer)} tokens"
     )
 
-    model = _build_model(settings, tokenizer, config, AutoModelForCausalLM, trust_remote_code, mesh)
+    model = _build_model(settings, tokenizer, config, trust_remote_code, mesh)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = _compute_dtype(settings, earlier, model, train_rows, console, together)
     if device == "cuda":
@@ -185,7 +185,7 @@ def _on(model: str) -> str:
 
 
 def _build_model(
-    settings: TrainSettings, tokenizer: Any, config: Any, auto: Any, trust_remote_code: bool, mesh: RankMesh | None
+    settings: TrainSettings, tokenizer: Any, config: Any, trust_remote_code: bool, mesh: RankMesh | None
 ) -> Any:
     """config: of the folder that settings.model is; None for a preset. Weights that are read are this rank's; new ones
     are drawn as one process draws them, and shared out afterwards."""
@@ -198,11 +198,11 @@ def _build_model(
             return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
         return load_share(settings.model, torch.float32, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, name, getattr(tokenizer, name))
-    if hasattr(config, "output_router_logits"):
-        config.output_router_logits = False  # our own balance loss, layer by layer, takes its place
+        setattr(text_config(config), name, getattr(tokenizer, name))
+    if hasattr(text_config(config), "output_router_logits"):
+        text_config(config).output_router_logits = False  # our own balance loss, layer by layer, takes its place
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a billion random numbers take a CPU a while
-        return auto.from_config(
+        return auto_class(config).from_config(
             config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
         )
 

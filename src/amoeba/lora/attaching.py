@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from amoeba.errors import bad_value
-from amoeba.integrations.coverage import coverage
+from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import (
     LORA,
     ExpertsLayout,
@@ -46,9 +46,11 @@ class Attached:
     layouts: dict[str, ExpertsLayout] = field(default_factory=dict)
     linears: dict[str, Any] = field(default_factory=dict)  # PEFT's layers by the name of the nn.Linear
     replaced: dict[str, Tensor] = field(default_factory=dict)  # base values of what is trained whole, by full name
+    left_out: dict[str, str] = field(default_factory=dict)  # what the targets mean and cannot train: why, by name
     trained_before: list[str] = field(default_factory=list)  # parameters that required a gradient
     base: dict[str, Tensor] | None = None  # while merged: the weights as they were, {} if they were not kept
     merged: bool = False
+    changed: list[str] = field(default_factory=list)  # while merged: the parameters that have the factors in them
 
     def trainable(self) -> int:
         """How many numbers the factors have, not counting modules that are trained in full."""
@@ -80,6 +82,7 @@ def attach(
     prepare(model)
     chosen = choose(model, targets)
     state = start(model, {"r": r, "lora_alpha": alpha})
+    state.left_out = chosen.left_out
     for name, projections in chosen.projections.items():
         dtype, _ = home_of_factors(model.get_submodule(name))
         factors = fresh_factors(state.layouts[name], projections, r=r, scaling=alpha / r, dtype=dtype, share_a=share_a)
@@ -133,14 +136,10 @@ def prepare(model: nn.Module) -> None:
             f"a {type(model).__name__} with some",
             "start from the base model: amoeba.lora.load reads the adapter that PEFT saved",
         )
+    remedy = "use PEFT itself for such models"
+    check_coverage(model, "model", remedy)
     if not layouts_of(model):
-        others = coverage(model).other_classes
-        raise bad_value(
-            "model",
-            "a mixture-of-experts model of transformers, with stacked experts",
-            f"{type(model).__name__}, " + (f"whose {others} compute for themselves" if others else "which has none"),
-            "use PEFT itself for such models",
-        )
+        raise bad_value("model", "one with stacked experts", f"{type(model).__name__}, which has others", remedy)
     from amoeba.integrations.transformers import register
 
     register()

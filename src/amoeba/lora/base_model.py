@@ -20,6 +20,7 @@ from torch import nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import layouts_of
+from amoeba.integrations.text_model import text_config
 from amoeba.lora.adapter_config import UP_PARAMETERS, another_model, is_targeted
 from amoeba.lora.peft_files import PROJECTIONS, Adapter
 
@@ -27,12 +28,11 @@ logger = logging.getLogger("amoeba")
 
 
 def base_of(model: nn.Module) -> dict[str, Any]:
-    config: Any = model.config
-    return _described(config.to_dict() | config.get_text_config().to_dict(), config.model_type)
+    return _described(text_config(model.config).to_dict())
 
 
-def _described(config: dict[str, Any], model_type: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "layers": config.get("num_hidden_layers")}
+def _described(text: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": text.get("model_type"), "layers": text.get("num_hidden_layers")}
 
 
 def check_base(model: nn.Module, adapter: Adapter, folder: str | Path) -> None:
@@ -68,7 +68,7 @@ def _base_in_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(found, dict):
         return {}
     text = found.get("text_config")
-    return _described(found | (text if isinstance(text, dict) else {}), found.get("model_type"))
+    return _described(text if isinstance(text, dict) else found)
 
 
 def _missing(model: nn.Module, adapter: Adapter) -> Iterator[str]:

@@ -39,7 +39,10 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
         check_own_parameters(model.get_submodule(name), name, remedy)
     base: dict[str, Tensor] = {}
 
+    changed: list[str] = []
+
     def replace(name: str, parameter: Tensor, merged: Tensor) -> None:
+        changed.append(name)
         if keep_base:
             base[name] = parameter.data
         parameter.data = merged
@@ -52,7 +55,7 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
         for parameter_name, merged in _merged_experts(module, layout, lora.factors()).items():
             replace(f"{name}.{parameter_name}", getattr(module, parameter_name), merged)
         delattr(module, LORA)
-    state.merged, state.base = True, base if keep_base else None
+    state.merged, state.base, state.changed = True, base if keep_base else None, changed
 
 
 @torch.no_grad()
@@ -74,7 +77,7 @@ def unmerge(model: nn.Module) -> None:
     for name, layer in state.experts.items():
         experts = model.get_submodule(name)
         experts.register_module(LORA, layer.to(next(experts.parameters()).device).train(experts.training))
-    state.merged, state.base = False, None
+    state.merged, state.base, state.changed = False, None, []
 
 
 def _merged_experts(module: nn.Module, layout: ExpertsLayout, factors: LoraFactors) -> dict[str, Tensor]:

@@ -6,10 +6,15 @@
 
 A name matches as in PEFT: it is the whole name or its end after a dot. `down_proj` is thus the experts' and that of
 every dense or shared MLP; `experts.down_proj` the experts' alone.
+
+Linear layers whose factors could never get a gradient are left out, and `chosen.left_out` says why. "experts" and
+"all-linear" mean the text model: its vision and audio parts see nothing of a text.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,13 +22,23 @@ from torch import nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import ROUTER_NAMES, ExpertsLayout, layouts_of
+from amoeba.integrations.text_model import beyond_text
+
+logger = logging.getLogger("amoeba")
 
 EXPERTS, ALL_LINEAR = "experts", "all-linear"
+# Sparse attention chooses keys by the top-k of an indexer's scores: the choice is all that is used of them.
+_NO_GRADIENT = "an indexer's top-k choice passes no gradient back"
+# Mamba's kernels are given the weight (PEFT refuses out_proj too); factors next to it would not be seen.
+_BY_WEIGHT = "Mamba reads its weight without calling it, so factors have no effect"
+_NOT_TEXT = "not part of the text model"
+_READ_BY_MAMBA = ("out_proj", "dt_proj")
 
 
 class Chosen(NamedTuple):
     projections: dict[str, set[str]]  # by the name of the experts module
     linears: list[str]
+    left_out: dict[str, str]  # why, by the name of the linear layer or experts module
 
 
 def choose(model: nn.Module, targets: str | Iterable[str]) -> Chosen:
@@ -35,22 +50,47 @@ def choose(model: nn.Module, targets: str | Iterable[str]) -> Chosen:
     routers = set(routers_of(model, layouts))
     linears = [name for name in _linears(model) if name not in routers]
     head = model.get_output_embeddings()  # type: ignore[operator]
-    chosen = Chosen({}, [])
+    other_parts = beyond_text(model)
+    chosen = Chosen({}, [], {})
     for target in names:
-        found = False
+        by_kind = target in (EXPERTS, ALL_LINEAR)
+        taken, left_out = [], dict[str, str]()
         for module, layout in layouts.items():
             projections = _projections(target, module, layout)
-            if projections:
-                found = True
+            if projections and by_kind and module in other_parts:
+                left_out[module] = _NOT_TEXT
+            elif projections:
+                taken.append(module)
                 chosen.projections.setdefault(module, set()).update(projections)
         for name in linears:
-            if _matches(name, target) or (target == ALL_LINEAR and model.get_submodule(name) is not head):
-                found = True
-                if name not in chosen.linears:
-                    chosen.linears.append(name)
-        if not found:
+            if not _matches(name, target) and (target != ALL_LINEAR or model.get_submodule(name) is head):
+                continue
+            reason = _NOT_TEXT if by_kind and name in other_parts else _cannot_train(model, name)
+            if reason is not None:
+                left_out[name] = reason
+                continue
+            taken.append(name)
+            if name not in chosen.linears:
+                chosen.linears.append(name)
+        if not taken and left_out:
+            raise _trains_nothing(target, left_out)
+        if not taken:
             raise _matches_nothing(target, layouts, linears)
+        if not by_kind:
+            _warn(target, left_out, [name for name in taken if name in other_parts])
+        chosen.left_out.update(left_out)
     return chosen
+
+
+def in_one_line(left_out: dict[str, str]) -> str:
+    """self_attn.indexer.wk (24), ...: an indexer's top-k choice passes no gradient back"""
+    parts = []
+    for reason in dict.fromkeys(left_out.values()):
+        ends = Counter(_without_number(name) for name, why in left_out.items() if why == reason)
+        named = [f"{end} ({count})" if count > 1 else end for end, count in ends.items()]
+        more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+        parts.append(f"{', '.join(named[:4])}{more}: {reason}")
+    return "; ".join(parts)
 
 
 def routers_of(model: nn.Module, experts: Iterable[str]) -> Iterator[str]:
@@ -63,12 +103,39 @@ def routers_of(model: nn.Module, experts: Iterable[str]) -> Iterator[str]:
 
 
 def _linears(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        parent, _, child = name.rpartition(".")
-        # Mamba's fused kernel takes out_proj's weight and would not see factors beside it (PEFT refuses it too)
-        in_kernel = child == "out_proj" and "Mamba" in type(model.get_submodule(parent)).__name__
-        if isinstance(module, nn.Linear) and not in_kernel:
-            yield name
+    return (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+
+
+def _cannot_train(model: nn.Module, name: str) -> str | None:
+    """Why factors of this linear layer would never get a gradient."""
+    parent, _, child = name.rpartition(".")
+    if child in _READ_BY_MAMBA and "Mamba" in type(model.get_submodule(parent)).__name__:
+        return _BY_WEIGHT
+    while parent:
+        if "Indexer" in type(model.get_submodule(parent)).__name__:
+            return _NO_GRADIENT
+        parent = parent.rpartition(".")[0]
+    return None
+
+
+def _without_number(name: str) -> str:
+    """What follows the number of the layer."""
+    words = name.split(".")
+    numbers = [place for place, word in enumerate(words) if word.isdigit()]
+    return ".".join(words[numbers[-1] + 1 :] if numbers and numbers[-1] + 1 < len(words) else words)
+
+
+def _trains_nothing(target: str, left_out: dict[str, str]) -> ValueError:
+    expected = "layers whose factors can be trained"
+    return bad_value("targets", expected, f"{target!r}: {in_one_line(left_out)}", "leave it out")
+
+
+def _warn(target: str, left_out: dict[str, str], not_text: list[str]) -> None:
+    if left_out:
+        logger.warning("target %r leaves out %s", target, in_one_line(left_out))
+    if not_text:
+        named = in_one_line(dict.fromkeys(not_text, _NOT_TEXT))
+        logger.warning("target %r takes %s; text alone does not train it", target, named)
 
 
 def _projections(target: str, module: str, layout: ExpertsLayout) -> tuple[str, ...]:

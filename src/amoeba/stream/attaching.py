@@ -173,9 +173,9 @@ def attach(
         make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, prefetch, beside(opened))
         if loaded is None:
             config = unquantised(load_config(str(source), trust_remote_code=trust_remote_code))
-            kind = type(load_without_weights(config, str(source), trust_remote_code=trust_remote_code))
+            shape = load_without_weights(config, str(source), trust_remote_code=trust_remote_code)
             of_rest = None if opened.format is None else opened.layers[0].dtype
-            loaded = load_rest(kind, config, str(source), dict(opened.rest_tensors()), of_rest)
+            loaded = load_rest(shape, str(source), dict(opened.rest_tensors()), of_rest)
         check_match(loaded, opened)
         closing = memory = make()
         register()

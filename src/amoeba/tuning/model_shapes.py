@@ -8,22 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from amoeba.bench.shapes import Shape
 from amoeba.errors import bad_value
+from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import layouts_of
-from amoeba.integrations.model_folder import check_json, load_config
+from amoeba.integrations.model_folder import check_json, load_config, load_without_weights
+from amoeba.integrations.text_model import text_config
 from amoeba.jobs.presets import PRESETS
 
 
 def shapes_of(model: str, tokens: int) -> tuple[list[Shape], tuple[int, ...]]:
     """One shape for each kind of layer with experts, and the sizes of the attention's heads."""
-    from transformers import AutoModelForCausalLM
-
-    config = _config(model)
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    built = load_without_weights(_config(model), model)
+    check_coverage(built, "--model", "give its sizes instead: --shape T,H,I,E,K")
+    config = text_config(built.config)
     top_k = next((getattr(config, name) for name in ("num_experts_per_tok", "moe_topk") if hasattr(config, name)), None)
     layouts = {layout for layout in layouts_of(built).values() if layout.gated and not layout.transposed}
     if top_k is None or not layouts:

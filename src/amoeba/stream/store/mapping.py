@@ -24,6 +24,7 @@ from torch import Tensor
 
 from amoeba.errors import bad_value
 from amoeba.integrations.checkpoint_names import sort_names
+from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import ExpertsLayout, described, experts_modules, layout_of
 from amoeba.integrations.model_folder import load_config, load_without_weights
 from amoeba.integrations.quantised_files import REMEDY, check_scaled, format_of
@@ -51,6 +52,7 @@ def map_experts(
             REMEDY,
         )
     model = load_without_weights(unquantised(config), str(folder), trust_remote_code=trust_remote_code)
+    check_coverage(model, "MODEL", "amoeba generate runs it as transformers does, without --ram or --vram")
     checkpoint: _Checkpoint | CodedCheckpoint
     if facts is None:
         checkpoint = _Checkpoint(model, tensors)
@@ -59,9 +61,6 @@ def map_experts(
     else:
         checkpoint = CodedCheckpoint(model, tensors, facts, dtype_of(config))
     layers = [checkpoint.layer(name, module) for name, module in experts_modules(model).items()]
-    if not layers:
-        expected = "a mixture of experts that transformers hands over (use_experts_implementation)"
-        raise bad_value("MODEL", expected, f"{checkpoint.family}, which has none", "there is nothing to stream in it")
     return layers, checkpoint.rest
 
 
