@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from amoeba.tasks.simulate import Ran
     from amoeba.tasks.summary import Summary
 
-tasks = typer.Typer(
+tasks = Typer(
     name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True
 )
 

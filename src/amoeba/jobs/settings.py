@@ -123,7 +123,8 @@ class RunSettings:
         if minutes is not None and not (isinstance(minutes, int | float) and 0 < minutes < math.inf):
             raise bad_value("minutes", "a number above 0", repr(minutes), "leave it out for all steps")
         if not isinstance(self.held_out, str) and not 0 < self.held_out < 1:
-            raise bad_value("held_out", "a share between 0 and 1, or a file", self.held_out, "0.05 is customary")
+            remedy = "every run measures its loss on text that it does not train on: write for example 0.01, or a file"
+            raise bad_value("held_out", "a share above 0 and below 1, or a file", self.held_out, remedy)
         kinds = (("balance", Balance), ("compile", Compile), ("optimizer_states", States), ("dense", Dense))
         for name, kind in kinds:
             if getattr(self, name) not in get_args(kind):
