@@ -43,7 +43,7 @@ AT_RESUME: dict[str, AtResume] = {
     "sequence_length": "fixed",
     "steps": "fixed",  # the learning rate falls towards the last one
     "epochs": "fixed",
-    "minutes": "fixed",  # a checkpoint holds how many steps they came to
+    "minutes": "fixed",  # a checkpoint holds the plan and the time that is spent
     "learning_rate": "fixed",
     "warmup_steps": "fixed",
     "weight_decay": "fixed",
@@ -74,7 +74,7 @@ class RunSettings:
     balance:  "aux" adds a load-balancing loss for each layer, "bias" shifts selection biases where the architecture
               has them, "none" leaves the router alone.
     z_loss_coefficient: of the loss that keeps router logits small, in any balance.
-    minutes:  no more steps than fit into these; how many, the speed of the machine decides (jobs/time_budget.py).
+    minutes:  stop after these: the pace of the machine decides how many steps that is (jobs/time_budget.py).
     compile:  decoder layers by torch.compile; "auto" where there is a GPU and the run is long enough.
     optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
     expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of so many ranks share
