@@ -12,6 +12,7 @@ from typing import Annotated
 
 from amoeba._version import __version__
 from amoeba.commands import exits
+from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.finetune import finetune
 from amoeba.commands.front import typer
@@ -51,7 +52,7 @@ from amoeba.commands.trace import trace
 from amoeba.commands.tune import tune
 from amoeba.loading import loading
 
-app = typer.Typer(
+app = Typer(
     name="amoeba",
     help="Mixture of experts for PyTorch: train, fine-tune, generate, prove, measure.",
     no_args_is_help=True,

@@ -5,11 +5,16 @@ raise bad_value("top_k", "1 <= top_k <= num_experts (8)", 9, "lower top_k or add
 
 
 class BadValue(ValueError):
-    """Said in our words: whoever wraps errors of other packages lets it pass."""
+    """Said in our words: whoever wraps errors of other packages lets it pass. remedy: what to do, its last sentence."""
+
+    remedy: str | None = None
 
 
 def bad_value(name: str, expected: str, got: object, remedy: str) -> BadValue:
-    return BadValue(f"{name}: expected {expected}; got {got}. {remedy[0].upper()}{remedy[1:]}.")
+    advice = f"{remedy[0].upper()}{remedy[1:]}."
+    error = BadValue(f"{name}: expected {expected}; got {got}. {advice}")
+    error.remedy = advice
+    return error
 
 
 def counted(number: int, thing: str) -> str:

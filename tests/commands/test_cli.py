@@ -96,7 +96,9 @@ def test_doctor_describes_the_machine_and_every_backend():
     ]
     assert all((row["how"] is None) != (row["why_not"] is None) for row in document["placements"])
     names = {backend.name for backend in registry.backends_of(ExpertWeights, torch.device("cpu"))}
-    assert {row["backend"] for row in document["backends"] if row["device"] == "cpu"} == names
+    here = {row["backend"]: row for row in document["backends"] if row["device"] == "cpu"}
+    assert here.keys() == names | {"tasks", "cpu-fused"}
+    assert not any(row["auto"] for row in here.values() if row["by_name"])
     for row in document["backends"]:
         for reason in row["refusals"].values():
             assert reason is None or reason in result.stdout

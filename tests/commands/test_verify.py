@@ -16,6 +16,7 @@ from amoeba.backends import eager
 from amoeba.placements import all_placements
 from amoeba.precision.recipes import OF_ALL_TOKENS, SUMMARIES
 from amoeba.proof import conformance
+from amoeba.proof.cases import Case
 from planted_backend import Planted, plant
 
 
@@ -29,11 +30,18 @@ def test_verify_passes_and_names_every_backend_and_gradient():
     assert result.exit_code == 0, result.output
     document = last_line(result)
     assert document["ok"]
-    assert {row["backend"] for row in document["backends"]} == set(conformance.backend_names(torch.device("cpu")))
+    cpu = torch.device("cpu")
+    by_name = {"tasks", "cpu-fused"}  # which nobody sees proven unless they are checked without being asked for
+    assert {row["backend"] for row in document["backends"]} == {*conformance.backend_names(cpu), *by_name}
+    checked = {row["backend"] for row in document["backends"] if row["cases_checked"]}
+    core = conformance.why_not(Case(1, 2), "cpu-fused", cpu, torch.bfloat16) is None
+    kernels = conformance.why_not(Case(1, 2), "tasks", cpu, torch.float32) is None
+    assert by_name & checked == ({"cpu-fused"} if core else set()) | ({"tasks"} if kernels else set())
     for row in document["backends"]:
         if row["cases_checked"]:
-            placed = {placement.name for placement in all_placements() if not placement.trains}
-            base = set() if row["backend"] in placed else {"gate_up", "down", "down_bias"}
+            placed = {placement.name for placement in all_placements() if not placement.trains} | {"cpu-fused"}
+            biases = set() if row["backend"] == "tasks" else {"down_bias"}  # which it has no tasks for
+            base = set() if row["backend"] in placed else {"gate_up", "down", *biases}
             assert {"inference", "output", "x", "weight"} | base <= set(row["worst"])
     assert "every gradient within tolerance" in result.stdout
     for name in ("eager", "float32", "bfloat16", "gate_up_bias", "tolerance"):

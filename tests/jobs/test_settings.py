@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from amoeba.cli import app
+from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings, load_settings
 
 KINDS = {"train": TrainSettings, "finetune": FinetuneSettings}
@@ -111,3 +113,19 @@ def test_a_value_of_another_kind_is_named(
 def test_a_list_of_targets_holds_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("expected a list of names; got [1]")):
         read(tmp_path, "model: base\ntargets: [1]\n", FinetuneSettings)
+
+
+@pytest.mark.parametrize("share", [0, 0.0, -0.5, 1, 2.5, float("nan")])
+def test_nothing_held_out_is_refused_with_what_to_write_instead(share):
+    with pytest.raises(ValueError, match=r"held_out: expected a share above 0 .* or a file; got .*\. Every run measures"):
+        TrainSettings(held_out=share)
+
+
+@pytest.mark.parametrize("option", ["ram", "vram"])
+@pytest.mark.parametrize("experts", ["resident", "cpu-int8"])
+def test_a_budget_for_a_resumed_run_that_does_not_stream_is_refused_by_its_own_name(option, experts, tmp_path):
+    settings = FinetuneSettings(model="base", data="x.jsonl", experts=experts, out=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(settings.as_dict()))
+    with pytest.raises(ValueError, match=rf"^--{option}: .* began with --experts {experts}.*Leave --{option} out"):
+        settings_of(FinetuneSettings, str(tmp_path), None, {option: "8GiB"})
+    assert settings_of(FinetuneSettings, str(tmp_path), None, {}).experts == experts

@@ -85,6 +85,11 @@ def backends_of(kind: type, device: torch.device) -> list[Backend]:
     return _sorted(kind, device) if found is None else found
 
 
+def named_backends() -> list[Backend]:
+    """Those that `auto` takes only where they were measured to be faster, of any kind of weights; they go on waiting."""
+    return [import_module(module).BACKEND for module in _BY_NAME.values()]
+
+
 def all_backends_of(kind: type, device: torch.device) -> list[Backend]:
     """Also those that wait to be asked for by name; they go on waiting."""
     here = {backend.name for backend in _backends}

@@ -10,14 +10,16 @@ import torch
 
 from amoeba import tuned
 from amoeba.backends import fp8_choice
-from amoeba.backends.backend import Request
-from amoeba.backends.registry import backends_of, explain
+from amoeba.backends.backend import Backend, Request
+from amoeba.backends.registry import backends_of, explain, named_backends
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
 from amoeba.cpu.build import library_states
 from amoeba.cpu_features import compute_dtype, cpu_flags
 from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
 from amoeba.placements import all_placements
+from amoeba.precision.experts import quantise_experts
+from amoeba.precision.formats import MXFP4
 from amoeba.precision.recipes import AUTO, SUMMARIES, summary_of, with_precision
 from amoeba.routing import Routing
 from amoeba.tried_versions import untried
@@ -101,8 +103,10 @@ def _backends_on(device: torch.device) -> list[dict[str, Any]]:
     """One row per backend: for each dtype, None if it runs, or the reason why it does not."""
     rows: list[dict[str, Any]] = []
     requests = {name: _request(device, getattr(torch, name)) for name in DTYPES}
-    for backend in backends_of(ExpertWeights, device):
-        refusals = {name: backend.why_not(request) for name, request in requests.items()}
+    chosen = backends_of(ExpertWeights, device)
+    by_name = [backend for backend in named_backends() if backend.name not in {each.name for each in chosen}]
+    for backend in (*chosen, *by_name):
+        refusals = {name: backend.why_not(_of_its_kind(backend, request)) for name, request in requests.items()}
         rows.append(
             {
                 "backend": backend.name,
@@ -110,13 +114,22 @@ def _backends_on(device: torch.device) -> list[dict[str, Any]]:
                 "device": device.type,
                 "refusals": refusals,
                 "auto": [],
+                "by_name": backend in by_name,
             }
         )
     for name in DTYPES:
-        first = next((row for row in rows if row["refusals"][name] is None), None)
+        first = next((row for row in rows if row["refusals"][name] is None and not row["by_name"]), None)
         if first is not None:
             first["auto"].append(name)
     return rows
+
+
+def _of_its_kind(backend: Backend, request: Request) -> Request:
+    """The same with quantised experts, for a backend that serves those alone."""
+    if ExpertWeights in backend.kinds:
+        return request
+    assert isinstance(request.weights, ExpertWeights)
+    return replace(request, weights=quantise_experts(request.weights, MXFP4))
 
 
 def _precisions_on(device: torch.device) -> list[dict[str, str]]:
@@ -215,11 +228,13 @@ def _print_backends(rows: list[dict[str, Any]], output: Output) -> None:
     def cell(row: dict[str, Any], dtype: str) -> str:
         if row["refusals"][dtype] is not None:
             return "no"
+        if row["by_name"]:
+            return "by name"
         return "auto" if dtype in row["auto"] else "runs"
 
     lines = [[row["backend"], row["device"], *(cell(row, dtype) for dtype in DTYPES), row["summary"]] for row in rows]
     columns = ["backend", "device", *DTYPES, "what it is"]
-    output.table("backends, fastest first (auto: taken by default)", columns, lines, text=columns)
+    output.table("backends, fastest first (auto: taken by default; by name: when asked for, or measured to be faster)", columns, lines, text=columns)
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         for dtype, reason in row["refusals"].items():

@@ -5,6 +5,9 @@ with usage():
 finish(output, document, ok=True, json=json)
 run(app)                      # all of the command line; what is nobody's mistake but ours ends here, with exit code 70
 
+With --json the last line of stdout is a document however the command ends. One that failed before it had a result
+prints {"document": "amoeba error", "ok": false, "exit_code": 2, "error": "...", "remedy": "..."}.
+
 AMOEBA_TRACEBACK=1 shows where any of these errors came from.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json as json_format
 import os
 import sys
 import traceback
@@ -20,6 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from amoeba.commands.front import typer
+from amoeba.commands.options import speaks
 from amoeba.commands.output import Output
 from amoeba.errors import TOLD, RankLost, bad_value, is_out_of_memory, one_line
 from amoeba.loading import loading
@@ -28,6 +33,7 @@ from amoeba.loading import loading
 # RANK_LOST is what sysexits.h calls a temporary failure: the same command, started again, may succeed.
 CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, RANK_LOST, INTERRUPTED = 1, 1, 2, 70, 75, 130
 TRACEBACK = "AMOEBA_TRACEBACK"
+_START_AGAIN = "Run the same command again; a training run goes on with --resume."
 _OF_EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "accelerate", "yaml", "peft")
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write elsewhere",
@@ -47,17 +53,45 @@ def usage() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = _sentence(error)
-        if said is None:
+        told = _in_our_words(error)
+        if told is None:
             raise
+        _note(str(told), getattr(told, "remedy", None))
         if TOLD not in getattr(error, "__notes__", ()):
-            _tell(said)
+            _tell(str(told))
         raise typer.Exit(RANK_LOST if isinstance(error, RankLost) else BAD_USAGE) from None
+
+
+class _Ending:
+    """What was told about a command that failed, and whether it got as far as its result and the document of that."""
+
+    error: str | None = None
+    remedy: str | None = None
+    finished = False
+
+
+_ending = _Ending()
 
 
 def run(app: Callable[..., object]) -> None:
     """The command line as a process: no traceback, whatever happens, unless one is asked for."""
+    global _ending
+    _ending = _Ending()
     _open_closed_streams()
+    try:
+        _run(app)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if code and not _ending.finished:
+            if code == INTERRUPTED and _ending.error is None:
+                _note("interrupted", _START_AGAIN)
+                _tell("interrupted")
+            if "--json" in sys.argv[1:] and speaks():
+                _document_failure(code, left)
+        raise
+
+
+def _run(app: Callable[..., object]) -> None:
     try:
         try:
             app(prog_name="amoeba")
@@ -66,19 +100,58 @@ def run(app: Callable[..., object]) -> None:
     except BrokenPipeError:
         _stop_writing()
         sys.exit(READER_GONE)
+    except KeyboardInterrupt:  # outside of what typer guards
+        sys.exit(INTERRUPTED)
     except Exception as error:
         if isinstance(error, OSError):
             _stop_writing()
         if isinstance(error, OSError) or is_out_of_memory(error):
-            said = _sentence(error)
-            assert said is not None
-            _tell(said)
+            told = _in_our_words(error)
+            assert told is not None
+            _note(str(told), getattr(told, "remedy", None))
+            _tell(str(told))
             sys.exit(BAD_USAGE)
-        _tell(
-            f"unexpected {type(error).__name__}: {one_line(error)}. This is a bug, ours or of a package that we use: "
-            f"{TRACEBACK}=1 before the command shows where; please report it with that."
-        )
+        remedy = f"{TRACEBACK}=1 before the command shows where; please report it with that."
+        said = f"unexpected {type(error).__name__}: {one_line(error)}. This is a bug, ours or of a package that we use"
+        _note(said, remedy)
+        _tell(f"{said}: {remedy}")
         sys.exit(BUG)
+
+
+def interrupted(what_is_kept: str) -> Exception:
+    """To be raised where a KeyboardInterrupt was caught and there is more to say than that."""
+    said = f"interrupted: {what_is_kept}"
+    _note(said, _START_AGAIN)
+    _tell(said)
+    return typer.Exit(INTERRUPTED)
+
+
+def _note(error: str, remedy: str | None) -> None:
+    _ending.error, _ending.remedy = " ".join(error.split()), remedy
+
+
+def _document_failure(code: int, left: SystemExit) -> None:
+    error, remedy = _ending.error, _ending.remedy
+    if error is None:
+        error, remedy = _parse_error(left), "See the command's --help."
+    document = {
+        "document": "amoeba error",
+        "ok": False,
+        "exit_code": code,
+        "error": error or f"ended with exit code {code}",
+        "remedy": remedy or f"See the command's --help, or set {TRACEBACK}=1 to see where the error came from.",
+    }
+    with suppress(OSError, ValueError):  # stdout may be what failed
+        print(json_format.dumps(document), flush=True)
+
+
+def _parse_error(left: SystemExit) -> str | None:
+    """What is wrong with the options: typer and argparse print that, and exit while they handle the error."""
+    error = left.__context__
+    if error is None:
+        return None
+    say = getattr(error, "format_message", None)  # click's own errors
+    return one_line(error) if say is None else " ".join(say().split())
 
 
 def need(*packages: str) -> None:
@@ -89,33 +162,31 @@ def need(*packages: str) -> None:
             importlib.import_module(name)
 
 
-def _sentence(error: Exception) -> str | None:
-    """None for what a user cannot have caused."""
+def _in_our_words(error: Exception) -> Exception | None:
+    """The error to tell, whose text is a sentence for users. None for what a user cannot have caused."""
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, OSError) and error.errno is not None:
         name = "output" if error.filename is None else str(error.filename)
-        return str(
-            bad_value(
-                name,
-                "a file or folder that can be read or written",
-                error.strerror or one_line(error),
-                _REMEDIES.get(error.errno, "check the path"),
-            )
+        return bad_value(
+            name,
+            "a file or folder that can be read or written",
+            error.strerror or one_line(error),
+            _REMEDIES.get(error.errno, "check the path"),
         )
     if is_out_of_memory(error):
         if isinstance(error, MemoryError) and str(error):
-            return str(error)  # foreseen by us, in our words
+            return error  # foreseen by us, in our words
         remedy = "take a smaller batch, shorter rows or a smaller model, or free some memory"
-        return str(bad_value("memory", "enough for this", one_line(error), remedy))
+        return bad_value("memory", "enough for this", one_line(error), remedy)
     if isinstance(error, ImportError):
-        return None if (error.name or "").split(".")[0] == "amoeba" else str(_missing(error))
+        return None if (error.name or "").split(".")[0] == "amoeba" else _missing(error)
     if isinstance(error, EOFError):
-        return str(bad_value("input", "a whole file", one_line(error), "it ends too early: write or copy it again"))
+        return bad_value("input", "a whole file", one_line(error), "it ends too early: write or copy it again")
     if isinstance(error, ValueError | OSError | RankLost):
-        return str(error)
+        return error
     if type(error).__module__.split(".")[0].startswith("safetensors"):
-        return str(bad_value("safetensors", "a file that can be read or written", one_line(error), "check the disk"))
+        return bad_value("safetensors", "a file that can be read or written", one_line(error), "check the disk")
     return None
 
 
@@ -127,7 +198,7 @@ def _tell(said: str) -> None:
     typer.echo(f"{who}: {' '.join(said.split())}", err=True)
 
 
-def _missing(error: ImportError) -> object:
+def _missing(error: ImportError) -> Exception:
     if not isinstance(error, ModuleNotFoundError):
         return error  # a package's own words, of a version or of an extra of its
     name = (error.name or "package").split(".")[0]
@@ -155,5 +226,6 @@ def _stop_writing() -> None:
 def finish(output: Output, document: dict[str, Any], ok: bool, json: bool) -> None:
     if json:
         output.document(document)
+    _ending.finished = True
     if not ok:
         raise typer.Exit(CHECK_FAILED)

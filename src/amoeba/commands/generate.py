@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from amoeba.commands.exits import INTERRUPTED, need, usage
+from amoeba.commands.exits import INTERRUPTED, finish, interrupted, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import (
     DTYPES,
@@ -166,10 +166,8 @@ def generate(
                 else:
                     report = _many(model, prompts, out, options, batching, batch_size, adapter, output, together)
         except KeyboardInterrupt:
-            typer.echo("amoeba: interrupted before the first token", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-    if json and speaks():
-        output.document({"document": "amoeba generate", **dataclasses.asdict(report)})
+            raise interrupted("before the first token") from None
+    finish(output, {"document": "amoeba generate", **dataclasses.asdict(report)}, True, json and speaks())
     if report.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

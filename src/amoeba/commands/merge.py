@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.exits import finish, interrupted, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
 from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose
@@ -38,8 +38,7 @@ def merge(
         try:
             report = merge_folders(model, adapter, out, parse_dtype(dtype), trust_remote_code=trust_remote_code)
         except KeyboardInterrupt:
-            output.warning("interrupted: nothing was written")
-            raise typer.Exit(INTERRUPTED) from None
+            raise interrupted("nothing was written") from None
     layers = f"{report.experts_layers} layers of experts and {report.linear_layers} linear layers"
     output.line(f"written to {report.model} ({report.dtype}): {layers} changed")
     output.line(f"try: {shell_command('generate', report.model, '...')}")

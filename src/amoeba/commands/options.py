@@ -30,7 +30,7 @@ HeldOut = Annotated[
 ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")]
 Resume = Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")]
 StartFrom = Annotated[str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")]
-Minutes = Annotated[float | None, typer.Option("--minutes", help="No more steps than fit into these.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", help="Stop after this many minutes of training.")]
 Accumulation = Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")]
 GradientCheckpointing = Annotated[
     bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.exits import finish, interrupted, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import Json, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
@@ -72,8 +72,7 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
         with output.working():
             report = pack_folder(folder, store, trust_remote_code=trust_remote_code, progress=lines.show)
     except KeyboardInterrupt:
-        output.warning("interrupted: the layers that are whole are kept; run the same command again to go on")
-        raise typer.Exit(INTERRUPTED) from None
+        raise interrupted("the layers that are whole are kept; run the same command again to go on") from None
     if report.repaired:
         output.line(f"repaired: {', '.join(report.repaired)}")
     if report.updated:

@@ -53,10 +53,22 @@ class Argument(Option):
     """Has no names: it is told by its place."""
 
 
+class BadOptions(Exception):
+    """What argparse found wrong with the words of the command line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        try:
+            raise BadOptions(message)
+        except BadOptions:  # for whoever looks at why it exits, as click's errors are
+            super().error(message)
+
+
 class Typer:
     def __init__(self, name: str, help: str, **_only_for_typer: bool) -> None:
         self._name, self._help = name, help
-        self._parser = argparse.ArgumentParser(prog=name, description=help, allow_abbrev=False)
+        self._parser = _Parser(prog=name, description=help, allow_abbrev=False)
         self._subparsers = self._parser.add_subparsers(title="commands", metavar="COMMAND")
         self._before: Command = lambda: None
         self._commands: list[Command] = []

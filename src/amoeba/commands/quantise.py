@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from amoeba.commands.exits import INTERRUPTED, finish, need, usage
+from amoeba.commands.exits import finish, interrupted, need, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import Json, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
@@ -58,8 +58,7 @@ def _run(folder: Path, out: Path, format: str, trust_remote_code: bool, output: 
         with output.working():
             report = quantise_folder(folder, out, format, trust_remote_code=trust_remote_code, progress=show)
     except KeyboardInterrupt:
-        output.warning("interrupted: the layers that are whole are kept; run the same command again to go on")
-        raise typer.Exit(INTERRUPTED) from None
+        raise interrupted("the layers that are whole are kept; run the same command again to go on") from None
     if report.resumed_layers:
         output.line(f"{report.resumed_layers} of {report.layers} layers were written already")
     size = f"{show_size(report.expert_bytes)}, {report.bytes_per_parameter:.3f} bytes a number"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from amoeba.stream.cache import Counters
     from amoeba.stream.trace import Trace
 
-stream = typer.Typer(
+stream = Typer(
     name="stream", help="Experts that do not fit in memory: what a cache of them does.", no_args_is_help=True
 )
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.errors import bad_value, counted
+from amoeba.loading import loading
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape
     from amoeba.tasks.simulate import Ran
     from amoeba.tasks.summary import Summary
 
-tasks = typer.Typer(
+tasks = Typer(
     name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True
 )
 
@@ -26,6 +30,7 @@ tasks = typer.Typer(
 MOST_WORK = 2e9
 MOST_RANKS, MOST_WORKERS, MOST_TASKS = 64, 4096, 400_000
 OF_SCHEDULE = "tasks of the first schedule, all ranks and passes"
+_SECONDS_BETWEEN_LINES, _SECONDS_BETWEEN_UPDATES, _BAR = 5.0, 0.2, 24
 PROOF_SHAPE, TIMING_SHAPE = "40,32,24,6,2", "qwen3_small"
 
 
@@ -165,6 +170,8 @@ def _prove(
     fault, ran = None, None
     with output.working():
         for number in range(schedules):
+            if output.on_terminal:
+                output.progress(f"schedule {number + 1} of {schedules}")
             slowness = [draw.choice((1.0, 1.0, 5.0)) if number else 1.0 for _ in range(ranks)]
             pace = Pace(seed + number, slowness, latency=draw.choice((0.1, 1.0)), work=microseconds)
             try:
@@ -212,7 +219,8 @@ def _estimate(
     order = ORDERS[order_name]
 
     _say(shape, ranks, workers, passes, "one schedule at an H200's estimated pace, without tensors", output)
-    with output.working():
+    # nothing here is garbage before the end, and looking for it takes most of the time
+    with output.working(), loading():
         output.progress("making its tasks")
         sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
         job = [
@@ -226,11 +234,13 @@ def _estimate(
                 epoch=number + 1,
                 order=order,
                 router=ranks > 1,
+                memory=False,
             )
             for number in range(passes)
         ]
-        output.progress("running them")
-        ran = simulate(job, workers, Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=in_order(order)))
+        total = sum(script.graph.tickets for scripts in job for script in scripts)
+        pace = Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=in_order(order))
+        ran = simulate(job, workers, pace, progress=_telling(total, output))
     summary = summarise(ran.records, workers)
     print_summary(summary, output, OF_SCHEDULE)
     travel = _say_travelled(ran, workers, output)
@@ -238,6 +248,22 @@ def _estimate(
     document = _document(shape, ranks, workers, passes, summary)
     document |= travel | {"order": order_name, "remote": sorted(remote), "ok": True}
     return document, True, ran
+
+
+def _telling(total: int, output: Output) -> Callable[[int], None]:
+    """In place on a terminal; in a pipe a line every few seconds."""
+    last = 0.0
+
+    def tell(begun: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= (_SECONDS_BETWEEN_UPDATES if output.on_terminal else _SECONDS_BETWEEN_LINES):
+            last = now
+            done = _BAR * begun // total
+            bar = f"[{'#' * done}{'.' * (_BAR - done)}] " if output.on_terminal else ""
+            output.progress(f"{bar}{begun:,} of {total:,} tasks")
+
+    return tell
 
 
 def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:

@@ -16,7 +16,16 @@ from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.errors import bad_value
 from amoeba.machine import commit, machine, versions
-from amoeba.proof.conformance import Check, Result, backend_names, cases, tolerance, verify, worst
+from amoeba.proof.conformance import (
+    Check,
+    Result,
+    backend_names,
+    cases,
+    names_of_named_backends,
+    tolerance,
+    verify,
+    worst,
+)
 from amoeba.proof.over_ranks import verify_over_ranks
 from amoeba.proof.stages import STAGES
 from amoeba.weights import LORA_NAMES
@@ -31,8 +40,8 @@ _MOST_RANKS = 16
 
 
 def check_backends(names: Sequence[str], device: torch.device) -> list[str]:
-    """The backends asked for, or all of this device."""
-    known = backend_names(device)
+    """The backends asked for, or all of this device, with those that are otherwise taken by name only."""
+    known = (*backend_names(device), *names_of_named_backends(device))
     for name in names:
         if name not in known and not is_known(name):
             raise bad_value("--backend", f"one of {', '.join(known)}", repr(name), "leave it out for all of them")

@@ -197,7 +197,7 @@ def _finetune(
         streamed = at_end.enter_context(
             attach(
                 name,
-                ram=settings.ram or "auto",
+                ram="auto" if settings.ram is None else settings.ram,
                 vram=settings.vram,
                 dtype=stored,
                 trust_remote_code=trust_remote_code,

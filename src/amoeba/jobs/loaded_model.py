@@ -178,7 +178,7 @@ def _check_streaming(name: str, options: GenerationOptions) -> None:
 def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
     streamed = attach(
         found.name,
-        ram=options.ram or "auto",
+        ram="auto" if options.ram is None else options.ram,
         vram=options.vram,
         miss=options.miss,
         prefetch=options.prefetch,

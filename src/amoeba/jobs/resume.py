@@ -123,6 +123,10 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     told = (read_settings(config, kind) if config else {}) | given
     if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
         raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
+    placed = earlier.get("experts", "auto")
+    for name in (name for name in ("ram", "vram") if name in told and "experts" not in told and placed != "auto"):
+        expected = f"none: the run in {resume} began with --experts {placed}, which does not stream them"
+        raise bad_value(f"--{name}", expected, told[name], f"leave --{name} out, or start a new run with another --out")
     if told.get("experts", "ranks") != "ranks":  # then nothing is left of how ranks shared the model
         earlier = {name: value for name, value in earlier.items() if name not in ("expert_ranks", "dense")}
     return kind(**(earlier | told | {"out": resume}))

@@ -43,7 +43,7 @@ AT_RESUME: dict[str, AtResume] = {
     "sequence_length": "fixed",
     "steps": "fixed",  # the learning rate falls towards the last one
     "epochs": "fixed",
-    "minutes": "fixed",  # a checkpoint holds how many steps they came to
+    "minutes": "fixed",  # a checkpoint holds the plan and the time that is spent
     "learning_rate": "fixed",
     "warmup_steps": "fixed",
     "weight_decay": "fixed",
@@ -74,7 +74,7 @@ class RunSettings:
     balance:  "aux" adds a load-balancing loss for each layer, "bias" shifts selection biases where the architecture
               has them, "none" leaves the router alone.
     z_loss_coefficient: of the loss that keeps router logits small, in any balance.
-    minutes:  no more steps than fit into these; how many, the speed of the machine decides (jobs/time_budget.py).
+    minutes:  stop after these: the pace of the machine decides how many steps that is (jobs/time_budget.py).
     compile:  decoder layers by torch.compile; "auto" where there is a GPU and the run is long enough.
     optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
     expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of so many ranks share
@@ -123,7 +123,8 @@ class RunSettings:
         if minutes is not None and not (isinstance(minutes, int | float) and 0 < minutes < math.inf):
             raise bad_value("minutes", "a number above 0", repr(minutes), "leave it out for all steps")
         if not isinstance(self.held_out, str) and not 0 < self.held_out < 1:
-            raise bad_value("held_out", "a share between 0 and 1, or a file", self.held_out, "0.05 is customary")
+            remedy = "every run measures its loss on text that it does not train on: write for example 0.01, or a file"
+            raise bad_value("held_out", "a share above 0 and below 1, or a file", self.held_out, remedy)
         kinds = (("balance", Balance), ("compile", Compile), ("optimizer_states", States), ("dense", Dense))
         for name, kind in kinds:
             if getattr(self, name) not in get_args(kind):

@@ -186,6 +186,12 @@ class WatchedTrainer(FastTrainer):
         if not math.isfinite(largest):
             raise NotFinite(f"a parameter is {largest} after step {self.state.global_step}")
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.budget is not None and self.lr_scheduler is None:
+            self.lr_scheduler = self.budget.scheduler(self.optimizer if optimizer is None else optimizer)
+            self._created_lr_scheduler = True  # as Trainer's own, it is made anew by the next train()
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def held_out_losses(self) -> list[tuple[int, float]]:
         """Steps and losses until now, that of step 0 first."""
         logged = self.run_log.evaluations()
@@ -372,7 +378,8 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
     if trainer.budget is not None and last is not None:
         trainer.budget.go_on_from(last)
     losses = trainer.held_out_losses()
-    if last is not None and step_of(last) >= trainer.args.max_steps:
+    planned = trainer.args.max_steps if trainer.budget is None else trainer.budget.plan.total
+    if last is not None and step_of(last) >= planned:
         trainer.take_up(last)
     else:
         # inside: who tells of a lost rank asks the others first, and the launcher's signal is not to end that

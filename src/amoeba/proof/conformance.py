@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.backends.backend import Request
+from amoeba.backends.backend import Backend, Request
 from amoeba.backends.composed import experts_composed
-from amoeba.backends.registry import backends_of, explain
+from amoeba.backends.registry import backends_of, explain, named_backends
 from amoeba.errors import bad_value
 from amoeba.experts import experts
 from amoeba.placement import Placement
@@ -62,6 +62,9 @@ TOLERANCE: dict[torch.dtype, float] = {
 # The name under which `experts_composed` stands among the backends.
 COMPOSED = "composed"
 
+# Backends of other weights than resident ones that are taken by name: the placement whose experts they are checked on.
+_CHECKED_ON: dict[str, str] = {"cpu-fused": "mxfp4-weights"}
+
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
@@ -84,17 +87,31 @@ def backend_names(device: torch.device) -> tuple[str, ...]:
     return (*backends, COMPOSED, *(placement.name for placement in all_placements()))
 
 
+def names_of_named_backends(device: torch.device) -> tuple[str, ...]:
+    """Those beside `backend_names` that a user has to ask for by name."""
+    found = (backend for backend in named_backends() if backend.name not in _CHECKED_ON or device.type == "cpu")
+    return tuple(backend.name for backend in found if backend.name not in backend_names(device))
+
+
+def _named(backend_name: str) -> Backend | None:
+    return next((backend for backend in named_backends() if backend.name == backend_name), None)
+
+
 def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason for which the backend does not serve this case; None if it does."""
     if backend_name == COMPOSED:
         return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
     placement = _placement(backend_name)
     reason = None if placement is None else why_not_placed(placement, device, dtype)
-    if reason is not None or (placement is not None and not placement.trains):
+    named = _named(backend_name)
+    if reason is not None or (placement is not None and not placement.trains and named is None):
         return reason
     made = example(case, dtype)
     tensors, routing, _ = _placed(made, case, device, dtype)
     weights, lora = weights_of(tensors, case.activation), lora_of(tensors)
+    if named is not None:
+        made_of = weights if placement is None else placement.make(weights)
+        return named.why_not(Request(tensors["x"], routing, made_of, lora, case.recompute))
     if placement is not None:  # making those that train costs nothing: they share the tensors
         explanation = explain(Request(tensors["x"], routing, placement.make(weights), lora, case.recompute))
         return explanation.reasons if explanation.backend is None else None
@@ -112,7 +129,8 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
 
 def _placement(backend_name: str) -> Placement | None:
     """Experts that are placed elsewhere stand among the backends under the name of their placement."""
-    return next((placement for placement in all_placements() if placement.name == backend_name), None)
+    name = _CHECKED_ON.get(backend_name, backend_name)
+    return next((placement for placement in all_placements() if placement.name == name), None)
 
 
 def why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -176,7 +194,8 @@ def _placed(
 def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name: str) -> Tensor:
     x_TH, weights, lora = tensors["x"], weights_of(tensors, case.activation), lora_of(tensors)
     if (placement := _placement(backend_name)) is not None:
-        return experts(x_TH, routing, placement.make(weights), lora=lora, recompute=case.recompute)
+        backend = "auto" if _named(backend_name) is None else backend_name
+        return experts(x_TH, routing, placement.make(weights), lora=lora, backend=backend, recompute=case.recompute)
     if backend_name != COMPOSED:
         return experts(x_TH, routing, weights, lora=lora, backend=backend_name, recompute=case.recompute)
     wide = torch.promote_types(x_TH.dtype, torch.float32)

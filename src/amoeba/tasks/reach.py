@@ -8,11 +8,28 @@ K experts per token · W ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 from amoeba.tasks.rows import RankRows
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
+
+Found = TypeVar("Found")
+
+
+def _once(method: Callable[..., Found]) -> Callable[..., Found]:
+    """Each column of a tile and each tile of weights asks for the same lists again, which take long in a large layer."""
+    name = f"_found_{method.__name__}"
+
+    @wraps(method)
+    def kept(self: Any, *at: int) -> Found:
+        found = self.__dict__.setdefault(name, {})
+        if at not in found:
+            found[at] = method(self, *at)
+        return found[at]
+
+    return kept
 
 
 class Reach:
@@ -35,6 +52,7 @@ class Reach:
     def is_remote(self, peer: int) -> bool:
         return peer != self.rank and (peer in self.remote or self.rank in self.remote)
 
+    @_once
     def tile_range(self, expert: int) -> tuple[int, int]:
         """Of the row tiles of an expert."""
         place = self.rows.heaviest.index(expert)
@@ -44,6 +62,7 @@ class Reach:
         begin, end = self.tile_range(expert)
         return end - begin
 
+    @_once
     def sources(self, tile: int) -> list[tuple[int, int]]:
         """(source, block) of the cells in which rows of this tile arrive."""
         _, first, end = self.rows.tiles[tile]
@@ -62,6 +81,7 @@ class Reach:
         first, end = self.rows.first_from[peer], self.rows.first_from[peer + 1]
         return range(first + block * self.tiling.sent, min(first + (block + 1) * self.tiling.sent, end))
 
+    @_once
     def tiles_returned(self, peer: int, block: int) -> list[int]:
         slots = ((row, slot) for row in self.returned_rows(peer, block) for slot in range(self.sizes.top_k))
         return [
@@ -86,9 +106,11 @@ class Reach:
                     if tile is not None:
                         yield owner, tile, token, slot
 
+    @_once
     def tiles_combined(self, block: int) -> list[tuple[int, int]]:
         return _distinct((owner, tile) for owner, tile, _, _ in self.loaded(block))
 
+    @_once
     def blocks_combined(self, block: int) -> list[tuple[int, int]]:
         """(owner, block) of the cells in which sums of these tokens come back."""
         return _distinct(

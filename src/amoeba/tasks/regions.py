@@ -92,3 +92,16 @@ class Regions:
 
     def _dy_cells(self, tile: int) -> list[Region]:
         return [self._cell(self.rank, "dy", *cell) for cell in self.graph.sources(tile)]
+
+
+class NoRegions(Regions):
+    """Tasks that wait for each other and touch nothing: for the order alone."""
+
+    def reads(self, task: Task) -> list[Region]:
+        return []
+
+    def writes(self, task: Task) -> list[Region]:
+        return []
+
+    def replaces(self, task: Task) -> list[Region]:
+        return []

@@ -172,11 +172,19 @@ class Ran(NamedTuple):
     arrows: list[tuple[Record, Record]]
 
 
-def simulate(job: Sequence[Sequence[Script]], workers: int, pace: Pace, *, ahead: bool = True) -> Ran:
-    """job: by pass, by rank. workers: of each rank. ahead: whether a worker draws its next ticket as a task begins."""
+def simulate(
+    job: Sequence[Sequence[Script]],
+    workers: int,
+    pace: Pace,
+    *,
+    ahead: bool = True,
+    progress: Callable[[int], None] = lambda begun: None,
+) -> Ran:
+    """job: by pass, by rank. workers: of each rank. ahead: whether a worker draws its next ticket as a task begins.
+    progress: is told how many tasks have begun."""
     if workers < 1:
         raise bad_value("workers", "at least 1 for each rank", workers, "132 is what an H200 has")
-    return _Simulation(job, workers, pace, ahead).run()
+    return _Simulation(job, workers, pace, ahead, progress).run()
 
 
 class _Rank:
@@ -198,23 +206,33 @@ class _Rank:
 
 
 class _Worker:
-    """held: the ticket it is at, or the next one. came: since when it stands before it. launched: it will draw."""
+    """held: the ticket it is at, or the next one. came: since when it stands before it. launched: it will draw.
+    queued: its place among all that ever came to a gate."""
 
     def __init__(self, rank: _Rank, index: int) -> None:
         self.rank, self.index = rank, index
         self.held: int | None = None
         self.came = 0.0
         self.launched = False
+        self.queued = 0
 
 
 class _Simulation:
-    def __init__(self, job: Sequence[Sequence[Script]], workers: int, pace: Pace, ahead: bool) -> None:
-        self.pace, self.ahead = pace, ahead
+    def __init__(
+        self,
+        job: Sequence[Sequence[Script]],
+        workers: int,
+        pace: Pace,
+        ahead: bool,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.pace, self.ahead, self.progress = pace, ahead, progress
         self.ranks = [_Rank(rank, [scripts[rank] for scripts in job], workers) for rank in range(len(job[0]))]
         self.heap: dict[Region, tuple[int, Tensor]] = {}
         self.flags: Multiset[Counter] = Multiset()
         self.reading: Multiset[Region] = Multiset()
-        self.waiting: list[_Worker] = []
+        self.waiting: dict[Counter, list[_Worker]] = {}  # by the counter of the first gate that is closed
+        self.arrivals = 0
         self.events: list[tuple[float, float, Callable[[], None]]] = []
         self.now = 0.0
         self.records: list[Record] = []
@@ -228,7 +246,8 @@ class _Simulation:
             self.now, _, event = heapq.heappop(self.events)
             event()
         if self.waiting:
-            raise ScheduleFault("stuck", "; ".join(self.told(worker) for worker in self.waiting))
+            stuck = sorted((worker for each in self.waiting.values() for worker in each), key=lambda each: each.queued)
+            raise ScheduleFault("stuck", "; ".join(self.told(worker) for worker in stuck))
         for rank in self.ranks:
             if rank.ended < len(rank.scripts):
                 raise ScheduleFault("stuck", f"rank {rank.rank} has no task left and does not end pass {rank.epoch}")
@@ -240,8 +259,8 @@ class _Simulation:
 
     def told(self, worker: _Worker) -> str:
         assert worker.held is not None
-        step = worker.rank.steps[worker.held]
-        closed = next(gate for gate in step.gates if self.value(worker.rank, gate.counter) < gate.at_least)
+        step, closed = worker.rank.steps[worker.held], self.closed_gate(worker)
+        assert closed is not None
         seen = self.value(worker.rank, closed.counter)
         return f"rank {worker.rank.rank} is at {step.task} and waits for {closed}, sees {seen}"
 
@@ -274,8 +293,22 @@ class _Simulation:
             worker.held = self.ticket(worker.rank)
         if worker.held is not None:
             worker.came = self.now
-            if not self.started(worker):
-                self.waiting.append(worker)
+            self.arrivals += 1
+            worker.queued = self.arrivals
+            self.start_or_wait(worker)
+
+    def start_or_wait(self, worker: _Worker) -> None:
+        closed = self.closed_gate(worker)
+        if closed is None:
+            self.start(worker)
+        else:
+            self.waiting.setdefault(closed.counter, []).append(worker)
+
+    def closed_gate(self, worker: _Worker) -> Gate | None:
+        rank = worker.rank
+        assert worker.held is not None
+        gates = rank.steps[worker.held].gates
+        return next((gate for gate in gates if self.value(rank, gate.counter) < gate.at_least), None)
 
     def ticket(self, rank: _Rank) -> int | None:
         if rank.next_ticket == len(rank.steps):
@@ -286,12 +319,10 @@ class _Simulation:
     def value(self, rank: _Rank, counter: Counter) -> int:
         return self.flags[counter] if counter.name in FLAGS else rank.counters[counter]
 
-    def started(self, worker: _Worker) -> bool:
+    def start(self, worker: _Worker) -> None:
         rank, ticket = worker.rank, worker.held
         assert ticket is not None
         step = rank.steps[ticket]
-        if any(self.value(rank, gate.counter) < gate.at_least for gate in step.gates):
-            return False
         if step.task in rank.ran:
             raise ScheduleFault("ran twice", f"{step.task} of rank {rank.rank}")
         rank.ran.add(step.task)
@@ -309,7 +340,7 @@ class _Simulation:
             self.arrows.append((max(openers, key=lambda opener: opener.ended), record))
         worker.held = self.ticket(rank) if self.ahead else None
         self.later(duration, lambda: self.end(worker, step, record, results))
-        return True
+        self.progress(len(self.records))
 
     def read(self, rank: _Rank, region: Region, task: Task) -> Tensor:
         if region.heap:
@@ -338,6 +369,7 @@ class _Simulation:
         for region, value in written.items():
             if region.rank == rank.rank:
                 self.write(rank, region, value)
+        changed = []
         for counter, once in step.signals:
             if once is not None and rank.counters[once.counter] != once.at_least:
                 continue
@@ -347,7 +379,8 @@ class _Simulation:
             else:
                 rank.counters[counter] += 1
                 self.opened[Gate(counter, rank.counters[counter])] = record
-        self.wake(rank)
+                changed.append(counter)
+        self.wake(changed)
         if rank.counters[Counter(rank.rank, "done")] == len(rank.steps):
             self.opened = {gate: by for gate, by in self.opened.items() if gate.counter.rank != rank.rank}
             self.check_end(rank)
@@ -379,16 +412,15 @@ class _Simulation:
             self.flags[counter] = max(self.flags[counter], epoch)
             if record is not None:
                 self.opened[Gate(counter, epoch)] = record
-            for rank in self.ranks:
-                self.wake(rank)
+            self.wake([counter])
 
         return arrive
 
-    def wake(self, rank: _Rank) -> None:
-        mine = [worker for worker in self.waiting if worker.rank is rank]
-        for worker in mine:
-            if self.started(worker):
-                self.waiting.remove(worker)
+    def wake(self, changed: Sequence[Counter]) -> None:
+        """Those that wait for these counters, in the order in which they came."""
+        woken = [worker for counter in changed for worker in self.waiting.pop(counter, ())]
+        for worker in sorted(woken, key=lambda each: each.queued):
+            self.start_or_wait(worker)
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

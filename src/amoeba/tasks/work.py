@@ -18,7 +18,7 @@ import torch
 
 from amoeba.tasks.graph import Graph, Kind, Task
 from amoeba.tasks.orders import MEASURED, Order, tiling_of
-from amoeba.tasks.regions import Regions
+from amoeba.tasks.regions import NoRegions, Regions
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.simulate import Script
 from amoeba.tasks.sizes import Sizes
@@ -119,8 +119,10 @@ def scripts_of(
     epoch: int = 1,
     order: Order = MEASURED,
     router: bool = True,
+    memory: bool = True,
 ) -> list[Script]:
-    """Of each rank, with random routing. skew: exponent of a Zipf law for the experts' popularity."""
+    """Of each rank, with random routing. skew: exponent of a Zipf law for the experts' popularity.
+    memory: whether each read is checked against the writes before it; in a layer of real size that takes minutes."""
     own = sizes._replace(experts=max(1, sizes.experts // ranks))
     tiling = tiling_of(own, tokens, tokens * sizes.top_k, WORKERS, order)
     generator = torch.Generator().manual_seed(seed)
@@ -130,4 +132,4 @@ def scripts_of(
     owner = tuple(expert * ranks // sizes.experts for expert in range(sizes.experts))
     rows = divide_rows(chosen.view(ranks, tokens, sizes.top_k).tolist(), owner, ranks, tiling.rows)
     graphs = [Graph(rank, rows, sizes, tiling, remote=remote, router=router) for rank in range(ranks)]
-    return [Script(Regions(graph, epoch)) for graph in graphs]
+    return [Script((Regions if memory else NoRegions)(graph, epoch)) for graph in graphs]
