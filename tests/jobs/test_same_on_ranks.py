@@ -138,6 +138,17 @@ class TestFiles:
         assert compare([mine, theirs])[0].startswith("config.json of --adapter: expected the same on all ranks")
         assert '--adapter "a folder" on rank 0, nothing on rank 1' in compare([mine, none])[0]
 
+    def test_of_a_run_the_adapter_in_it_is_compared(self, tmp_path: Path) -> None:
+        found = []
+        for rank in ("0", "1"):
+            adapter = tmp_path / rank / "adapter"
+            adapter.mkdir(parents=True)
+            (tmp_path / rank / "config.json").write_text("{}")
+            (adapter / "adapter_config.json").write_text("{}")
+            (adapter / "adapter_model.safetensors").write_text(rank)
+            found.append(facts("generate", SETTINGS["generate"], adapter=tmp_path / rank))
+        assert compare(found)[0].startswith("adapter_model.safetensors of --adapter: expected the same on all ranks")
+
 
 class TestSurroundings:
     @staticmethod

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from amoeba.errors import one_line
 from amoeba.files import sampled_hash
+from amoeba.integrations.model_folder import ADAPTER_CONFIG, ADAPTER_FOLDER
 from amoeba.integrations.own_tensors import own_tensors
 from amoeba.machine import versions
 from amoeba.parallel.together import Together
@@ -113,7 +114,8 @@ def job_facts(
             value = "a file or folder"
         found.setdefault(f"--{field.name.replace('_', '-')}", value)  # of the model there is more already
     if adapter is not None:
-        found |= files_of("--adapter", adapter)
+        in_run = Path(adapter).expanduser() / ADAPTER_FOLDER
+        found |= files_of("--adapter", in_run if (in_run / ADAPTER_CONFIG).is_file() else adapter)
     installed = versions()
     found |= {f"version of {package}": installed[package] for package in PACKAGES}
     return found | {"source of amoeba": _source()} | variables() | torch_switches()
