@@ -30,7 +30,7 @@ from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, op
 from amoeba.stream.store.packing import pack
 from amoeba.stream.store.tensor_files import TensorEntry
 from hostile_folders import change_json, save_model
-from selection import quick
+from selection import each_value_once, quick
 
 LAYERS, INTERRUPTED = 2, 130
 STEP = 5  # of the moments at which packing is killed, every so many-th in one test
@@ -437,6 +437,7 @@ def test_a_small_file_that_an_interrupted_run_copied_goes_if_the_model_no_longer
     assert not (store / "chat_template.jinja").exists()
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", ["experts/00000.bin", "rest.safetensors", "index.json", "config.json"])
 @pytest.mark.parametrize("how", ["missing", "cut", "changed"])
 def test_packing_a_damaged_store_again_repairs_it(name, how, model, undisturbed, tmp_path):

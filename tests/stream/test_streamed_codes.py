@@ -200,8 +200,9 @@ def invoke(*words: str) -> tuple[dict[str, Any], str]:
 
 def test_commands_pack_check_and_generate_from_codes(stored, tmp_path: Path) -> None:
     folder, _ = stored["fp8"]
-    document, _ = invoke("pack", str(folder), "--out", str(tmp_path / "store"), "--check", "--json")
-    assert document["numbers"] == "fp8-128" and not document["damaged"]
+    document, _ = invoke("pack", str(folder), "--out", str(tmp_path / "store"), "--json")
+    assert document["numbers"] == "fp8-128"
+    assert not invoke("pack", str(tmp_path / "store"), "--check", "--json")[0]["damaged"]
     ram = str(budget(tmp_path / "store", 2))
     streamed, said = invoke("generate", str(tmp_path / "store"), *GREEDY, "--ram", ram)
     kept, _ = invoke("generate", str(folder), *GREEDY)
@@ -327,8 +328,9 @@ def test_what_quantise_writes_is_packed_and_generates_as_the_resident_folder(
     plain, folder, store = tmp_path / "plain", tmp_path / "model", tmp_path / "store"
     save(plain, family, vocab_size=257, **({"moe_intermediate_size": 56} if family == "qwen3_moe" else {}))
     invoke("quantise", str(plain), "--format", format, "--out", str(folder), "--json")
-    document, _ = invoke("pack", str(folder), "--out", str(store), "--check", "--json")
-    assert document["numbers"] == quantising.FORMATS[format].name and not document["damaged"]
+    document, _ = invoke("pack", str(folder), "--out", str(store), "--json")
+    assert document["numbers"] == quantising.FORMATS[format].name
+    assert not invoke("pack", str(store), "--check", "--json")[0]["damaged"]
     kept, _ = invoke("generate", str(folder), *GREEDY)
     assert kept["placement"] == f"{format}-weights"
     for each in (store, folder):
