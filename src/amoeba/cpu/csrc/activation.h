@@ -76,14 +76,9 @@ inline ValueAndSlope act(Floats16 z, const Activation& a) {
       const Floats16 inner = ROOT_2_PI * (z + CUBIC * z * z * z), s = sigmoid(2.0f * inner);  // (1 + tanh) / 2
       return {z * s, s + 2.0f * z * s * (1.0f - s) * (ROOT_2_PI * (1.0f + 3 * CUBIC * z * z))};
     }
-    case RELU: {
-      const Integers16 on = z > Floats16{};
-      return {select(on, z, Floats16{} * z), select(on, splat(1), Floats16{})};
-    }
-    case RELU2: {
-      const Integers16 on = z > Floats16{};
-      return {select(on, z * z, Floats16{} * z), select(on, 2.0f * z, Floats16{})};
-    }
+    // compared in this order a NaN stays one, and -infinity becomes 0
+    case RELU: return {select(z <= Floats16{}, Floats16{}, z), select(z > Floats16{}, splat(1), Floats16{})};
+    case RELU2: return {select(z <= Floats16{}, Floats16{}, z * z), select(z > Floats16{}, 2.0f * z, Floats16{})};
     default: {  // a kind that is in the enumeration alone must not pass for another
       const Floats16 unknown = splat(std::numeric_limits<float>::quiet_NaN());
       return {unknown, unknown};
