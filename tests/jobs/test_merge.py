@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from amoeba import lora
 from amoeba.integrations.model_folder import load_model
 from amoeba.jobs.merge import merge
 from amoeba.stream.store.tensor_files import SHARDS
 from tiny_composites import build_composite
-from tiny_models import save_byte_tokenizer
+from tiny_models import build, experts_classes, relative, save_byte_tokenizer, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,11 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "base" / "config.json").write_text(json.dumps(config))
     model = load_model(str(root / "base"), None)
     lora.attach(model, 2, 4, ["experts", "q_proj"], train_router=True)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    _shake(model)
     lora.save(model, root / "adapter")
     return root
 
@@ -76,3 +74,36 @@ def _tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             found[path.name] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", experts_classes())
+def test_a_merged_model_of_every_family_computes_what_the_adapter_does(model_type: str, tmp_path: Path) -> None:
+    """Read back in its own class, from tensors that have the names and shapes of the base model's."""
+    pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
+    model = build(model_type)
+    if type(model.config) not in AutoModelForCausalLM._model_mapping:
+        pytest.skip(f"{type(model).__name__} is a part of another model: tests/integrations/test_composite_models.py")
+    model.save_pretrained(tmp_path / "base")
+    save_byte_tokenizer(tmp_path / "base")
+    model = load_model(str(tmp_path / "base"), None)
+    lora.attach(model, 2, 4, "all-linear")
+    _shake(model)
+    lora.save(model, tmp_path / "adapter")
+    ids = token_ids()
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+        found = load_model(str(tmp_path / "merged"), None)(input_ids=ids, use_cache=False).logits
+    assert relative(found, expected) < 1e-4
+    assert {file: list(tensors) for file, tensors in _tensors(tmp_path / "merged").items()} == {
+        file: list(tensors) for file, tensors in _tensors(tmp_path / "base").items()
+    }
+
+
+def _shake(model: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))

@@ -52,7 +52,7 @@ def map_experts(
             REMEDY,
         )
     model = load_without_weights(unquantised(config), str(folder), trust_remote_code=trust_remote_code)
-    check_coverage(model, "MODEL", "amoeba generate runs it as transformers does, without --ram or --vram")
+    check_coverage(model, "MODEL", "run it as transformers computes it: amoeba generate without --ram or --vram")
     checkpoint: _Checkpoint | CodedCheckpoint
     if facts is None:
         checkpoint = _Checkpoint(model, tensors)
