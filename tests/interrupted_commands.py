@@ -3,9 +3,9 @@
     python tests/interrupted_commands.py --moments 6            # of each command, spread over the time it takes
     python tests/interrupted_commands.py --command pack merge
 
-A command that is interrupted ends with 130 (or, while Python shuts down, by the signal itself), without a traceback, and
-with one JSON document as the last line of stdout. What it promises to go on with, it goes on with; a result that is
-there is a whole one.
+A command that is interrupted ends with 130 (or, while Python shuts down, by the signal itself), without a traceback,
+and with one JSON document as the last line of stdout. What it promises to go on with, it goes on with; a result that
+is there is a whole one.
 """
 
 from __future__ import annotations
