@@ -30,11 +30,11 @@ START = "import sys; from amoeba.__main__ import main; sys.stderr.write('started
 
 class Job(NamedTuple):
     """words: of the command, which writes into a folder. check: of what is in it after an interruption.
-    goes_on: whether the same words, called again, end well."""
+    goes_on: it is called again, and has to go on with what is there."""
 
     words: Callable[[Path, Path], list[object]]
     check: Callable[[Path], None] = lambda folder: None
-    goes_on: bool = True
+    goes_on: bool = False
 
 
 def train(inputs: Path, out: Path) -> list[object]:
@@ -87,15 +87,18 @@ JOBS: dict[str, Job] = {
     "bench": Job(
         lambda inputs, out: ["bench", "--shape", "37,32,16,6,2", "--repeats", 1, "--device", "cpu", "--ours", "eager"]
     ),
-    "train": Job(train),
-    "finetune": Job(finetune),
+    "train": Job(train, goes_on=True),
+    "finetune": Job(finetune, goes_on=True),
     "generate": Job(lambda inputs, out: ["generate", inputs / "base", "In one", "--max-new-tokens", 60]),
-    "generate many": Job(generate_many, whole_lines),
-    "pack": Job(lambda inputs, out: ["pack", inputs / "base", "--out", out / "packed.store", "--check"]),
-    "quantise": Job(lambda inputs, out: ["quantise", inputs / "base", "--format", "mxfp4", "--out", out / "quantised"]),
+    "generate many": Job(generate_many, whole_lines, goes_on=True),
+    "pack": Job(lambda inputs, out: ["pack", inputs / "base", "--out", out / "packed.store", "--check"], goes_on=True),
+    "quantise": Job(
+        lambda inputs, out: ["quantise", inputs / "base", "--format", "mxfp4", "--out", out / "quantised"], goes_on=True
+    ),
     "merge": Job(
         lambda inputs, out: ["merge", inputs / "base", "--adapter", inputs / "adapter", "--out", out / "merged"],
         no_half_model,
+        goes_on=True,
     ),
     "trace": Job(lambda inputs, out: ["trace", "--out", out / "t.json"], whole_or_absent("t.json", "t.svg")),
     "tasks": Job(
@@ -146,10 +149,13 @@ def interrupted(name: str, inputs: Path, folder: Path, after: float) -> str:
     job.check(folder)
     if ended.code == 0:
         return "was done"
+    how = "by the signal" if ended.code < 0 else "130"
+    if not job.goes_on:
+        return how
     again = call(job.words(inputs, folder), None, folder)
     assert again.code == 0, f"{told}\nand again with {again.code}:\n{again.err}"
     job.check(folder)
-    return "by the signal" if ended.code < 0 else "130"
+    return f"{how}, and went on"
 
 
 def prepare(inputs: Path) -> None:

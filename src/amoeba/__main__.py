@@ -1,5 +1,5 @@
-"""The command `amoeba`, which is `python -m amoeba`. Ctrl-C ends it without a traceback also while it still imports, and
-while Python shuts down."""
+"""The command `amoeba`, which is `python -m amoeba`. Ctrl-C ends it without a traceback, also while it still imports
+and while Python shuts down."""
 
 import json
 import os
