@@ -32,9 +32,7 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def amoeba(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., Ended]:
+def amoeba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Ended]:
     monkeypatch.chdir(tmp_path)  # where an option is not refused, the command runs
 
     def run(*words: str) -> Ended:

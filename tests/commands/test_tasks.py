@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from amoeba.cli import app
 from amoeba.tasks.graph import Graph, Kind
+from amoeba.tasks.simulate import Pace
+from amoeba.tasks.simulate import simulate as run_schedule
+from amoeba.tasks.sizes import Sizes
+from amoeba.tasks.work import scripts_of
 
 SMALL = ("--shape", "9,8,6,4,2", "--schedules", "3")
 
@@ -107,3 +112,19 @@ def test_a_schedule_is_drawn(tmp_path):
 def test_what_cannot_be_is_refused(words, said):
     result = simulate(*words)
     assert result.exit_code == 2 and said in result.output
+
+
+def test_the_order_alone_takes_the_time_of_the_order_with_its_memory_checked():
+    sizes = Sizes(64, 32, 6, 2)
+    ran = []
+    for memory in (True, False):
+        begun: list[int] = []
+        job = [scripts_of(sizes, 40, 2, memory=memory)]
+        ran.append(run_schedule(job, 4, Pace(0, [1.0, 1.0], even=True), progress=begun.append).records)
+        assert begun == list(range(1, len(ran[-1]) + 1))
+    assert ran[0] == ran[1]
+
+
+def test_a_long_estimate_tells_how_far_it_is():
+    result = simulate("--timing", "--shape", "512,1024,512,16,4", "--ranks", 1, "--passes", 1)
+    assert re.search(r"^[\d,]+ of [\d,]+ tasks$", result.stderr, re.MULTILINE), result.stderr

@@ -75,3 +75,29 @@ def test_on_a_gpu_each_multiprocessor_is_a_thread_of_the_trace(tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     places = {event["tid"] for event in events if event["ph"] == "X"}
     assert 1 < len(places) <= torch.cuda.get_device_properties(0).multi_processor_count
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--shape", "0,16,24,3,2"), "five positive integers"),
+        (("--shape", "40,16,24,3,9"), "K at most E"),
+        (("--shape", "40,999999,999999,999,2"), "--shape: expected one"),
+        (("--seed", -1), "--seed: expected 0 <= seed"),
+        (("--seed", 10**23), "--seed: expected 0 <= seed"),
+        (("--out", "FOLDER"), "--out: expected the name of a file; got"),
+        (("--out", "/dev/null"), "a device"),
+        (("--out", "FILE/trace.json"), "is a file"),
+        (("--picture", "FILE/trace.svg"), "--picture: expected a file in a folder"),
+        (("--out", "FOLDER/a.svg"), "--picture: expected another file than --out"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_before_anything_is_computed(words, said, tmp_path, monkeypatch):
+    monkeypatch.setattr("amoeba.commands.trace._trace", lambda *_: pytest.fail("it was computed"))
+    (tmp_path / "file").write_text("kept")
+    option, value = words
+    value = str(value).replace("FOLDER", str(tmp_path)).replace("FILE", str(tmp_path / "file"))
+    result = trace("--shape", INTERPRETED_SHAPE, "--out", tmp_path / "trace.json", option, value)
+    assert result.exit_code == 2 and said in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"

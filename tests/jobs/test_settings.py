@@ -117,7 +117,9 @@ def test_a_list_of_targets_holds_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0, 0.0, -0.5, 1, 2.5, float("nan")])
 def test_nothing_held_out_is_refused_with_what_to_write_instead(share):
-    with pytest.raises(ValueError, match=r"held_out: expected a share above 0 .* or a file; got .*\. Every run measures"):
+    with pytest.raises(
+        ValueError, match=r"held_out: expected a share above 0 .* or a file; got .*\. Every run measures"
+    ):
         TrainSettings(held_out=share)
 
 

@@ -86,7 +86,7 @@ def backends_of(kind: type, device: torch.device) -> list[Backend]:
 
 
 def named_backends() -> list[Backend]:
-    """Those that `auto` takes only where they were measured to be faster, of any kind of weights; they go on waiting."""
+    """Those of any weights that `auto` takes only where they were measured to be faster; they go on waiting."""
     return [import_module(module).BACKEND for module in _BY_NAME.values()]
 
 

@@ -234,7 +234,12 @@ def _print_backends(rows: list[dict[str, Any]], output: Output) -> None:
 
     lines = [[row["backend"], row["device"], *(cell(row, dtype) for dtype in DTYPES), row["summary"]] for row in rows]
     columns = ["backend", "device", *DTYPES, "what it is"]
-    output.table("backends, fastest first (auto: taken by default; by name: when asked for, or measured to be faster)", columns, lines, text=columns)
+    output.table(
+        "backends, fastest first (auto: taken by default; by name: when asked for, or measured to be faster)",
+        columns,
+        lines,
+        text=columns,
+    )
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         for dtype, reason in row["refusals"].items():

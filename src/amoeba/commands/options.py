@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.front import typer
@@ -105,6 +106,23 @@ def experts_in(precision: str | None, experts: str | None) -> str | None:
         expected = f"experts in {precision}, where the model's other weights are"
         raise bad_value("--precision", expected, f"--experts {experts}", "leave out one of the two")
     return named
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise bad_value("--seed", "0 <= seed < 2**63", seed, "leave it out for 0")
+
+
+def check_file_to_write(option: str, file: Path, example: str) -> None:
+    """Before minutes of work whose result could not be written. example: a name for it."""
+    if file.exists() and not file.is_file():
+        got = f"{file}, {'a folder' if file.is_dir() else 'a device'}"
+        raise bad_value(option, "the name of a file", got, f"give a name, such as {example} in it")
+    there = next(folder for folder in (file, *file.absolute().parents) if folder.exists())
+    if there != file and not there.is_dir():
+        raise bad_value(option, "a file in a folder", f"{file}, and {there} is a file", "name a folder that is one")
+    if not os.access(there, os.W_OK):
+        raise bad_value(option, "a file that can be written", f"{file}, and {there} is read-only", "write elsewhere")
 
 
 def parse_device(name: str) -> torch.device:

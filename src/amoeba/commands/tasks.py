@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import Json, Verbose
+from amoeba.commands.options import Json, Verbose, check_file_to_write, check_seed
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.errors import bad_value, counted
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from amoeba.tasks.simulate import Ran
     from amoeba.tasks.summary import Summary
 
-tasks = Typer(
-    name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True
-)
+tasks = Typer(name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True)
 
 # Multiplications in fp64, some seconds' worth.
 MOST_WORK = 2e9
@@ -83,8 +81,9 @@ def simulate(
         far = _ranks_named(remote, ranks)
         _check_order(order, timing)
         for option, file, name in (("--trace", trace, "tasks.json"), ("--picture", picture, "tasks.svg")):
-            if file is not None and file.is_dir():
-                raise bad_value(option, "the name of a file", f"{file}, a folder", f"give a name, such as {name} in it")
+            if file is not None:
+                check_file_to_write(option, file, name)
+        check_seed(seed)
     if timing:
         document, ok, ran = _estimate(found, ranks, count, passes, order or "measured", far, seed, output)
     else:

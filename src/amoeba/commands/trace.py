@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.front import typer
-from amoeba.commands.options import Json, Verbose, dtype_name, parse_device, parse_dtypes
+from amoeba.commands.options import (
+    Json,
+    Verbose,
+    check_file_to_write,
+    check_seed,
+    dtype_name,
+    parse_device,
+    parse_dtypes,
+)
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.commands.tasks import print_summary
@@ -52,10 +60,9 @@ def trace(
         found = parse_shape(shape or default)
         (kind,) = parse_dtypes([dtype] if dtype else [], [_default_dtype(place)])
         drawn = picture or out.with_suffix(".svg")
-        for option, file in (("--out", out), ("--picture", drawn)):
-            if file.is_dir():
-                remedy = f"give a name, such as trace{'.json' if file is out else '.svg'} in it"
-                raise bad_value(option, "the name of a file", f"{file}, a folder", remedy)
+        check_seed(seed)
+        for option, file, name in (("--out", out, "trace.json"), ("--picture", drawn, "trace.svg")):
+            check_file_to_write(option, file, name)
         if drawn == out:
             raise bad_value("--picture", "another file than --out", drawn, "leave it out for one beside the JSON")
         check_memory([(kind, found)], place, training=True)

@@ -107,7 +107,9 @@ class TimeBudget(TrainerCallback):
             return
         if not self.plan.is_made and self._steps_here <= _UNTIMED:
             return
-        total, self.plan.next_check = self._trainer.together.tell(lambda: self._checked(step, now), "the number of steps")
+        total, self.plan.next_check = self._trainer.together.tell(
+            lambda: self._checked(step, now), "the number of steps"
+        )
         if total is not None:
             self.plan.is_made = True
             if total != self.plan.total:

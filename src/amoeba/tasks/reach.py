@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 def _once(method: Callable[..., Found]) -> Callable[..., Found]:
-    """Each column of a tile and each tile of weights asks for the same lists again, which take long in a large layer."""
+    """Each column of a tile and each tile of weights asks for the same lists again, which take long to make."""
     name = f"_found_{method.__name__}"
 
     @wraps(method)
