@@ -23,11 +23,9 @@ FOLDER = ROOT / "build" / "versions"
 # What depends most on torch and transformers: their internals, operators and autograd, torch.compile, model classes,
 # PEFT's files, stores of checkpoints.
 TESTS = (
-    "test_tried_versions.py",
     "test_torch_internals.py",
     "test_layer.py",
     "backends/test_operator.py",
-    "backends/test_transforms.py",
     "integrations/test_recognised_gates.py",
     "integrations/test_compiled_experts.py",
     "integrations/test_transformers.py",

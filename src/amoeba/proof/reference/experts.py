@@ -72,15 +72,20 @@ def join_gate_up(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 def activate(h: Tensor, activation: Activation) -> Tensor:
     if not activation.gated:
-        return act(h.clamp(max=activation.limit), activation)
+        return act(_at_most(activation.limit, h), activation)
     gate, up = split_gate_up(h, activation)
     limit = activation.limit
-    return act(gate.clamp(max=limit), activation) * (up.clamp(-limit, limit) + activation.up_shift)
+    return act(_at_most(limit, gate), activation) * (-_at_most(limit, -_at_most(limit, up)) + activation.up_shift)
+
+
+def _at_most(limit: float, z: Tensor) -> Tensor:
+    """z.clamp(max=limit), with the same gradient in every version of torch: where z equals the limit, that of clamp is
+    1 up to torch 2.13, and 0 in 2.15."""
+    return torch.where(z > limit, limit, z)
 
 
 def activate_backward(da: Tensor, h: Tensor, activation: Activation) -> Tensor:
-    """dh from da; a clamped value passes no gradient. At the limit itself it does: torch.clamp agrees up to torch 2.13,
-    and passes none there in 2.15."""
+    """dh from da; a clamped value passes no gradient. A value that equals the limit does."""
     limit = activation.limit
     if not activation.gated:
         return _unless(h > limit, da * act_slope(h.clamp(max=limit), activation))
