@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
 
     if Path(name).is_dir():
         has_weights(Path(name))
-    with _reading(name, "model"):
+    with _reading(name, "model"), _one_after_another():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype or "auto",
@@ -142,8 +143,41 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
     return model.eval()
 
 
+@contextmanager
+def _one_after_another() -> Iterator[None]:
+    """Has transformers read a tensor when its turn comes. Its threads would read all experts while the first ones are
+    still being stacked, so that a model is in memory more than twice."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class UnreadTensor:
+    """A tensor that is read when it is sliced, as those of safetensors' `get_slice` are."""
+
+    def __init__(self, read: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
+        self._read, self.dtype = read, dtype
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return self._read()[place]
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+
 def load_rest(
-    kind: Any, config: Any, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None
+    kind: Any,
+    config: Any,
+    name: str,
+    tensors: Mapping[str, torch.Tensor | UnreadTensor],
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """A model without its experts. kind: its class. tensors: all others of its checkpoint, which it takes over.
     dtype: None for the checkpoint's own."""
