@@ -203,7 +203,7 @@ def load_rest(
     if (Path(name) / "generation_config.json").is_file():
         with _reading(name, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(name, trust_remote_code=False)
-    model.name_or_path = name
+    model.name_or_path = model.config.name_or_path = name
     return model.eval()
 
 
