@@ -139,7 +139,6 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
         )
     model, found = loaded
     _check_weights_fit(name, found)
-    logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
     return model.eval()
 
 

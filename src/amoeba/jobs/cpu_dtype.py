@@ -80,7 +80,6 @@ def _stored_dtype(name: str, config: Any) -> torch.dtype | None:
     return next((entry.dtype for entry in entries if entry.dtype.is_floating_point), None)
 
 
-@functools.cache
 def _fp32_is_faster_than(dtype: torch.dtype) -> bool:
     if not has_bf16_instructions():
         return True
@@ -89,8 +88,9 @@ def _fp32_is_faster_than(dtype: torch.dtype) -> bool:
     return _CLEARLY * fp32 < half
 
 
+@functools.cache
 def seconds_of_products(dtype: torch.dtype) -> float:
-    """Of those of _PRODUCTS together, the best of a few."""
+    """Of those of _PRODUCTS together, the best of a few; the same for the whole process."""
     taken = []
     operands = [
         (torch.ones(rows, depth, dtype=dtype, device="cpu"), torch.ones(columns, depth, dtype=dtype, device="cpu"))

@@ -104,7 +104,6 @@ def load(
     started = time.perf_counter()
     streamed = None
     choice = dtype_to_load(options.dtype, found.name, found.config, device)
-    logger.info("dtype %s: %s", choice.dtype or "auto", choice.reason)
     try:
         # The caller's random numbers go on where they were: transformers may draw some when it makes a model
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

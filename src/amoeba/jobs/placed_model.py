@@ -46,11 +46,13 @@ def load_placed(
     store = _open(name, trust_remote_code)
     if store is None:
         model = load_model(name, choice.dtype, trust_remote_code=trust_remote_code)
+        logger.info("dtype %s: %s", model.dtype, choice.reason)
         return model, place(model)
     with store:
         config = load_config(name, trust_remote_code=trust_remote_code)
         empty = load_without_weights(config, name, trust_remote_code=trust_remote_code)
         model = load_rest(type(empty), config, name, _unread(store), choice.dtype)
+        logger.info("dtype %s: %s", model.dtype, choice.reason)
         placed = place(model, on_disk=_ExpertsOfStore(store))
     model.set_experts_implementation("amoeba")
     return model, placed
