@@ -595,7 +595,7 @@ def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("amoeba.jobs.loaded_model.load_model", interrupted)
+    monkeypatch.setattr("amoeba.jobs.loaded_model.load_placed", interrupted)
     result = invoke(folder, "Once")
     assert result.exit_code == 130
     assert "interrupted before the first token" in result.stderr
