@@ -38,6 +38,7 @@ TESTS = (
     "proof/test_conformance.py::test_bf16_agrees_with_and_without_instructions_for_it[cpu-False-few]",
     "cpu/test_packed_experts.py",
     "cpu/test_scaled_codes.py",
+    "jobs/test_cpu_dtype.py::test_this_cpu_loads_bf16_in_what_it_multiplies",
 )
 # Those build for older instruction sets themselves, or take long and are the same on every CPU.
 NOT_AGAIN = "not older_instruction and not other_instruction_sets and not InsideTorch and not memory_as_was_predicted"

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from amoeba import lora
@@ -34,6 +35,7 @@ from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import NO_LABEL, PackedDataset
 from amoeba.data.tokenizer import train_tokenizer
 from amoeba.integrations.placement import Placed, place_experts
+from amoeba.jobs import cpu_dtype
 from amoeba.jobs.finetune import AdapterAlone, finetune
 from amoeba.jobs.merge import merge
 from amoeba.jobs.resume import settings_of
@@ -186,8 +188,8 @@ def test_base_weights_are_bit_identical_in_the_trained_model(
     kept = []
     from amoeba.jobs import finetune as job
 
-    real = job.load_model
-    monkeypatch.setattr(job, "load_model", lambda *given, **named: kept.append(real(*given, **named)) or kept[0])
+    real = job.load_placed
+    monkeypatch.setattr(job, "load_placed", lambda *given, **named: kept.extend(real(*given, **named)) or tuple(kept))
     finetune(settings(tmp_path / "run", base, data, targets=("all-linear",), steps=2, accumulation=1), Quiet())
     lora.detach(kept[0])
     expected = base_model(base).state_dict()
@@ -581,6 +583,24 @@ def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="vram: expected a budget on the GPU"):
         finetune(settings(tmp_path / "other", base, data, ram="1GiB"), Quiet())
+
+
+@needs_engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the dtype of a CPU")
+def test_a_bf16_checkpoint_trains_in_float32_where_bf16_is_emulated(
+    base: Path, data: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for module in (cpu_dtype, cpu_placements):
+        monkeypatch.setattr(module, "has_bf16_instructions", lambda: False)
+    half = Path(shutil.copytree(base, tmp_path / "half"))
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+    console = Quiet()
+    report = finetune(settings(tmp_path / "run", half, data, steps=2), console)
+    assert report.experts == "cpu-bf16"
+    words = (
+        "in float32 (faster on this CPU than the checkpoint's bfloat16); experts cpu-bf16 (stored in bf16 and computed"
+    )
+    assert any(words in line for line in console.said)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from amoeba.cpu import placements as cpu_placements
 from amoeba.data import token_stream
 from amoeba.decoding import Decoder
 from amoeba.integrations import placement
-from amoeba.jobs import token_steps
+from amoeba.integrations.experts_module import experts_modules
+from amoeba.jobs import cpu_dtype, token_steps
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
 from amoeba.weights import ExpertWeights
 from planted_backend import Planted, plant
@@ -275,6 +276,43 @@ def test_auto_packs_experts_that_a_gpu_has_no_room_for(folder, monkeypatch):
         assert placed.placement == expected
         assert "GiB free on the GPU" in placed.reason
     assert placement.place_experts(model, "auto", trains=False, device=torch.device("cpu")).placement == "resident"
+
+
+@needs_engine
+@pytest.mark.parametrize(("has_bf16", "expected"), [(False, "cpu-bf16"), (True, "resident")])
+def test_auto_packs_bf16_experts_on_a_cpu_without_instructions_for_it(has_bf16, expected, folder, monkeypatch):
+    monkeypatch.setattr(cpu_placements, "has_bf16_instructions", lambda: has_bf16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    placed = placement.place_experts(model, "auto", trains=False, device=torch.device("cpu"))
+    assert placed.placement == expected
+    assert ("--experts cpu-int8 is faster but rounds them" in placed.reason) == (not has_bf16)
+
+
+def test_auto_leaves_experts_that_compute_by_functions_of_their_own_where_they_are(folder, monkeypatch):
+    monkeypatch.setattr(cpu_placements, "has_bf16_instructions", lambda: False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for module in experts_modules(model).values():
+        module.act_fn = torch.nn.Softmax(-1)
+    placed = placement.place_experts(model, "auto", trains=False, device=torch.device("cpu"))
+    assert placed == ("resident", "Qwen3MoeExperts computes them by functions of its own", ())
+
+
+@needs_engine
+def test_a_bf16_checkpoint_is_computed_in_float32_where_bf16_is_emulated(folder, monkeypatch):
+    for module in (cpu_dtype, cpu_placements):
+        monkeypatch.setattr(module, "has_bf16_instructions", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    said = []
+    report = generate(folder, "Once", GREEDY, lambda piece: None, say=said.append)
+    assert (report.dtype, report.placement, report.backend) == ("float32", "cpu-bf16", "cpu")
+    assert said == [
+        "qwen3_moe on cpu in float32 (faster on this CPU than the checkpoint's bfloat16); experts cpu-bf16 (stored in "
+        "bf16 and computed in float32, since this CPU has no bf16 instructions; --experts cpu-int8 is faster but "
+        "rounds them), backend cpu"
+    ]
+    asked = generate(folder, "Once", dataclasses.replace(GREEDY, dtype=torch.float32), lambda piece: None)
+    assert (asked.dtype, asked.placement) == ("float32", "resident")
 
 
 def test_the_chat_template_is_applied(folder):
@@ -557,7 +595,7 @@ def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("amoeba.jobs.loaded_model.load_model", interrupted)
+    monkeypatch.setattr("amoeba.jobs.loaded_model.load_placed", interrupted)
     result = invoke(folder, "Once")
     assert result.exit_code == 130
     assert "interrupted before the first token" in result.stderr

@@ -166,7 +166,7 @@ def test_a_file_of_somebody_else_is_left_alone(folder, prompts, tmp_path, conten
     ],
 )
 def test_a_bad_line_is_named_before_a_model_is_loaded(folder, tmp_path, monkeypatch, name, content, words):
-    monkeypatch.setattr("amoeba.jobs.loaded_model.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("amoeba.jobs.loaded_model.load_placed", lambda *_, **__: pytest.fail("loaded"))
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert words in refusal(folder, "--prompts", path)

@@ -90,7 +90,10 @@ def finetune(
     ] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Default 2e-4.")] = None,
     gradient_checkpointing: GradientCheckpointing = False,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="auto (the checkpoint's), float32 or bfloat16.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="auto (the checkpoint's, or float32 if faster on this CPU), float32 or bfloat16."),
+    ] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,
     log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between lines; default 5.")] = None,

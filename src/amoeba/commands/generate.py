@@ -73,7 +73,12 @@ def generate(
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the checkpoint's), {', '.join(DTYPES)}.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype", help=f"auto (the checkpoint's, or float32 if faster on this CPU), {', '.join(DTYPES)}."
+        ),
+    ] = "auto",
     experts: Annotated[
         str,
         typer.Option(

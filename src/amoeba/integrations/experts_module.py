@@ -226,6 +226,14 @@ def leave_shapes(module: Any) -> None:
             module.__dict__[name] = torch.empty_like(parameter, device="meta")
 
 
+def take_back_shapes(module: Any, dtype: torch.dtype) -> None:
+    """The opposite of `leave_shapes`: parameters of these shapes on the CPU, in this dtype, not filled yet."""
+    shapes = {name: each for name, each in vars(module).items() if isinstance(each, Tensor) and each.is_meta}
+    for name, shape in shapes.items():
+        del module.__dict__[name]
+        module.register_parameter(name, nn.Parameter(torch.empty(shape.shape, dtype=dtype, device="cpu")))
+
+
 def resident(module: Any) -> ExpertWeights:
     """Its own parameters as weights; ValueError where its own functions have to be called with them."""
     found = described(module)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
     if Path(name).is_dir():
         has_weights(Path(name))
     config = load_config(name, trust_remote_code=trust_remote_code)
-    with _reading(name, "model"):
+    with _reading(name, "model"), _one_after_another():
         loaded: Any = auto_class(config).from_pretrained(
             name,
             dtype=dtype or "auto",
@@ -153,11 +154,41 @@ def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool 
         )
     model, found = loaded
     _check_weights_fit(name, found)
-    logger.info("dtype %s: %s", model.dtype, "the checkpoint's own" if dtype is None else "as asked")
     return model.eval()
 
 
-def load_rest(shape: Any, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Any:
+@contextmanager
+def _one_after_another() -> Iterator[None]:
+    """Has transformers read a tensor when its turn comes. Its threads would read all experts while the first ones are
+    still being stacked, so that a model is in memory more than twice."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class UnreadTensor:
+    """A tensor that is read when it is sliced, as those of safetensors' `get_slice` are."""
+
+    def __init__(self, read: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
+        self._read, self.dtype = read, dtype
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return self._read()[place]
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+def load_rest(
+    shape: Any, name: str, tensors: Mapping[str, torch.Tensor | UnreadTensor], dtype: torch.dtype | None = None
+) -> Any:
     """A model without its experts. shape: the same model from `load_without_weights`, whose class and configuration it
     gets. tensors: all others of its checkpoint, which it takes over. dtype: None for the checkpoint's own."""
     from transformers import GenerationConfig
@@ -182,7 +213,7 @@ def load_rest(shape: Any, name: str, tensors: dict[str, torch.Tensor], dtype: to
     if (Path(name) / "generation_config.json").is_file():
         with _reading(name, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(name, trust_remote_code=False)
-    model.name_or_path = name
+    model.name_or_path = model.config.name_or_path = name
     return model.eval()
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amoeba.errors import bad_value
 from amoeba.integrations.experts_module import LORA, described, experts_modules, place, placed_in, resident
 from amoeba.integrations.text_model import text_config
-from amoeba.placement import LayerSizes, Load, Situation
+from amoeba.placement import LayerSizes, Load, Placement, Situation
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
 
 logger = logging.getLogger("amoeba")
@@ -36,6 +36,18 @@ class Placed(NamedTuple):
     plans: tuple[Any, ...] = ()  # of their memory, where that was asked for
 
 
+class ExpertsOnDisk(Protocol):
+    """Experts that were not read yet: of their parameters a model has the shapes alone (see `leave_shapes`)."""
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """In the checkpoint."""
+        ...
+
+    def read(self, name: str, module: Any, dtype: torch.dtype) -> None:
+        """Gives a module its parameters."""
+        ...
+
+
 def place_experts(
     model: nn.Module,
     placement: str,
@@ -43,6 +55,8 @@ def place_experts(
     *,
     trains: bool = True,
     device: torch.device | None = None,
+    stored_dtype: torch.dtype | None = None,
+    on_disk: ExpertsOnDisk | None = None,
 ) -> Placed:
     """Places the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing.
 
@@ -52,6 +66,9 @@ def place_experts(
     to change.
     trains: for "auto", whether LoRA factors will be trained beside the experts; else the model generates.
     device: for "auto", where the rest of the model will be; None for a GPU, if there is one.
+    stored_dtype: for "auto", the checkpoint's dtype where the model has another one only because it is faster here: a
+    placement that keeps numbers of this dtype rounds nothing. None: the model's.
+    on_disk: reads the experts of a model that was made without them, each layer just before it is placed.
     """
     check_placement(placement)
     modules = experts_modules(model)
@@ -63,8 +80,10 @@ def place_experts(
     placed = Placed(placement, "as asked")
     if placement == AUTO:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        placed = _choose(model, list(modules.values()), trains, device)
+        placed = _choose(model, list(modules.values()), trains, device, stored_dtype)
     if placed.placement == RESIDENT:
+        for name, module in modules.items() if on_disk is not None else ():
+            on_disk.read(name, module, module.down_proj.dtype)
         return placed
     chosen = placement_named(placed.placement)
     for name, module in modules.items():
@@ -81,7 +100,9 @@ def place_experts(
     register()
 
     model.set_experts_implementation("amoeba")  # type: ignore[operator]  # nothing else finds them there
-    for module in modules.values():
+    for name, module in modules.items():
+        if on_disk is not None:
+            on_disk.read(name, module, _dtype_to_read(module, chosen, on_disk.dtype_of(name)))
         place(module, chosen)
     logger.info("experts: %d layers %s", len(modules), chosen.summary)
     return placed
@@ -106,13 +127,21 @@ def check_placement(name: str) -> None:
         placement_named(name)
 
 
-def _choose(model: nn.Module, modules: list[Any], trains: bool, device: torch.device) -> Placed:
+def _choose(
+    model: nn.Module, modules: list[Any], trains: bool, device: torch.device, stored_dtype: torch.dtype | None
+) -> Placed:
+    for module in modules:
+        if described(module).fused is None:
+            return Placed(RESIDENT, f"{type(module).__name__} computes them by functions of its own")
+    dtype = stored_dtype or modules[0].down_proj.dtype
+    expert_bytes = sum(tensor.numel() * dtype.itemsize for module in modules for tensor in _tensors(module))
+    owned = {id(parameter) for module in modules for parameter in module.parameters()}
     situation = Situation(
         device,
         trains,
-        modules[0].down_proj.dtype,
-        expert_bytes=sum(p.nbytes for module in modules for p in module.parameters()),
-        model_bytes=sum(p.nbytes for p in model.parameters()),
+        dtype,
+        expert_bytes=expert_bytes,
+        model_bytes=expert_bytes + sum(p.nbytes for p in model.parameters() if id(p) not in owned),
         free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
     )
     against = []
@@ -122,6 +151,18 @@ def _choose(model: nn.Module, modules: list[Any], trains: bool, device: torch.de
             return Placed(placement.name, reason)
         against += [reason] if reason else []
     return Placed(RESIDENT, "; ".join(against))
+
+
+def _tensors(module: Any) -> list[Tensor]:
+    """Its parameters, or the shapes that were left of them."""
+    return [*module.parameters()] or [each for each in vars(module).values() if isinstance(each, Tensor)]
+
+
+def _dtype_to_read(module: Any, chosen: Placement, stored_dtype: torch.dtype) -> torch.dtype:
+    """The model's; or bf16 where the checkpoint has that and these experts do not compute in the model's anyway, since
+    a layer then takes half the memory while it is placed."""
+    dtype: torch.dtype = module.down_proj.dtype
+    return dtype if dtype in chosen.tolerances or stored_dtype != torch.bfloat16 else stored_dtype
 
 
 def _sizes(module: Any) -> LayerSizes:

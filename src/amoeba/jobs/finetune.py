@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from amoeba import lora
-from amoeba.cpu_features import has_bf16_instructions
 from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
 from amoeba.data.corpus import Corpus, load_corpus
 from amoeba.data.documents import Conversation
@@ -29,12 +28,14 @@ from amoeba.data.token_rows import stack
 from amoeba.data.tokenizer import check_understands
 from amoeba.errors import bad_value
 from amoeba.integrations.coverage import check_coverage
-from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_model, load_tokenizer_and_config
+from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
-from amoeba.integrations.placement import Placed, check_placement, place_experts
+from amoeba.integrations.placement import Placed, check_placement
 from amoeba.integrations.text_model import text_config
+from amoeba.jobs.cpu_dtype import dtype_to_load
 from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
+from amoeba.jobs.placed_model import load_placed
 from amoeba.jobs.resume import (
     Earlier,
     began_with,
@@ -56,7 +57,6 @@ from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
-from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
 from amoeba.placement import Load
 from amoeba.stream.attaching import Streamed, attach, home_of
@@ -192,28 +192,39 @@ def _finetune(
     rows = _rows(corpus, tokenizer, model_config, settings, console)
 
     streamed: Streamed | None = None
+    asked = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choice = dtype_to_load(asked, name, model_config, device)
     if _streams(name, settings):
-        stored = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
         streamed = at_end.enter_context(
             attach(
                 name,
                 ram="auto" if settings.ram is None else settings.ram,
                 vram=settings.vram,
-                dtype=stored,
+                dtype=asked,
                 trust_remote_code=trust_remote_code,
                 beside=lambda store: factor_bytes(store, settings),
             )
         )
         model = streamed.model
+        placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
     elif mesh is not None:
-        dtype = _dtype(settings.dtype, model_config)
-        model = load_share(name, dtype, mesh.experts, trust_remote_code=trust_remote_code)
+        model = load_share(name, choice.dtype, mesh.experts, trust_remote_code=trust_remote_code)
+        placed = Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
     else:
-        model = load_model(name, _dtype(settings.dtype, model_config), trust_remote_code=trust_remote_code)
+        tokens = -(-settings.batch_size // together.count) * settings.sequence_length
+        model, placed = load_placed(
+            name,
+            choice,
+            settings.experts,
+            Load(tokens, settings.r, recompute=settings.gradient_checkpointing),
+            trains=True,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
-    placed = _placed(model, settings, streamed, mesh, together)
     attached = lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     if attached.left_out:
         console.say(f"without factors: {in_one_line(attached.left_out)}")
@@ -227,9 +238,9 @@ def _finetune(
         settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
     )
     trainable = count_parameters(model, None if mesh is None else mesh.experts, trained=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    faster = f" ({choice.reason})" if choice.stored is not None and streamed is None else ""
     console.say(
-        f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}; "
+        f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}{faster}; "
         f"experts {placed.placement} ({placed.reason})"
     )
     if mesh is None and together.count > 1:
@@ -301,17 +312,6 @@ def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
     return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))
 
 
-def _placed(
-    model: Any, settings: FinetuneSettings, streamed: Streamed | None, mesh: RankMesh | None, together: Together
-) -> Placed:
-    if streamed is not None:
-        return Placed(streamed.memory.layers[0].placement, str(streamed.memory))
-    if mesh is not None:
-        return Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
-    tokens = -(-settings.batch_size // together.count) * settings.sequence_length
-    return place_experts(model, settings.experts, Load(tokens, settings.r, recompute=settings.gradient_checkpointing))
-
-
 def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneSettings, console: Console) -> Rows:
     most = min(settings.sequence_length, positions(model_config) or settings.sequence_length)
     if most < settings.sequence_length:
@@ -365,12 +365,3 @@ def _check_tokenizer(tokenizer: Any) -> None:
             "one without eos_token",
             "set eos_token in its tokenizer_config.json",
         )
-
-
-def _dtype(name: str, model_config: Any) -> torch.dtype | None:
-    """None for the checkpoint's own; fp32 where this CPU would compute its bf16 in software."""
-    if name != "auto":
-        return getattr(torch, name)
-    half = getattr(model_config, "dtype", None) in (torch.bfloat16, torch.float16)
-    in_software = not torch.cuda.is_available() and not has_bf16_instructions()
-    return torch.float32 if half and in_software else None

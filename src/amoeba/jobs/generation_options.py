@@ -20,7 +20,8 @@ from amoeba.parallel.together import Together
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What is None is left to the model: its generation_config, its checkpoint's dtype, the best device here.
+    """What is None is left to the model and the machine: its generation_config, its checkpoint's dtype (or float32 if
+    that is faster on this CPU), the best device here.
 
     temperature 0 is greedy. top_k 0 and top_p 1 keep every token. The seed that was drawn is in the report.
     """

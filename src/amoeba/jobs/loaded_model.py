@@ -22,10 +22,12 @@ from amoeba import lora
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import explain
 from amoeba.errors import bad_value
-from amoeba.integrations.model_folder import check_model, find_adapter, load_model, load_tokenizer_and_config
-from amoeba.integrations.placement import Placed, check_placement, place_experts
+from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
+from amoeba.integrations.placement import Placed, check_placement
+from amoeba.jobs.cpu_dtype import dtype_to_load
 from amoeba.jobs.generation_options import GenerationOptions
 from amoeba.jobs.merged_adapters import check_not_merged
+from amoeba.jobs.placed_model import load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.together import ALONE, Together
@@ -102,6 +104,7 @@ def load(
     device = _choose_device(home_of(options.vram) if streams else options.device)
     started = time.perf_counter()
     streamed = None
+    choice = dtype_to_load(options.dtype, found.name, found.config, device)
     try:
         # The caller's random numbers go on where they were: transformers may draw some when it makes a model
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -112,15 +115,21 @@ def load(
             elif together.ranks is not None:
                 model = load_share(
                     found.name,
-                    options.dtype,
+                    choice.dtype,
                     together.ranks,
                     tokens="same",
                     trust_remote_code=options.trust_remote_code,
                 )
                 placed = Placed("ranks", f"over {together.count}")
             else:
-                model = load_model(found.name, options.dtype, trust_remote_code=options.trust_remote_code)
-                placed = place_experts(model, options.experts, trains=False, device=device)
+                model, placed = load_placed(
+                    found.name,
+                    choice,
+                    options.experts,
+                    trains=False,
+                    device=device,
+                    trust_remote_code=options.trust_remote_code,
+                )
             logger.info("experts %s: %s", placed.placement, placed.reason)
             if found.adapter is not None:
                 lora.load(model, found.adapter)
@@ -145,10 +154,13 @@ def load(
         warm_up_seconds=time.perf_counter() - loaded,
         streamed=streamed,
     )
-    over = f" ({placed.reason})" if together.ranks is not None else ""
-    experts = f"experts {placed.placement}{over}, backend {backend}" if backend else reason
+    faster = f" ({choice.reason})" if choice.stored is not None and streamed is None else ""
+    # Resident experts are where everybody expects them
+    chosen = options.experts == "auto" and streamed is None and placed.placement != "resident"
+    why = f" ({placed.reason})" if together.ranks is not None or chosen else ""
+    experts = f"experts {placed.placement}{why}, backend {backend}" if backend else reason
     within = "" if streamed is None else f", {streamed.memory}"
-    say(f"{model.config.model_type} on {device} in {done.dtype}; {experts}{within}")
+    say(f"{model.config.model_type} on {device} in {done.dtype}{faster}; {experts}{within}")
     return done
 
 

@@ -174,6 +174,5 @@ def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
         return config
     named = str(dtype).removeprefix("torch.")
     return {
-        key: named if key in ("dtype", "torch_dtype") else _with_dtype(value, dtype)
-        for key, value in config.items()
+        key: named if key in ("dtype", "torch_dtype") else _with_dtype(value, dtype) for key, value in config.items()
     }

@@ -1,0 +1,111 @@
+"""A model read from its folder layer by layer, its experts placed as they are read.
+
+E experts · H hidden · I intermediate · J = 2I or I
+
+    model, placed = load_placed("models/qwen3", choice, "auto", trains=False, device=torch.device("cpu"))
+
+Memory never holds more than the model as it will be, and one layer's experts as the checkpoint has them. Experts that
+cannot be read one by one (`amoeba.stream.store` says which can), quantised ones and models on the hub are loaded by
+transformers, and placed afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.integrations.experts_module import described, stored, take_back_shapes
+from amoeba.integrations.model_folder import UnreadTensor, load_config, load_model, load_rest, load_without_weights
+from amoeba.integrations.placement import Placed, place_experts
+from amoeba.jobs.cpu_dtype import DtypeChoice
+from amoeba.placement import Load
+from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
+
+logger = logging.getLogger("amoeba")
+
+
+def load_placed(
+    name: str,
+    choice: DtypeChoice,
+    placement: str,
+    load: Load | None = None,
+    *,
+    trains: bool,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Placed]:
+    """The model on the CPU. placement, load, trains, device: as `place_experts` takes them."""
+    place = functools.partial(
+        place_experts, placement=placement, load=load, trains=trains, device=device, stored_dtype=choice.stored
+    )
+    store = _open(name, trust_remote_code)
+    if store is None:
+        model = load_model(name, choice.dtype, trust_remote_code=trust_remote_code)
+        logger.info("dtype %s: %s", model.dtype, choice.reason)
+        return model, place(model)
+    with store:
+        config = load_config(name, trust_remote_code=trust_remote_code)
+        shape = load_without_weights(config, name, trust_remote_code=trust_remote_code)
+        model = load_rest(shape, name, _unread(store), choice.dtype)
+        logger.info("dtype %s: %s", model.dtype, choice.reason)
+        placed = place(model, on_disk=_ExpertsOfStore(store))
+    model.set_experts_implementation("amoeba")
+    return model, placed
+
+
+def _open(name: str, trust_remote_code: bool) -> Store | None:
+    """None where transformers has to load the model."""
+    if not Path(name).is_dir() or is_store(name):
+        return None
+    try:
+        store = open_store(name, direct=False, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        logger.info("loaded by transformers: %s", error)
+        return None
+    if store.format is not None:
+        store.close()
+        return None
+    return store
+
+
+def _unread(store: Store) -> dict[str, UnreadTensor]:
+    # a tensor of its own memory: that which it is read into has blocks around it
+    return {
+        name: UnreadTensor(lambda name=name: store.read_rest(name).clone(), entry.dtype)  # type: ignore[misc]
+        for name, entry in store.rest.items()
+    }
+
+
+class _ExpertsOfStore:
+    """See `integrations.placement.ExpertsOnDisk`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._layers = {entry.name: number for number, entry in enumerate(store.layers)}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._store.layers[self._layers[name]].dtype
+
+    def read(self, name: str, module: Any, dtype: torch.dtype) -> None:
+        take_back_shapes(module, dtype)
+        store, layer, found = self._store, self._layers[name], described(module)
+        with torch.no_grad():
+            parts = [_as_in_store(part, found.interleaved, place) for place, part in enumerate(stored(module, found))]
+            blob = aligned_buffer(store.expert_bytes(layer))
+            for expert in range(store.layers[layer].experts):
+                store.read(layer, expert, blob)
+                for part, view in zip(parts, store.views(layer, blob), strict=True):
+                    if part is not None and view is not None:
+                        part[expert].copy_(view.view(part[expert].shape))
+
+
+def _as_in_store(part: Tensor | None, interleaved: bool, place: int) -> Tensor | None:
+    """A view (E, 2, I, ...) of rows of gate and up that are in turns, since a store has all of gate first."""
+    if part is None or not interleaved or place % 2:
+        return part
+    return part.unflatten(1, (-1, 2)).transpose(1, 2)

@@ -1,0 +1,207 @@
+"""A model loaded layer by layer is the one that transformers loads, bit for bit, and memory never holds it twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from amoeba import lora
+from amoeba.cpu import placements as cpu_placements
+from amoeba.integrations.experts_module import described, experts_modules
+from amoeba.integrations.model_folder import load_model
+from amoeba.integrations.placement import place_experts
+from amoeba.jobs import placed_model
+from amoeba.jobs.cpu_dtype import DtypeChoice
+from amoeba.jobs.placed_model import load_placed
+from quantised_checkpoints import quantise_saved
+from selection import quick
+from tiny_models import build, experts_classes, save_byte_tokenizer, token_ids
+
+CPU = torch.device("cpu")
+# gates and none, transposed, interleaved, biased, stacked, a norm after the expert, state spaces
+FAMILIES = ("qwen3_moe", "gpt_oss", "nemotron_h")
+NO_ENGINE = cpu_placements._why_not()
+needs_engine = pytest.mark.skipif(NO_ENGINE is not None, reason=str(NO_ENGINE))
+
+
+def save(folder: Path, model_type: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    shard = changes.pop("shard", "1GB")
+    model: Any = build(model_type, **changes).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    save_byte_tokenizer(folder)
+    return model
+
+
+def by_transformers(folder: Path, dtype: torch.dtype | None, placement: str) -> Any:
+    model = load_model(str(folder), dtype)
+    place_experts(model, placement, trains=False, device=CPU)
+    return model
+
+
+def by_layers(folder: Path, dtype: torch.dtype | None, placement: str) -> Any:
+    return load_placed(str(folder), DtypeChoice(dtype, None, ""), placement, trains=False, device=CPU)[0]
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=token_ids(), use_cache=False).logits
+
+
+def facts_of(tensor: Tensor) -> tuple:
+    return tensor.dtype, tensor.stride(), tensor.requires_grad
+
+
+def tied(tensors: dict[str, Tensor]) -> list[int]:
+    """For each the first place of the same tensor."""
+    ids = [id(tensor) for tensor in tensors.values()]
+    return [ids.index(each) for each in ids]
+
+
+def assert_same_models(one: Any, other: Any) -> None:
+    for kind in ("named_parameters", "named_buffers"):
+        ones, others = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (one, other))
+        assert ones.keys() == others.keys()
+        for name, tensor in ones.items():
+            assert facts_of(tensor) == facts_of(others[name]), name
+            assert torch.equal(tensor, others[name]), name
+        assert tied(ones) == tied(others)
+    assert type(one) is type(other)
+    assert one.training == other.training
+    assert one.config.to_dict() == other.config.to_dict()
+    assert one.generation_config.to_dict() == other.generation_config.to_dict()
+    assert one.name_or_path == other.name_or_path
+    assert torch.equal(logits(one), logits(other))
+
+
+@quick(lambda model_type, dtype: model_type in FAMILIES and dtype == torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+@pytest.mark.parametrize("model_type", experts_classes())
+def test_it_has_the_bits_that_transformers_gives_it(model_type, dtype, tmp_path):
+    model = save(tmp_path, model_type)
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        pytest.skip("a model of another kind")
+    assert_same_models(by_transformers(tmp_path, dtype, "resident"), by_layers(tmp_path, dtype, "resident"))
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"shard": "20KB"}, {"dtype": torch.float16}])
+def test_so_has_a_checkpoint_that_is(changes, tmp_path):
+    save(tmp_path, **changes)
+    assert_same_models(by_transformers(tmp_path, None, "resident"), by_layers(tmp_path, None, "resident"))
+
+
+@needs_engine
+@quick(lambda model_type, placement, dtype: (model_type, placement, dtype) == ("gpt_oss", "cpu-int8", torch.float32))
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+@pytest.mark.parametrize("placement", ["cpu-int8", "cpu-bf16", "mxfp4-weights"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_so_have_experts_that_are_placed(model_type, placement, dtype, tmp_path):
+    save(tmp_path, model_type)
+    one, other = (load(tmp_path, dtype, placement) for load in (by_transformers, by_layers))
+    assert [described(module).placement.name for module in experts_modules(other).values()] == [placement] * 2
+    assert torch.equal(logits(one), logits(other))
+
+
+def test_an_adapter_goes_on_it(tmp_path):
+    model = save(tmp_path / "model")
+    lora.attach(model, 2, 4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(0.1)
+    lora.save(model, tmp_path / "adapter")
+    found = []
+    for load in (by_transformers, by_layers):
+        loaded = load(tmp_path / "model", torch.float32, "resident")
+        plain = logits(loaded)
+        lora.load(loaded, tmp_path / "adapter")
+        found.append(logits(loaded))
+        assert not torch.equal(found[-1], plain)
+    assert torch.equal(*found)
+
+
+def test_quantised_experts_stay_as_they_are(tmp_path):
+    model = save(tmp_path, dtype=torch.float32)
+    quantise_saved(model, tmp_path, block=16)
+    one, other = (load(tmp_path, torch.float32, "auto") for load in (by_transformers, by_layers))
+    assert {described(module).placement.name for module in experts_modules(other).values()} == {"fp8-weights"}
+    assert torch.equal(logits(one), logits(other))
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path):
+    save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors: expected a whole safetensors file.*[Cc]opy or download"):
+        by_layers(tmp_path, None, "resident")
+
+
+# What a load takes beside the model, however large that is: 19 to 26 MiB (Neoverse-N1, torch 2.13, transformers 5.23).
+MARGIN = 36 * 2**20
+# A process that loads and forgets a model a few times, the largest result last, and prints what each took beyond what
+# was there before: the peak, the model itself, and the experts of a layer as they are on disk.
+MEASURES = """
+import ctypes, gc, sys
+from pathlib import Path
+import torch
+import amoeba
+from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.jobs.cpu_dtype import DtypeChoice
+from amoeba.jobs.placed_model import load_placed
+
+def status(field):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+small, large = sys.argv[1:3]
+def load(folder, dtype, placement):
+    return load_placed(folder, DtypeChoice(dtype, None, ""), placement, trains=False, device=torch.device("cpu"))[0]
+
+for placement in sys.argv[3:]:
+    load(small, torch.float32, placement)
+    gc.collect(), ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS")
+    model = load(large, torch.float32, placement)
+    peak = status("VmHWM") - before
+    placed = [placed_in(module) for module in experts_modules(model).values()]
+    bytes_of = sum(each.nbytes() for each in placed if each is not None)
+    print(placement, peak, bytes_of + sum(p.nbytes for p in model.parameters()))
+    del model, placed
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_holds_the_result_and_one_layer_at_most(tmp_path):
+    small, large = tmp_path / "small", tmp_path / "large"
+    save(small)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_hidden_layers": 7}
+    save(large, **sizes)
+    layer = 32 * 3 * 256 * 256 * 2
+    placements = ["resident"] if NO_ENGINE else ["cpu-int8", "resident"]
+    command = [sys.executable, "-c", MEASURES, str(small), str(large), *placements]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    sizes_of = zip(map(int, said[1::3]), map(int, said[2::3]), strict=True)
+    found = dict(zip(said[::3], sizes_of, strict=True))
+    assert list(found) == placements
+    for name, (peak, result) in found.items():
+        assert peak < result + layer + MARGIN, f"{name}: {peak / 2**20:.0f} MiB for {result / 2**20:.0f} MiB"
+
+
+def test_transformers_loads_what_is_not_read_expert_by_expert(tmp_path, monkeypatch):
+    save(tmp_path)
+    expected = by_layers(tmp_path, None, "resident")
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise ValueError("not in this form")
+
+    monkeypatch.setattr(placed_model, "open_store", refuses)
+    assert_same_models(expected, by_layers(tmp_path, None, "resident"))
