@@ -370,7 +370,7 @@ def test_bad_rows_are_named_by_line(lines: list[str], message: str, base: Path, 
         (["--precision", "bf16", "--experts", "fp8-weights"], "--precision: expected experts in bf16"),
         (["--epochs", "0"], "epochs: expected a number above 0"),
         (["--steps", "0"], "steps: expected an integer of at least 1"),
-        (["--held-out", "2"], "held_out: expected a share between 0 and 1"),
+        (["--held-out", "2"], "held_out: expected a share above 0 and below 1"),
         (["--held-out", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
