@@ -39,7 +39,9 @@ class CheckpointNames:
         for converter in {id(each): each for each in self.converters.values()}.values():
             for target in converter.target_patterns:
                 found = [parameter.replace(target, each) for each in converter.target_patterns]
-                if len(found) > 1 and target in parameter and self.sources(found[0]):
+                # the same names may be there without a conversion: q_proj of the text, next to a fused one of the vision
+                converted = set(self.sources(found[0])) & set(converter.source_patterns)
+                if len(found) > 1 and target in parameter and converted:
                     return found
         return [parameter]
 
