@@ -39,7 +39,7 @@ class CheckpointNames:
         for converter in {id(each): each for each in self.converters.values()}.values():
             for target in converter.target_patterns:
                 found = [parameter.replace(target, each) for each in converter.target_patterns]
-                # the same names may be there without a conversion: q_proj of the text, next to a fused one of the vision
+                # the text model may have a q_proj of its own next to a fused one of the vision part
                 converted = set(self.sources(found[0])) & set(converter.source_patterns)
                 if len(found) > 1 and target in parameter and converted:
                     return found
