@@ -39,7 +39,9 @@ class CheckpointNames:
         for converter in {id(each): each for each in self.converters.values()}.values():
             for target in converter.target_patterns:
                 found = [parameter.replace(target, each) for each in converter.target_patterns]
-                if len(found) > 1 and target in parameter and self.sources(found[0]):
+                # the text model may have a q_proj of its own next to a fused one of the vision part
+                converted = set(self.sources(found[0])) & set(converter.source_patterns)
+                if len(found) > 1 and target in parameter and converted:
                     return found
         return [parameter]
 

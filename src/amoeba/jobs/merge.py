@@ -125,7 +125,7 @@ def _write_weights(model: Any, state: Attached, folder: Path, out: Path, dtype: 
     parameters = model.state_dict()
     for parameter in dict.fromkeys([*state.changed, *state.replaced]):
         group = names.made_together(parameter)
-        sources = [name for each in names.sources(group[0]).values() for name in each]
+        sources = [name for member in group for each in names.sources(member).values() for name in each]
         if not sources:
             remedy = "save the base model with save_pretrained, and merge into that folder"
             raise bad_value("MODEL", f"a tensor for {parameter}", "none in the checkpoint", remedy)
