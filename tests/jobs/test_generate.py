@@ -598,7 +598,7 @@ def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
     monkeypatch.setattr("amoeba.jobs.loaded_model.load_placed", interrupted)
     result = invoke(folder, "Once")
     assert result.exit_code == 130
-    assert "interrupted before the first token" in result.stderr
+    assert "interrupted: before the first token" in result.stderr
 
 
 def test_device_and_dtype_flags_reach_the_job(folder):

@@ -64,7 +64,7 @@ class WatchedTrainer(FastTrainer):
     command: str  # that goes on with this run
     folder: Path  # of the run
     budget: TimeBudget | None = None
-    lr_scheduler: Any  # as transformers.Trainer has it
+    lr_scheduler: Any
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
