@@ -30,7 +30,7 @@ TESTS = (
     "integrations/test_compiled_experts.py",
     "integrations/test_transformers.py",
     "lora/test_peft_files.py",
-    "stream/test_streamed_models.py",
+    "stream/test_packing_refusals.py",
 )
 NEEDED_BYTES = 12 * 2**30  # both environments and pip's cache of what it downloads: 10 GiB on ARM in November 2026
 INSTALL_SECONDS = 240
