@@ -81,8 +81,9 @@ def place_experts(
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         placed = _choose(model, list(modules.values()), trains, device, stored_dtype)
     if placed.placement == RESIDENT:
-        for name, module in modules.items() if on_disk is not None else ():
-            on_disk.read(name, module, module.down_proj.dtype)
+        if on_disk is not None:
+            for name, module in modules.items():
+                on_disk.read(name, module, module.down_proj.dtype)
         return placed
     chosen = placement_named(placed.placement)
     for name, module in modules.items():
