@@ -103,7 +103,7 @@ def streamed(inputs, tmp_path_factory) -> Run:
     with pytest.MonkeyPatch.context() as patched:
         if not ON_GPU:
             patched.setattr(attaching, "gpu", lambda: SimulatedDevice(inline=True))
-        patched.setattr(finetune_job, "load_model", lambda *_, **__: pytest.fail("experts were loaded"))
+        patched.setattr(finetune_job, "load_placed", lambda *_, **__: pytest.fail("experts were loaded"))
         report = finetune(settings(inputs, folder, vram=vram(inputs, 4), ram="64KiB"), console)
     return Run(folder, report, console.said)
 
