@@ -119,7 +119,7 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
         (("here", "--synthetic", SMALL), "trace: expected a file or --synthetic; got both"),
         (("--synthetic", "colour=3"), "--synthetic: expected qwen3-30b or name=value"),
         (("--synthetic", SMALL, "--policy", "fifo"), "policy: expected one of lfru, lru, lfu; got 'fifo'"),
-        (("--synthetic", SMALL, "--policy", ""), "policy: expected one of"),
+        (("--synthetic", SMALL, "--policy", ""), "--policy: expected a value; got an empty one"),
         (("--synthetic", SMALL, "--budget", "25"), "--budget: expected shares such as 10%,25%; got '25'"),
         (("--synthetic", SMALL, "--budget", "0%"), "budget: expected more than 0 %, at most 100 %; got 0 %"),
         (("--synthetic", SMALL, "--budget", "nan%"), "budget: expected more than 0 %"),

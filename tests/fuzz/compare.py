@@ -81,9 +81,9 @@ def _meets_nan(case: Case, made: Made, name: str) -> Tensor:
     bad_T = torch.stack([(~tensor.cpu().isfinite()).any(1) for tensor in per_token]).any(0)
     owned_TK = (expert_TK >= 0) & (expert_TK < case.experts)
     met_TK = owned_TK & bad_E[expert_TK.long().where(owned_TK, 0)]
-    if name == "output":
+    if name == "output" and case.bad == "nan":
         return torch.tensor(False)
-    if name in ("x", "weight"):
+    if name in ("output", "x", "weight"):  # a clamp or a relu makes a number of an infinity, and none of NaN
         return (bad_T | met_TK.any(1))[:, None]
     bad_E[expert_TK[owned_TK & bad_T[:, None]].long()] = True
     return bad_E.view(-1, *[1] * (made.tensors[name].dim() - 1))

@@ -15,6 +15,7 @@ from amoeba.commands.run_console import duration
 from amoeba.commands.start import start
 from amoeba.errors import bad_value
 from amoeba.files import model_folder
+from amoeba.shell import shell_words
 
 if TYPE_CHECKING:
     from amoeba.stream.store.packing import Progress
@@ -65,7 +66,8 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
     if is_store(folder):
         unfinished = is_unfinished_store(folder)
         got = f"{str(folder)!r}, which is {'an unfinished store' if unfinished else 'a store already'}"
-        remedy = f"give the model's folder, and --out {folder}" if unfinished else "add --check to check it"
+        go_on = f"give the model's folder, and {shell_words('--out', folder)}"
+        remedy = go_on if unfinished else "add --check to check it"
         raise bad_value("MODEL", "a folder that save_pretrained wrote", got, remedy)
     lines = _Lines(output)
     try:

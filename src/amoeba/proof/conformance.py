@@ -82,15 +82,16 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def backend_names(device: torch.device) -> tuple[str, ...]:
-    """All that can be checked on this kind of device."""
-    backends = (backend.name for backend in backends_of(ExpertWeights, device))
+    """All that can be checked on this kind of device and need not be asked for by name."""
+    waiting = {backend.name for backend in named_backends()}  # one that was asked for is among the others from then on
+    backends = (backend.name for backend in backends_of(ExpertWeights, device) if backend.name not in waiting)
     return (*backends, COMPOSED, *(placement.name for placement in all_placements()))
 
 
 def names_of_named_backends(device: torch.device) -> tuple[str, ...]:
-    """Those beside `backend_names` that a user has to ask for by name."""
+    """Those that a user has to ask for by name."""
     found = (backend for backend in named_backends() if backend.name not in _CHECKED_ON or device.type == "cpu")
-    return tuple(backend.name for backend in found if backend.name not in backend_names(device))
+    return tuple(backend.name for backend in found)
 
 
 def _named(backend_name: str) -> Backend | None:
