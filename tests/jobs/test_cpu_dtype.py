@@ -170,61 +170,39 @@ def test_figures_of_a_busy_machine_are_not_kept(machine, monkeypatch):
         assert cpu_dtype._known({"model": "one"}) == kept
 
 
+OWN = (None, None, "the checkpoint's own")
+
+
 class TestLoading:
     """What `amoeba generate` and `amoeba finetune` take where --dtype is left out."""
 
-    @pytest.fixture(autouse=True)
-    def has_instructions(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.timed: list[torch.dtype] = []
-        monkeypatch.setattr(cpu_dtype, "has_bf16_instructions", lambda: True)
-
-    def takes(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-        def time(dtype: torch.dtype) -> float:
-            self.timed.append(dtype)
-            return seconds[str(dtype).removeprefix("torch.")]
-
-        monkeypatch.setattr(cpu_dtype, "seconds_of_products", time)
+    @pytest.fixture(autouse=True, params=[True, False], ids=["bf16 instructions", "none"])
+    def has_instructions(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+        monkeypatch.setattr(cpu_dtype, "has_bf16_instructions", lambda: request.param)
+        return request.param
 
     @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-    def test_without_bf16_instructions_it_is_float32_and_nothing_is_timed(self, stored, monkeypatch):
-        monkeypatch.setattr(cpu_dtype, "has_bf16_instructions", lambda: False)
-        self.takes(monkeypatch)
+    def test_half_precision_is_loaded_in_float32_on_a_cpu_that_does_not_multiply_bf16(self, stored, has_instructions):
         choice = cpu_dtype.dtype_to_load(None, "a/model", PreTrainedConfig(dtype=stored), CPU)
-        assert choice[:2] == (torch.float32, stored)
-        assert choice.reason == f"faster on this CPU than the checkpoint's {str(stored).removeprefix('torch.')}"
+        if has_instructions:
+            assert choice == OWN
+        else:
+            assert choice[:2] == (torch.float32, stored)
+            assert choice.reason == f"faster on this CPU than the checkpoint's {str(stored).removeprefix('torch.')}"
 
-    @pytest.mark.parametrize(("bf16", "fp32_is_taken"), [(0.5, False), (1.2, False), (2.0, True)])
-    def test_with_them_the_checkpoints_own_unless_float32_is_clearly_faster(self, bf16, fp32_is_taken, monkeypatch):
-        self.takes(monkeypatch, float32=1.0, bfloat16=bf16)
-        choice = cpu_dtype.dtype_to_load(None, "a/model", PreTrainedConfig(dtype=torch.bfloat16), CPU)
-        assert choice[:2] == ((torch.float32, torch.bfloat16) if fp32_is_taken else (None, None))
-        assert self.timed == [torch.float32, torch.bfloat16]
-
-    def test_what_is_asked_for_a_gpu_and_float32_are_left_alone(self, monkeypatch):
-        self.takes(monkeypatch)
+    def test_what_is_asked_for_a_gpu_and_float32_are_left_alone(self):
         half, single = (PreTrainedConfig(dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
         assert cpu_dtype.dtype_to_load(torch.bfloat16, "a/model", half, CPU) == (torch.bfloat16, None, "as asked")
-        own = (None, None, "the checkpoint's own")
-        assert cpu_dtype.dtype_to_load(None, "a/model", half, torch.device("cuda")) == own
-        assert cpu_dtype.dtype_to_load(None, "a/model", single, CPU) == own
-        assert cpu_dtype.dtype_to_load(None, "a/model", PreTrainedConfig(), CPU) == own
+        assert cpu_dtype.dtype_to_load(None, "a/model", half, torch.device("cuda")) == OWN
+        assert cpu_dtype.dtype_to_load(None, "a/model", single, CPU) == OWN
+        assert cpu_dtype.dtype_to_load(None, "a/model", PreTrainedConfig(), CPU) == OWN
 
-    def test_a_configuration_that_does_not_tell_leaves_it_to_the_weights(self, monkeypatch, tmp_path):
-        self.takes(monkeypatch, float32=1.0, bfloat16=2.0)
+    def test_a_configuration_that_does_not_tell_leaves_it_to_the_weights(self, has_instructions, tmp_path):
         build("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path)
-        assert cpu_dtype.dtype_to_load(None, str(tmp_path), PreTrainedConfig(), CPU).stored == torch.bfloat16
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_products_of_every_dtype_are_timed_once_in_a_process(self, dtype):
-        assert 0 < cpu_dtype.seconds_of_products(dtype) < 60
-        assert cpu_dtype.seconds_of_products(dtype) == cpu_dtype.seconds_of_products(dtype)
+        stored = cpu_dtype.dtype_to_load(None, str(tmp_path), PreTrainedConfig(), CPU).stored
+        assert stored == (None if has_instructions else torch.bfloat16)
 
 
 def test_this_cpu_loads_bf16_in_what_it_multiplies():
     choice = cpu_dtype.dtype_to_load(None, "a/model", PreTrainedConfig(dtype=torch.bfloat16), CPU)
-    if not has_bf16_instructions():
-        assert choice.dtype == torch.float32
-    else:
-        fp32, bf16 = (cpu_dtype.seconds_of_products(dtype) for dtype in (torch.float32, torch.bfloat16))
-        assert choice.dtype == (torch.float32 if fp32 * 10 < bf16 else choice.dtype)
-        assert choice.dtype == (None if bf16 < fp32 / 10 else choice.dtype)
+    assert choice.dtype == (None if has_bf16_instructions() else torch.float32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from amoeba.config import Activation
 from amoeba.kernels.activation_backward_product import down_backward, number_of_slices
 from amoeba.kernels.addend import Addend
-from amoeba.kernels.configuration import Configuration, configuration
+from amoeba.kernels.configuration import Configuration, configuration, with_addend
 from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
 from amoeba.kernels.tiles import expert_constants, slots
 from amoeba.layout import Layout, build_layout
@@ -48,6 +48,7 @@ CASES = {
     "unowned": (40, 16, 24, 5, 2, "unowned"),
     "nobody": (9, 16, 16, 2, 2, "nobody"),
     "no tokens": (0, 16, 16, 2, 2, "random"),
+    "many rows": (200, 48, 24, 2, 2, "all"),
 }
 EVERY_CASE = [(case, torch.float32) for case in CASES] + [("awkward", dtype) for dtype in DTYPES[1:]]
 
@@ -173,6 +174,31 @@ def test_a_scaled_product_and_an_addend(rank: int, dtype: torch.dtype, device: t
         expected[rows] += low_NR[rows].double() @ factor_EOR[e].double().T
     assert_close("out", out_NJ[: p.owned], expected[: p.owned], dtype)
     assert out_NJ[p.owned :].isnan().all(), "rows that belong to nobody are not written"
+
+
+@pytest.mark.parametrize("rank", [16, 32, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_addend_in_tiles_of_128_rows(rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    """With a rank of 32 and four warps the addend came out wrong on Hopper, see `with_addend`."""
+    p = problem("many rows", dtype, device)
+    low_NR = torch.randn(p.rows(rank).shape, device=device).to(dtype)
+    factor_EJR = torch.randn(*p.gate_up_EJH.shape[:2], rank, device=device).to(dtype) / math.sqrt(rank)
+    addend, offs_E = Addend(low_NR, factor_EJR, rank), p.layout.offs_E
+    h_NJ, a_NI = p.rows(p.gate_up_EJH.shape[1]), p.rows(p.down_EHI.shape[2])
+    multiply_rows_activated(p.x_TH, p.gate_up_EJH, offs_E, p.activation, h_NJ, a_NI, **p.order, addend=addend)
+    out_NJ = p.rows(p.gate_up_EJH.shape[1])
+    multiply_rows(p.x_TH, p.gate_up_EJH.transpose(1, 2), offs_E, out_NJ, **p.order, addend=addend)
+    expected = torch.empty_like(out_NJ, dtype=torch.float64)
+    for e, rows in p.per_expert():
+        expected[rows] = p.x_TH.double()[p.layout.token_N[rows]] @ p.gate_up_EJH[e].double().T
+        expected[rows] += low_NR[rows].double() @ factor_EJR[e].double().T
+    assert_close("h", h_NJ, expected, dtype)
+    assert_close("out", out_NJ, expected, dtype)
+
+
+def test_a_tile_with_an_addend_leaves_64_rows_to_each_warpgroup() -> None:
+    assert [with_addend(Configuration(rows, 128, 64, 8, 4, 3)).num_warps for rows in (16, 64, 128)] == [4, 4, 8]
+    assert with_addend(Configuration(64, 128, 64, 8, 8, 3)).num_warps == 8
 
 
 def test_strided_rows_into_part_of_a_wider_buffer(device: torch.device) -> None:

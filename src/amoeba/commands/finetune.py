@@ -92,7 +92,10 @@ def finetune(
     gradient_checkpointing: GradientCheckpointing = False,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="auto (the checkpoint's, or float32 if faster on this CPU), float32 or bfloat16."),
+        typer.Option(
+            "--dtype",
+            help="auto (the checkpoint's, or float32 on a CPU without bf16 instructions), float32 or bfloat16.",
+        ),
     ] = None,
     compile_layers: Compile = None,
     optimizer_states: OptimizerStates = None,

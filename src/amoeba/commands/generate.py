@@ -76,7 +76,8 @@ def generate(
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype", help=f"auto (the checkpoint's, or float32 if faster on this CPU), {', '.join(DTYPES)}."
+            "--dtype",
+            help=f"auto (the checkpoint's, or float32 on a CPU without bf16 instructions), {', '.join(DTYPES)}.",
         ),
     ] = "auto",
     experts: Annotated[

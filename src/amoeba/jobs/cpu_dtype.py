@@ -3,20 +3,17 @@
     choice = dtype_to_load(None, "models/qwen3", config, torch.device("cpu"))       # generate, finetune
     dtype = faster_dtype(model, rows, batch_size=8, passes=2000, say=print)         # train
 
-A CPU without bf16 instructions takes fp32. On others it is measured: which is faster hangs on the CPU, on torch and on
-the sizes of the model. To load a model that is not trained, a product of each dtype is timed, once in a process. To
-train one, whose parameters are fp32 in both while bf16 is autocast's, a pass of the model itself is timed in each, and
-the figures are kept for the next run.
+A CPU without bf16 instructions takes fp32. On others a model that is not trained is computed in the dtype of its
+checkpoint. To train one, whose parameters are fp32 in both while bf16 is autocast's, a pass of the model is timed
+in each, since which is faster depends on the CPU, on torch and on the sizes; the figures are kept for the next run.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +38,6 @@ _MOST_FLOPS = 2e11
 # A pass is timed up to so often, and not again after so many seconds: the first has libraries to wake up.
 _PASSES, _MOST_SECONDS = 3, 1.0
 _DTYPES = torch.float32, torch.bfloat16
-# Rows, columns and depth of the products that are timed before a model is loaded: a prompt's and a token's. Emulated
-# bf16 takes 0.1 s for both.
-_PRODUCTS = (32, 512, 512), (1, 512, 512)
-# A checkpoint in half precision is loaded in fp32, which takes twice the memory, where fp32 is faster by this factor.
-_CLEARLY = 1.5
 
 
 class DtypeChoice(NamedTuple):
@@ -63,7 +55,7 @@ def dtype_to_load(asked: torch.dtype | None, name: str, config: Any, device: tor
     if asked is not None:
         return DtypeChoice(asked, None, "as asked")
     stored = _stored_dtype(name, config)
-    if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16) or not _fp32_is_faster_than(stored):
+    if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16) or has_bf16_instructions():
         return DtypeChoice(None, None, "the checkpoint's own")
     return DtypeChoice(torch.float32, stored, f"faster on this CPU than the checkpoint's {_name(stored)}")
 
@@ -78,32 +70,6 @@ def _stored_dtype(name: str, config: Any) -> torch.dtype | None:
     except (StoreError, OSError):
         return None
     return next((entry.dtype for entry in entries if entry.dtype.is_floating_point), None)
-
-
-def _fp32_is_faster_than(dtype: torch.dtype) -> bool:
-    if not has_bf16_instructions():
-        return True
-    fp32, half = (seconds_of_products(each) for each in (torch.float32, dtype))
-    logger.info("products on this CPU: %.3g s in float32, %.3g s in %s", fp32, half, _name(dtype))
-    return _CLEARLY * fp32 < half
-
-
-@functools.cache
-def seconds_of_products(dtype: torch.dtype) -> float:
-    """Of those of _PRODUCTS together, the best of a few; the same for the whole process."""
-    taken = []
-    operands = [
-        (torch.ones(rows, depth, dtype=dtype, device="cpu"), torch.ones(columns, depth, dtype=dtype, device="cpu"))
-        for rows, columns, depth in _PRODUCTS
-    ]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of oneDNN, where it has no such product
-        for _ in range(_PASSES + 1):
-            began = time.perf_counter()
-            for rows, matrix in operands:
-                torch.nn.functional.linear(rows, matrix)
-            taken.append(time.perf_counter() - began)
-    return min(taken[1:])
 
 
 def faster_dtype(

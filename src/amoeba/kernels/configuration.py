@@ -160,6 +160,16 @@ def clipped(chosen: Configuration, role: Role, reduction: int, columns: int) -> 
     return replace(chosen, block_n=block_n, block_k=min(chosen.block_k, _block(reduction)))
 
 
+def with_addend(chosen: Configuration) -> Configuration:
+    """The same for a product that adds LoRA's part in a second, shallower one.
+
+    Where one warpgroup multiplies two tiles of 64 rows, ptxas 12.8 (of Triton 3.6) computes the address of that part's
+    operands from a register that does not hold it: wrong numbers, reads beyond shared memory. Two warpgroups have one
+    tile each.
+    """
+    return replace(chosen, num_warps=max(chosen.num_warps, chosen.block_m // 16))
+
+
 def is_aligned(reduction: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether rows are a whole number of 16-byte words: others come in through registers."""
     return reduction * dtype.itemsize % 16 == 0 and columns * dtype.itemsize % 16 == 0

@@ -21,7 +21,7 @@ from amoeba.kernels.activation import constants, gated, plain
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.choice import configuration_on
-from amoeba.kernels.configuration import Configuration
+from amoeba.kernels.configuration import Configuration, with_addend
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.product_tiles import accumulate, add_low_rank, halves, multiply_tile
 from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
@@ -57,6 +57,7 @@ def multiply_rows(
         columns=columns,
         dtype=rows_NI.dtype,
     )
+    chosen = chosen if addend is None else with_addend(chosen)
     column_tiles = cdiv(columns, chosen.block_n)
     _multiply[(slots(rows, experts, chosen.block_m) * column_tiles,)](
         rows_NI,
@@ -110,6 +111,7 @@ def multiply_rows_activated(
     chosen = configuration or configuration_on(
         a_NI.device, "up", rows=rows, experts=experts, reduction=hidden, columns=width, dtype=x_TH.dtype
     )
+    chosen = chosen if addend is None else with_addend(chosen)
     column_tiles = cdiv(width, chosen.block_n)
     _multiply_activated[(slots(rows, experts, chosen.block_m) * column_tiles,)](
         x_TH,

@@ -70,7 +70,9 @@ _CHECKED_ON: dict[str, str] = {"cpu-fused": "mxfp4-weights"}
 def poisoned_memory() -> Iterator[None]:
     """Fills whatever torch allocates uninitialised with NaN, and makes nondeterministic operations raise."""
     # cuBLAS is deterministic with a fixed workspace only, and torch refuses it without this
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    was_set = name in os.environ
+    os.environ.setdefault(name, ":4096:8")
     switch: Any = torch.utils.deterministic
     fill = switch.fill_uninitialized_memory
     with deterministic_algorithms():
@@ -79,6 +81,8 @@ def poisoned_memory() -> Iterator[None]:
             yield
         finally:
             switch.fill_uninitialized_memory = fill
+            if not was_set:
+                del os.environ[name]
 
 
 def backend_names(device: torch.device) -> tuple[str, ...]:
