@@ -22,7 +22,7 @@ from amoeba.integrations.model_folder import load_model
 from amoeba.integrations.placement import place_experts
 from amoeba.jobs import placed_model
 from amoeba.jobs.cpu_dtype import DtypeChoice
-from amoeba.jobs.placed_model import load_placed
+from amoeba.jobs.placed_model import attach_in, load_placed
 from quantised_checkpoints import quantise_saved
 from selection import quick
 from tiny_models import build, experts_classes, save_byte_tokenizer, token_ids
@@ -157,7 +157,7 @@ import torch
 import amoeba
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.jobs.cpu_dtype import DtypeChoice
-from amoeba.jobs.placed_model import load_placed
+from amoeba.jobs.placed_model import attach_in, load_placed
 
 def status(field):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
@@ -206,3 +206,17 @@ def test_transformers_loads_what_is_not_read_expert_by_expert(tmp_path, monkeypa
 
     monkeypatch.setattr(placed_model, "open_store", refuses)
     assert_same_models(expected, by_layers(tmp_path, None, "resident"))
+
+
+def test_a_streamed_model_is_in_the_faster_dtype_where_the_budget_has_room_for_it(tmp_path):
+    build("qwen3_moe", vocab_size=16384).to(torch.bfloat16).save_pretrained(tmp_path)
+    wider = DtypeChoice(torch.float32, torch.bfloat16, "faster")
+    streamed, choice = attach_in(wider, str(tmp_path), ram="auto")
+    with streamed:
+        assert (streamed.model.dtype, choice) == (torch.float32, wider)
+        rest = streamed.rest_bytes
+    streamed, choice = attach_in(wider, str(tmp_path), ram=rest - 1)
+    with streamed:
+        assert (streamed.model.dtype, choice.dtype, choice.stored) == (torch.bfloat16, None, None)
+    with pytest.raises(ValueError, match="ram: expected at least"):
+        attach_in(wider, str(tmp_path), ram=1000)

@@ -279,12 +279,26 @@ def test_a_budget_below_the_minimum_names_the_minimum(which: str, stored) -> Non
         assert streamed.memory.slots == (EXPERTS, EXPERTS)
 
 
+def test_all_but_the_experts_can_be_in_float32_beside_experts_in_bf16(stored) -> None:
+    """As on a CPU that does not multiply bf16. The budget counts what that takes."""
+    ids = torch.arange(1, 9, dtype=torch.int64, device="cpu")[None]
+    with amoeba.stream.attach(stored[HALF].packed, ram="auto") as half, torch.no_grad():
+        expected, rest = half.model(ids).logits.float(), half.rest_bytes
+        experts = half.memory.layers[0].dtype
+    with amoeba.stream.attach(stored[HALF].packed, ram="auto", dtype=torch.float32) as wide, torch.no_grad():
+        found = wide.model(ids).logits
+        assert (wide.model.dtype, wide.memory.layers[0].dtype) == (torch.float32, experts)
+        assert wide.rest_bytes == 2 * rest
+    assert found.dtype == torch.float32 and not torch.equal(found, expected)
+    assert float((found - expected).norm() / expected.norm()) < 2e-2
+
+
 def test_what_does_not_go_together_is_refused(stored) -> None:
     qwen, mixtral = stored["qwen3_moe"], stored["mixtral"]
     with pytest.raises(ValueError, match="Name the model's own store"):
         amoeba.stream.attach(resident(qwen.folder), store=mixtral.packed, ram="auto")
-    with pytest.raises(ValueError, match="bfloat16, as the checkpoint has its experts"):
-        amoeba.stream.attach(stored[HALF].packed, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"bfloat16, as the checkpoint has its experts \(or torch.float32"):
+        amoeba.stream.attach(stored[HALF].packed, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"as the store has its experts; got torch\.float32"):
         amoeba.stream.attach(resident(qwen.folder), store=stored[HALF].packed)
     with pytest.raises(ValueError, match="hf download"):

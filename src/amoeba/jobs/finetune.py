@@ -35,7 +35,7 @@ from amoeba.integrations.text_model import text_config
 from amoeba.jobs.cpu_dtype import dtype_to_load
 from amoeba.jobs.fast_paths import why_not_by_documents
 from amoeba.jobs.fast_trainer import Rows
-from amoeba.jobs.placed_model import load_placed
+from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.resume import (
     Earlier,
     began_with,
@@ -59,7 +59,7 @@ from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
 from amoeba.placement import Load
-from amoeba.stream.attaching import Streamed, attach, home_of
+from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
 
 COMMAND = "amoeba finetune"
@@ -194,18 +194,18 @@ def _finetune(
     streamed: Streamed | None = None
     asked = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    choice = dtype_to_load(asked, name, model_config, device)
-    if _streams(name, settings):
-        streamed = at_end.enter_context(
-            attach(
-                name,
-                ram="auto" if settings.ram is None else settings.ram,
-                vram=settings.vram,
-                dtype=asked,
-                trust_remote_code=trust_remote_code,
-                beside=lambda store: factor_bytes(store, settings),
-            )
+    streams = _streams(name, settings)
+    choice = dtype_to_load(asked, name, model_config, home_of(settings.vram) if streams else device)
+    if streams:
+        streamed, choice = attach_in(
+            choice,
+            name,
+            ram="auto" if settings.ram is None else settings.ram,
+            vram=settings.vram,
+            trust_remote_code=trust_remote_code,
+            beside=lambda store: factor_bytes(store, settings),
         )
+        at_end.enter_context(streamed)
         model = streamed.model
         placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
     elif mesh is not None:
@@ -238,7 +238,7 @@ def _finetune(
         settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
     )
     trainable = count_parameters(model, None if mesh is None else mesh.experts, trained=True)
-    faster = f" ({choice.reason})" if choice.stored is not None and streamed is None else ""
+    faster = f" ({choice.reason})" if choice.stored is not None else ""
     console.say(
         f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}{faster}; "
         f"experts {placed.placement} ({placed.reason})"

@@ -24,15 +24,15 @@ from amoeba.backends.registry import explain
 from amoeba.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
 from amoeba.integrations.placement import Placed, check_placement
-from amoeba.jobs.cpu_dtype import dtype_to_load
+from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.generation_options import GenerationOptions
 from amoeba.jobs.merged_adapters import check_not_merged
-from amoeba.jobs.placed_model import load_placed
+from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.together import ALONE, Together
 from amoeba.routing import Routing
-from amoeba.stream.attaching import Streamed, attach, home_of
+from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import is_store
 
 logger = logging.getLogger("amoeba")
@@ -109,7 +109,7 @@ def load(
         # The caller's random numbers go on where they were: transformers may draw some when it makes a model
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if streams:
-                streamed = _stream(found, options)
+                streamed, choice = _stream(found, options, choice)
                 model = streamed.model
                 placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
             elif together.ranks is not None:
@@ -154,7 +154,7 @@ def load(
         warm_up_seconds=time.perf_counter() - loaded,
         streamed=streamed,
     )
-    faster = f" ({choice.reason})" if choice.stored is not None and streamed is None else ""
+    faster = f" ({choice.reason})" if choice.stored is not None else ""
     # Resident experts are where everybody expects them
     chosen = options.experts == "auto" and streamed is None and placed.placement != "resident"
     why = f" ({placed.reason})" if together.ranks is not None or chosen else ""
@@ -187,14 +187,14 @@ def _check_streaming(name: str, options: GenerationOptions) -> None:
         raise bad_value("device", f"{where} for experts that are streamed there", options.device, remedy)
 
 
-def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
-    streamed = attach(
+def _stream(found: FoundModel, options: GenerationOptions, choice: DtypeChoice) -> tuple[Streamed, DtypeChoice]:
+    streamed, choice = attach_in(
+        choice,
         found.name,
         ram="auto" if options.ram is None else options.ram,
         vram=options.vram,
         miss=options.miss,
         prefetch=options.prefetch,
-        dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )
     try:
@@ -205,7 +205,7 @@ def _stream(found: FoundModel, options: GenerationOptions) -> Streamed:
     except BaseException:
         streamed.close()
         raise
-    return streamed
+    return streamed, choice
 
 
 def _choose_device(asked: torch.device | None) -> torch.device:

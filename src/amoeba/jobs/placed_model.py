@@ -3,6 +3,7 @@
 E experts · H hidden · I intermediate · J = 2I or I
 
     model, placed = load_placed("models/qwen3", choice, "auto", trains=False, device=torch.device("cpu"))
+    streamed, choice = attach_in(choice, "models/qwen3", ram="8GiB")
 
 Memory never holds more than the model as it will be, and one layer's experts as the checkpoint has them. Experts that
 cannot be read one by one (`amoeba.stream.store` says which can), quantised ones and models on the hub are loaded by
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.errors import BadValue
 from amoeba.integrations.experts_module import described, stored, take_back_shapes
 from amoeba.integrations.model_folder import UnreadTensor, load_config, load_model, load_rest, load_without_weights
 from amoeba.integrations.placement import Placed, place_experts
 from amoeba.jobs.cpu_dtype import DtypeChoice
 from amoeba.placement import Load
+from amoeba.stream.attaching import Streamed, attach
 from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
 
 logger = logging.getLogger("amoeba")
@@ -56,6 +59,19 @@ def load_placed(
         placed = place(model, on_disk=_ExpertsOfStore(store))
     model.set_experts_implementation("amoeba")
     return model, placed
+
+
+def attach_in(choice: DtypeChoice, name: str, **options: Any) -> tuple[Streamed, DtypeChoice]:
+    """A model with streamed experts, as `attach` takes its options, and the dtype that it got: the checkpoint's where a
+    faster but wider one has no room in the budget."""
+    try:
+        return attach(name, dtype=choice.dtype, **options), choice
+    except BadValue:
+        if choice.stored is None:
+            raise
+        streamed = attach(name, **options)
+    logger.info("dtype %s: in float32 the model would not fit into the budget", choice.stored)
+    return streamed, DtypeChoice(None, None, "the checkpoint's own")
 
 
 def _open(name: str, trust_remote_code: bool) -> Store | None:

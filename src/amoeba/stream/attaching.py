@@ -146,7 +146,8 @@ def attach(
             moved there (the bits of resident experts), the cpu computes them, or auto: both, as is quicker.
     prefetch: whether captured steps on a GPU begin to copy what the next layer's router would choose a layer early;
             for as long as it pays.
-    dtype:  to be sure of it: experts have the dtype of the checkpoint, and so has the rest.
+    dtype:  of all but the experts, which keep the checkpoint's numbers; None: the checkpoint's. On a CPU without bf16
+            instructions float32 is many times faster; a GPU computes in the checkpoint's.
     beside: bytes where the model runs that are in no budget and will be needed, for example for LoRA factors: "auto"
             leaves them, and on a GPU a budget beside which they have no room is refused.
     """
@@ -168,15 +169,16 @@ def attach(
     opened = open_store(source, trust_remote_code=trust_remote_code)
     closing: Store | ExpertMemory | DeviceMemory = opened
     try:
-        _check_dtype(opened, dtype)
-        rest = opened.rest_bytes
+        _check_dtype(opened, dtype, vram is not None or loaded is not None)
+        stored = opened.layers[0].dtype
+        rest = opened.rest_bytes * (dtype or stored).itemsize // stored.itemsize
         make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, prefetch, beside(opened))
         if loaded is None:
             config = unquantised(load_config(str(source), trust_remote_code=trust_remote_code))
             shape = load_without_weights(config, str(source), trust_remote_code=trust_remote_code)
             of_rest = None if opened.format is None else opened.layers[0].dtype
-            loaded = load_rest(shape, str(source), dict(opened.rest_tensors()), of_rest)
-        check_match(loaded, opened)
+            loaded = load_rest(shape, str(source), dict(opened.rest_tensors()), dtype or of_rest)
+        check_match(loaded, opened, dtype)
         closing = memory = make()
         register()
         loaded.set_experts_implementation("amoeba")  # type: ignore[operator]
@@ -251,8 +253,11 @@ def _share(store: Store, rest: int, ram: str | int, beside: int) -> tuple[int, l
     return budget, share_budget(budget - rest - scratch, shapes, least=once, name="ram")
 
 
-def _check_dtype(store: Store, dtype: torch.dtype | None) -> None:
+def _check_dtype(store: Store, dtype: torch.dtype | None, only_stored: bool) -> None:
+    """only_stored: for what runs on a GPU, and for a model that is loaded already."""
     stored = store.layers[0].dtype
-    if dtype is not None and dtype != stored:
-        of = "has its experts" if store.format is None else "says in config.json"
-        raise bad_value("dtype", f"{stored}, as the checkpoint {of}", dtype, "leave it out")
+    if dtype is None or dtype == stored or (dtype == torch.float32 and not only_stored):
+        return
+    of = "has its experts" if store.format is None else "says in config.json"
+    wider = "" if only_stored or stored == torch.float32 else " (or torch.float32, for all but the experts)"
+    raise bad_value("dtype", f"{stored}, as the checkpoint {of}{wider}", dtype, "leave it out")

@@ -30,7 +30,8 @@ _OWN = "name the model's own store"
 _CHANGED = "save the changed model with save_pretrained and pack that (amoeba pack), or load the model that was packed"
 
 
-def check_match(model: nn.Module, store: PackedStore | FolderStore) -> None:
+def check_match(model: nn.Module, store: PackedStore | FolderStore, dtype: torch.dtype | None = None) -> None:
+    """dtype: of the model; None: that of the store's experts."""
     modules = experts_modules(model)
     names = [entry.name for entry in store.layers]
     if names != list(modules):
@@ -40,7 +41,7 @@ def check_match(model: nn.Module, store: PackedStore | FolderStore) -> None:
     for number, entry in enumerate(store.layers):
         module = modules[entry.name]
         _check_sizes(entry, module)
-        if model.dtype != entry.dtype:
+        if model.dtype != (dtype or entry.dtype):
             remedy = f"load the model with dtype={entry.dtype}"
             raise bad_value("dtype", f"{entry.dtype}, as the store has its experts", model.dtype, remedy)
         experts = _experts_of(entry, module, store)
