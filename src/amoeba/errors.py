@@ -5,7 +5,7 @@ raise bad_value("top_k", "1 <= top_k <= num_experts (8)", 9, "lower top_k or add
 
 
 class BadValue(ValueError):
-    """Said in our words: whoever wraps errors of other packages lets it pass. remedy: what to do, its last sentence."""
+    """An error in our words: code that wraps errors of other packages lets it pass. remedy: its last sentence."""
 
     remedy: str | None = None
 

@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         try:
             raise BadOptions(message)
-        except BadOptions:  # for whoever looks at why it exits, as click's errors are
+        except BadOptions:  # kept as the context of the exit, as click's errors are
             super().error(message)
 
 

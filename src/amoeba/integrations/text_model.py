@@ -3,8 +3,8 @@
     text_config(config).vocab_size        # of Qwen3_5MoeConfig too, which has its sizes in text_config
     auto_class(config).from_pretrained(folder)
 
-A composite configuration holds one configuration per part (text, vision, audio) and has no sizes of its own. Whoever
-needs a size of the language model asks `text_config`.
+A composite configuration holds one configuration per part (text, vision, audio) and has no sizes of its own. Code
+that needs a size of the language model asks `text_config`.
 """
 
 from __future__ import annotations

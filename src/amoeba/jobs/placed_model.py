@@ -121,7 +121,7 @@ class _ExpertsOfStore:
 
 
 def _as_in_store(part: Tensor | None, interleaved: bool, place: int) -> Tensor | None:
-    """A view (E, 2, I, ...) of rows of gate and up that are in turns, since a store has all of gate first."""
+    """A view (E, 2, I, ...) of interleaved rows of gate and up, since a store has all of gate first."""
     if part is None or not interleaved or place % 2:
         return part
     return part.unflatten(1, (-1, 2)).transpose(1, 2)

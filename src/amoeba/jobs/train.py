@@ -130,7 +130,7 @@ def _train(
 
     model = _build_model(settings, tokenizer, config, trust_remote_code, mesh)
     if config is not None and type(model.config) is not type(config):
-        console.say(f"{type(model).__name__} alone is trained and saved: {settings.model} has other parts beside text")
+        console.say(f"{type(model).__name__} alone is trained and saved: {settings.model} has other parts than text")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = _compute_dtype(settings, earlier, model, train_rows, console, together)
     if device == "cuda":

@@ -214,7 +214,7 @@ def crc32_of_parts(parts: Sequence[int], size: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _behind(size: int) -> int:
-    """What so many bytes behind others multiply their CRC by: x to the power of 8 * size."""
+    """The factor by which appending `size` bytes multiplies a CRC: x to the power of 8 * size."""
     found, power = 1 << 31, 1 << 23  # 1 and x^8; the highest bit is that of x^0
     while size:
         if size & 1:
