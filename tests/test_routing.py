@@ -190,7 +190,10 @@ def assert_same_routing(router, config, bias_E=None):
     with torch.no_grad():
         for tensor in router.parameters():
             tensor.normal_(generator=generator)
-        logits_TE, weight_TK, expert_TK = router(hidden_states())
+        told = router(hidden_states())
+    if not isinstance(told, tuple):  # deepseek_v3's in transformers 5.8
+        pytest.skip(f"{type(router).__name__} gives logits alone in this transformers")
+    logits_TE, weight_TK, expert_TK = told
     routing = route(logits_TE, config, bias_E=bias_E)
     order_TK, expected_order_TK = routing.expert_TK.argsort(dim=1), expert_TK.argsort(dim=1)
     assert torch.equal(routing.expert_TK.gather(1, order_TK), expert_TK.gather(1, expected_order_TK))
@@ -276,4 +279,6 @@ def test_equals_deepseek_v2_groups():
         routed_scaling_factor=16.0,
     )
     ours = RouterConfig(16, 4, renormalize=False, n_group=4, topk_group=2, group_score="max", scaling_factor=16.0)
+    if not hasattr(deepseek, "DeepseekV2TopkRouter"):
+        pytest.skip("this transformers has no router of its own for deepseek_v2")
     assert_same_routing(deepseek.DeepseekV2TopkRouter(config), ours)

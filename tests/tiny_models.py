@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -185,6 +186,13 @@ def text_models(model_type: str) -> list[tuple[type[PreTrainedModel], type[PreTr
     pairs = [(c, typing.get_type_hints(c.__init__).get("config", c.config_class)) for c in models]
     flat = [(c, config) for c, config in pairs if {"vocab_size", "hidden_size"} <= _fields(config)]
     return sorted(flat, key=lambda p: (not p[0].__name__.endswith("ForCausalLM"), not p[0].__name__.endswith("Model")))
+
+
+def needs(model_type: str) -> str:
+    """The name again; the test is skipped where this transformers has no such model."""
+    if model_type not in experts_classes():
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type} with experts")
+    return model_type
 
 
 def build(model_type: str, experts_class: str | None = None, **changes: Any) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from amoeba import Activation
 from amoeba.integrations.experts_module import ATTRIBUTE
-from tiny_models import EXPERTS, HIDDEN, Outcome, experts_classes, experts_inputs, randomise, relative
+from tiny_models import EXPERTS, HIDDEN, Outcome, experts_inputs, randomise, relative
 
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
 MODELS: dict[str, Activation | None] = {
@@ -30,12 +30,6 @@ MODELS: dict[str, Activation | None] = {
     "deepseek_v4": Activation("silu", limit=10.0),
     "muse_spark": None,
 }
-
-
-def needs(model_type: str) -> str:
-    if model_type not in experts_classes():
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type} with experts")
-    return model_type
 
 
 class Experts(nn.Module):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts_modules import needs
 
 from amoeba.integrations.fused_loss import fused_loss
 from selection import each_value_once
-from tiny_models import build, token_ids
+from tiny_models import build, needs, token_ids
 
 
 def loss_and_gradients(model, **arguments):

@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
-from experts_modules import needs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from amoeba.stream.store.coded import CodedCheckpoint
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 from quantised_checkpoints import FP8, quantise_saved
 from selection import quick
-from tiny_models import build, experts_classes, randomise, relative, tiny_config, token_ids
+from tiny_models import build, experts_classes, needs, randomise, relative, tiny_config, token_ids
 
 amoeba.register()
 BLOCK = 16  # of 32, 48 and 24 rows and columns: some blocks are cut

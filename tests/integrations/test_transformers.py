@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from experts_modules import MODELS, assert_close, needs
+from experts_modules import MODELS, assert_close
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,6 +32,7 @@ from tiny_models import (
     experts_of,
     model_parity,
     modeling_module,
+    needs,
     randomise,
     relative,
     run,

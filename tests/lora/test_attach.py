@@ -18,7 +18,7 @@ from amoeba.integrations.experts_module import LORA
 from amoeba.lora.experts_lora import ExpertsLora
 from amoeba.lora.targets import in_one_line
 from selection import quick
-from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, experts_classes, relative, token_ids
+from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, experts_classes, needs, relative, token_ids
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
@@ -341,7 +341,7 @@ def test_every_factor_of_all_linear_gets_a_gradient(model_type: str) -> None:
 
 
 def test_what_all_linear_leaves_out_is_said_in_one_line() -> None:
-    model = build("deepseek_v32")
+    model = build(needs("deepseek_v32"))
     line = in_one_line(lora.attach(model, RANK, ALPHA, "all-linear").left_out)
     assert line.startswith("self_attn.indexer.wq_b (2), self_attn.indexer.wk (2), self_attn.indexer.weights_proj (2): ")
     assert line.endswith("an indexer's top-k choice passes no gradient back")
@@ -349,7 +349,7 @@ def test_what_all_linear_leaves_out_is_said_in_one_line() -> None:
 
 def test_a_target_that_can_never_train_is_refused_and_one_that_can_in_part_is_taken_with_a_warning(caplog) -> None:
     with pytest.raises(ValueError, match=r"'wk': self_attn.indexer.wk \(2\): an indexer's top-k .*Leave it out"):
-        lora.attach(build("deepseek_v32"), RANK, ALPHA, ["experts", "wk"])
+        lora.attach(build(needs("deepseek_v32")), RANK, ALPHA, ["experts", "wk"])
     with pytest.raises(ValueError, match=r"targets: .*'dt_proj': .*Mamba reads its weight"):
         lora.attach(build("jamba"), RANK, ALPHA, "dt_proj")
     model = build("qwen3_moe")

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.router_balance import Ledger, attach_balance, count_choices
 from amoeba.routing import Routing, load_balance_loss, z_loss
-from tiny_models import build, experts_of, token_ids
+from tiny_models import build, experts_of, needs, token_ids
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "glm4_moe"]
 
@@ -46,7 +46,7 @@ def seen_by_hooks(model, watch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_the_losses_written_out(family):
     torch.manual_seed(0)
-    model = build(family).train()
+    model = build(needs(family)).train()
     model.set_experts_implementation("amoeba")
     watch = RouterWatch(model)
     watch.close()
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_losses_written_out(family):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_counted_and_left_as_it_was(family):
-    model = build(family).train()
+    model = build(needs(family)).train()
     model.set_experts_implementation("amoeba")
     classes = [type(module) for module in model.modules()]
     watch = RouterWatch(model)
