@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from typing import get_args
 
 import pytest
@@ -164,7 +165,7 @@ def test_placed_experts_have_the_same_tolerance_in_every_case_and_every_gradient
 
 def test_memory_is_poisoned_also_where_somebody_has_switched_that_off(monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    with poisoned_memory():
+    with conformance.poisoned_memory():
         assert torch.empty(1000).isnan().all()
     assert not torch.utils.deterministic.fill_uninitialized_memory
 
@@ -281,3 +282,15 @@ def test_the_truth_of_a_case_is_found_once_for_who_asks_whether_and_who_computes
     monkeypatch.setattr(cases_module, "_reference", lambda *given: counted.append(given) or reference(*given))
     assert verify_case(Case(3, 2, seed=71), "eager", CPU, torch.float32).ok
     assert len(counted) == 1
+
+
+@pytest.mark.parametrize("before", [None, ":16:8"])
+def test_poisoned_memory_leaves_the_environment_as_it_was(before, monkeypatch):
+    """Ranks compare it."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with conformance.poisoned_memory():
+        assert os.environ[name] == (before or ":4096:8")
+    assert os.environ.get(name) == before
