@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
@@ -92,7 +93,10 @@ def kinds() -> dict[str, str]:
         parts = getattr(config_class, "sub_configs", {})
         if not any("vision" in part or "audio" in part for part in parts) or _head(config_class) is None:
             continue
-        folder = _text_folder(config_class())
+        try:
+            folder = _text_folder(config_class())
+        except StrictDataclassFieldValidationError:
+            continue  # transformers gives it no default configuration
         if folder in experts_classes():
             found[model_type] = folder
     return found

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -91,6 +92,10 @@ def test_it_has_the_bits_that_transformers_gives_it(model_type, dtype, tmp_path)
     model = save(tmp_path, model_type)
     if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         pytest.skip("a model of another kind")
+    try:
+        logits(by_transformers(tmp_path, dtype, "resident"))
+    except RuntimeError as error:
+        pytest.skip(f"transformers {transformers.__version__} cannot run it in this dtype: {error}")
     assert_same_models(by_transformers(tmp_path, dtype, "resident"), by_layers(tmp_path, dtype, "resident"))
 
 
@@ -108,7 +113,8 @@ def test_so_has_a_checkpoint_that_is(changes, tmp_path):
 def test_so_have_experts_that_are_placed(model_type, placement, dtype, tmp_path):
     save(tmp_path, model_type)
     one, other = (load(tmp_path, dtype, placement) for load in (by_transformers, by_layers))
-    assert [described(module).placement.name for module in experts_modules(other).values()] == [placement] * 2
+    assert experts_modules(other).keys() == experts_modules(one).keys()
+    assert {described(module).placement.name for module in experts_modules(other).values()} == {placement}
     assert torch.equal(logits(one), logits(other))
 
 
