@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from .case import describe
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="in every case")
     parser.add_argument("--case", type=int, metavar="SEED", help="this case alone")
     parser.add_argument("--shrink", action="store_true", help="with --case: make it simpler while it fails")
+    parser.add_argument("--digests", type=Path, help="write a hash of each case's results, to compare two versions")
     options = parser.parse_args()
     changes = dict(_field(text) for text in options.set)
     if options.backend is not None:
@@ -34,6 +36,8 @@ def main() -> int:
         return _one(options.what, options.case, options.device, changes, options.shrink)
     plan = Plan(options.what, options.device, options.seconds, options.cases, options.seed, options.jobs, changes)
     counts = run(plan, functools.partial(print, flush=True))
+    if options.digests:
+        options.digests.write_text("".join(f"{seed} {digest}\n" for seed, digest in sorted(counts.digests.items())))
     for line in counts.lines():
         print(line)
     if not counts.cases:

@@ -48,6 +48,7 @@ class Counts:
     rows: Counter = field(default_factory=Counter)  # of what passed
     refusals: Counter = field(default_factory=Counter)
     failures: list[tuple[int, str]] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
 
     @property
     def cases(self) -> int:
@@ -55,6 +56,8 @@ class Counts:
 
     def add(self, said: dict[str, Any]) -> None:
         self.verdicts[said["verdict"]] += 1
+        if said.get("digest"):
+            self.digests[said["seed"]] = said["digest"]
         if said["verdict"] == "passed":
             self.rows[said["row"]] += 1
         elif said["verdict"] == "refused":
