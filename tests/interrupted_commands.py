@@ -174,6 +174,8 @@ def main() -> None:
     parser.add_argument("--moments", type=int, default=6, help="at which each command is interrupted")
     parser.add_argument("--command", nargs="+", choices=list(JOBS), default=list(JOBS))
     asked = parser.parse_args()
+    # a shell starts what it runs in the background with SIGINT ignored, and so would the commands be
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as place:
         inputs = Path(place) / "inputs"
         inputs.mkdir()
@@ -185,6 +187,7 @@ def main() -> None:
             whole = call(JOBS[name].words(inputs, folder), None, folder)
             if whole.code:
                 sys.exit(f"{name} ended with {whole.code}:\n{whole.err}")
+            results = []
             for moment in range(asked.moments):
                 after = whole.seconds * (moment + 0.5) / asked.moments
                 try:
@@ -192,7 +195,11 @@ def main() -> None:
                 except AssertionError as error:
                     failures += 1
                     result = f"FAILED: {error}"
+                results.append(result)
                 print(f"{name}, after {after:.2f} of {whole.seconds:.2f} s: {result}", flush=True)
+            if all(result == "was done" for result in results):
+                failures += 1
+                print(f"{name}: FAILED: Ctrl-C never stopped it")
         sys.exit(1 if failures else 0)
 
 
