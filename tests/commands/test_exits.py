@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
-from amoeba.commands.exits import BAD_USAGE, RANK_LOST, usage
+from amoeba.commands.exits import BAD_USAGE, INTERRUPTED, RANK_LOST, need, run, usage
 from amoeba.commands.front import typer
 from amoeba.errors import TOLD, RankLost
 
@@ -44,3 +47,41 @@ def test_what_only_a_bug_raises_is_not_taken_for_the_users():
 def test_a_missing_package_is_looked_for_where_it_is(name, remedy, capsys):
     assert ends_with(ModuleNotFoundError("No module", name=name)) == BAD_USAGE
     assert remedy in capsys.readouterr().err
+
+
+def loses_an_interrupt() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except BaseException:
+        pass
+
+
+def fails_as_a_bug() -> None:
+    raise RecursionError("maximum recursion depth exceeded")
+
+
+def fails_as_a_mistake() -> None:
+    with usage():
+        raise ImportError("cannot import name 'dtypes'")
+
+
+def imports_more() -> None:
+    need("json")
+
+
+@pytest.mark.parametrize("then", [fails_as_a_bug, fails_as_a_mistake, imports_more])
+def test_ctrl_c_that_a_package_swallowed_still_ends_the_command_as_interrupted(then, monkeypatch, capsys):
+    def app(prog_name: str) -> None:
+        loses_an_interrupt()
+        then()
+
+    monkeypatch.setattr("sys.argv", ["amoeba"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run(app)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == INTERRUPTED
+    assert capsys.readouterr().err == "amoeba: interrupted\n"

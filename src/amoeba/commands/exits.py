@@ -17,6 +17,7 @@ import errno
 import importlib
 import json as json_format
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -56,6 +57,8 @@ def usage() -> Iterator[None]:
         told = _in_our_words(error)
         if told is None:
             raise
+        if _ending.interrupted:
+            raise KeyboardInterrupt from error
         _note(str(told), getattr(told, "remedy", None))
         if TOLD not in getattr(error, "__notes__", ()):
             _tell(str(told))
@@ -68,6 +71,7 @@ class _Ending:
     error: str | None = None
     remedy: str | None = None
     finished = False
+    interrupted = False  # Some packages swallow a KeyboardInterrupt while they are imported, and fail later.
 
 
 _ending = _Ending()
@@ -78,6 +82,9 @@ def run(app: Callable[..., object]) -> None:
     global _ending
     _ending = _Ending()
     _open_closed_streams()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, _note_interrupt)
     try:
         _run(app)
     except SystemExit as left:
@@ -89,6 +96,11 @@ def run(app: Callable[..., object]) -> None:
             if "--json" in sys.argv[1:] and speaks():
                 _document_failure(code, left)
         raise
+
+
+def _note_interrupt(number: int, frame: Any) -> None:
+    _ending.interrupted = True
+    raise KeyboardInterrupt
 
 
 def _run(app: Callable[..., object]) -> None:
@@ -103,6 +115,8 @@ def _run(app: Callable[..., object]) -> None:
     except KeyboardInterrupt:  # outside of what typer guards
         sys.exit(INTERRUPTED)
     except Exception as error:
+        if _ending.interrupted:
+            sys.exit(INTERRUPTED)
         if isinstance(error, OSError):
             _stop_writing()
         if isinstance(error, OSError) or is_out_of_memory(error):
@@ -160,6 +174,8 @@ def need(*packages: str) -> None:
     with loading():
         for name in packages:
             importlib.import_module(name)
+            if _ending.interrupted:
+                raise KeyboardInterrupt
 
 
 def _in_our_words(error: Exception) -> Exception | None:
