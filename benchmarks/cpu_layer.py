@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Needs
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.node import NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights
 from amoeba.cpu.pool import WorkerPool
-from amoeba.problem import Needs
-from amoeba.weights import LORA_NAMES, LoraFactors
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from amoeba.cpu_features import cpu_flags, levels_here
+from amoeba.system.cpu_features import cpu_flags, levels_here
 
 # The kind of CPU: what makes this one newer, and torch's environment there. Not among them are the oldest x86, on which
 # nobody runs torch, and avx512_bf16: that is AMOEBA_CPU_PATH=avx512, which the tests of a CPU with AMX take anyway.

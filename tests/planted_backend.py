@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amoeba.backends import registry
 from amoeba.backends.backend import Backend, Request
-from amoeba.weights import ExpertWeights
+from amoeba.core.weights import ExpertWeights
 
 
 class Planted(Backend):

@@ -19,12 +19,12 @@ from amoeba import Routing
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
 from amoeba.commands.quick_transformers import quick_transformers
+from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import build, node, node_library, pool
 from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.packed_weights import Path, load_packed
 from amoeba.cpu.pool import WorkerPool
-from amoeba.cpu_features import cpu_flags
-from amoeba.weights import ExpertWeights
+from amoeba.system.cpu_features import cpu_flags
 from selection import leave_the_rest_to_thorough, one_of_each_test
 from small_layer import Layer
 

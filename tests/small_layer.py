@@ -6,8 +6,8 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.proof.reference.experts import activate
-from amoeba.weights import LORA_NAMES, LoraFactors
 
 T, K, E, H, I = 13, 2, 4, 16, 24
 SCALING = 1.7

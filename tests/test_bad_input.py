@@ -11,8 +11,8 @@ import torch
 
 from amoeba import Activation, ExpertWeights, MoEConfig, RouterConfig, Routing, experts
 from amoeba.backends.registry import backends_of
-from amoeba.errors import bad_value
-from amoeba.weights import LoraFactors
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import LoraFactors
 
 T, K, E, H, I = 3, 2, 4, 8, 16
 ROUTER = RouterConfig(num_experts=E, top_k=K)
@@ -237,7 +237,7 @@ EXPERTS_ERRORS = {
         "weight_TK",
         "no NaN and no negative weight",
         "6 bad of 6, the first at token 0, slot 0: -0.5",
-        "amoeba.routing.route",
+        "amoeba.routing.router.route",
     ),
     "weight of NaN": (
         lambda: experts(X, routing(values=math.nan), weights()),
@@ -277,7 +277,7 @@ EXPERTS_ERRORS = {
         "lora",
         "LoraFactors",
         "object",
-        "Put the factors into amoeba.weights.LoraFactors",
+        "Put the factors into amoeba.core.weights.LoraFactors",
     ),
     "half a pair": (
         lambda: experts(X, routing(), weights(), lora=LoraFactors(up_lora_b=torch.zeros(E, I, 2))),

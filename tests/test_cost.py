@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from amoeba import Activation, ExpertWeights, Routing, cost, experts, with_precision
+from amoeba import Activation, ExpertWeights, Routing, experts, with_precision
 from amoeba.backends import fp8_saved
 from amoeba.bench.memory import watch_saved
+from amoeba.core import cost
 from amoeba.precision import FP8_128, FP8_TRAINING, MXFP4, MXFP8, NVFP4
 from amoeba.precision.experts import quantise_experts
 from amoeba.precision.weight_cache import quantised_weight

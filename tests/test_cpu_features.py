@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from amoeba import cpu_features, machine
 from amoeba.cli import app
 from amoeba.cpu import build
 from amoeba.cpu.packed_weights import Path, load_packed
+from amoeba.system import cpu_features, machine
 
 _AVX2 = {"sse2", "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}

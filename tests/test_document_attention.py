@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import masking_utils
 
-from amoeba.attention import document_attention
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.attention import NAME
+from amoeba.ops.attention import document_attention
 from tiny_models import build
 
 LENGTHS = {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from amoeba.errors import counted
+from amoeba.core.errors import counted
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])

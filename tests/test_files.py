@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from amoeba.files import model_folder
+from amoeba.system.files import model_folder
 
 
 def test_a_model_that_is_no_folder_here_is_refused_with_how_to_get_one(tmp_path):

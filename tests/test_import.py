@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import amoeba
 from amoeba.cli import app
-from amoeba.torch_internals import constant_when_traced
+from amoeba.core.torch_internals import constant_when_traced
 from selection import quick
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -79,9 +79,9 @@ def test_public_names_are_listed_and_there():
     for name in (*amoeba.__all__, "place_experts", "set_precision"):
         assert getattr(amoeba, name) is not None
         assert name in dir(amoeba)
+    from amoeba.core.weights import LoraFactors
     from amoeba.cpu.packed_experts import pack_experts
     from amoeba.integrations.placement import place_experts
-    from amoeba.weights import LoraFactors
 
     assert (amoeba.pack_experts, amoeba.place_experts, amoeba.LoraFactors) == (pack_experts, place_experts, LoraFactors)
     assert amoeba.lora.attach

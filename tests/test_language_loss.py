@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from amoeba import language_loss
-from amoeba.language_loss import linear_cross_entropy
+from amoeba.ops import language_loss
+from amoeba.ops.language_loss import linear_cross_entropy
 
 T, H, V = 33, 16, 101
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from amoeba import Activation, MoE, RouterConfig, Routing
+from amoeba.core.weights import ExpertWeights
 from amoeba.proof.reference.experts import (
     experts_backward,
     experts_forward,
@@ -16,7 +17,6 @@ from amoeba.proof.reference.experts import (
     shared_expert_forward,
 )
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.weights import ExpertWeights
 from small_layers import FULL, HIDDEN, INTERMEDIATE, NUM_EXPERTS, PLAIN, ROUTERS, TOP_K, gradients, make_layer, make_x
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from amoeba import MoE, RouterConfig
-from amoeba.routing import load_balance_loss
+from amoeba.routing.router import load_balance_loss
 from small_layers import FULL, NUM_EXPERTS, PLAIN, TOP_K, gradients, make_layer, make_x
 
 torch.set_num_threads(1)

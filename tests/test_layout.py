@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amoeba.layout import Layout, build_layout
+from amoeba.core.layout import Layout, build_layout
 
 properties = settings(max_examples=60)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amoeba import machine
+from amoeba.system import machine
 
 CPU = torch.device("cpu")
 

@@ -23,11 +23,11 @@ import amoeba
 from amoeba import Activation, ExpertWeights, PassesBackend, Placement, Request, Routing, experts, placements
 from amoeba.backends import eager, registry
 from amoeba.cli import app
-from amoeba.placement import Tolerance
+from amoeba.core.placement import Tolerance
+from amoeba.core.problem import Gradients, Needs, Problem, Save
+from amoeba.core.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
 from amoeba.placements import placement_names
-from amoeba.problem import Gradients, Needs, Problem, Save
 from amoeba.proof import conformance
-from amoeba.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
 from small_layer import Layer
 
 SOURCE = Path(amoeba.__file__).parent

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from amoeba import MoE, MoEConfig
-from amoeba.config import RouterConfig
-from amoeba.fused_router import fused_route
+from amoeba.core.config import RouterConfig
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.routing import route
+from amoeba.routing.fused_router import fused_route
+from amoeba.routing.router import route
 from small_layer import kernel_device
 
 NAN, INF = math.nan, math.inf

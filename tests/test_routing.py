@@ -1,4 +1,4 @@
-"""What `amoeba.routing` promises of its choice: experts, weights, capacity, and the same as transformers.
+"""What `amoeba.routing.router` promises of its choice: experts, weights, capacity, and the same as transformers.
 
 T tokens · K experts per token · E experts · H hidden · G groups of experts
 """
@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amoeba.config import RouterConfig
-from amoeba.routing import route
-from amoeba.routing_statistics import RoutingStatistics
+from amoeba.core.config import RouterConfig
+from amoeba.routing.router import route
+from amoeba.routing.statistics import RoutingStatistics
 from router_logits import random_logits
 
 torch.set_num_threads(1)

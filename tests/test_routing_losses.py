@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from amoeba.config import RouterConfig
-from amoeba.routing import Routing, load_balance_loss, route, sequence_balance_loss, update_selection_bias_, z_loss
-from amoeba.routing_statistics import RoutingStatistics
+from amoeba.core.config import RouterConfig
+from amoeba.routing.router import (
+    Routing,
+    load_balance_loss,
+    route,
+    sequence_balance_loss,
+    update_selection_bias_,
+    z_loss,
+)
+from amoeba.routing.statistics import RoutingStatistics
 from router_logits import random_logits
 from selection import quick
 

@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amoeba import routing_statistics
-from amoeba.config import RouterConfig
-from amoeba.routing import Routing, load_balance_loss, route, sequence_balance_loss, update_selection_bias_, z_loss
-from amoeba.routing_statistics import RoutingStatistics
+from amoeba.core.config import RouterConfig
+from amoeba.routing import statistics as routing_statistics
+from amoeba.routing.router import (
+    Routing,
+    load_balance_loss,
+    route,
+    sequence_balance_loss,
+    update_selection_bias_,
+    z_loss,
+)
+from amoeba.routing.statistics import RoutingStatistics
 from router_logits import random_logits
 from selection import quick
 

@@ -70,13 +70,13 @@ def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in nodes(tree):
         names = [node.module or "", *(each.name for each in node.names)] if isinstance(node, ast.ImportFrom) else [""]
         if names[0].split(".")[0] == "torch" and any(part.startswith("_") for part in ".".join(names).split(".")):
-            yield node.lineno, "ask amoeba.torch_internals for what torch has no public name for"
+            yield node.lineno, "ask amoeba.core.torch_internals for what torch has no public name for"
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             inner: ast.expr = node
             while isinstance(inner, ast.Attribute):
                 inner = inner.value
             if isinstance(inner, ast.Name) and inner.id in ("torch", "forward_ad"):
-                yield node.lineno, "ask amoeba.torch_internals for what torch has no public name for"
+                yield node.lineno, "ask amoeba.core.torch_internals for what torch has no public name for"
 
 
 def products_in_unsaid_precision(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from amoeba import torch_internals
-from amoeba.torch_internals import TorchDispatchMode
+from amoeba.core import torch_internals
+from amoeba.core.torch_internals import TorchDispatchMode
 
 
 class Noted(torch.autograd.Function):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from amoeba import tried_versions
 from amoeba.cli import app
-from amoeba.tried_versions import TRIED, untried
+from amoeba.system import tried_versions
+from amoeba.system.tried_versions import TRIED, untried
 from other_versions import requirements
 
 ROOT = Path(__file__).parents[1]

@@ -1,7 +1,7 @@
 """aMoEba: one mixture-of-experts engine for PyTorch that takes the shape of the hardware it finds.
 
 Names are imported when they are first used, so that `import amoeba` itself costs nothing, not even torch. If it comes
-before torch, torch's threads do not spin while they wait (waiting.py).
+before torch, torch's threads do not spin while they wait (system/waiting.py).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from amoeba._version import __version__
-from amoeba.waiting import wait_passively
+from amoeba.system.waiting import wait_passively
 
 if TYPE_CHECKING:
     from amoeba import lora, optim
     from amoeba.backends.backend import Backend, PassesBackend, Request
     from amoeba.backends.registry import explain, register_backend
-    from amoeba.config import Activation, MoEConfig, RouterConfig
+    from amoeba.core.config import Activation, MoEConfig, RouterConfig
+    from amoeba.core.placement import Placement
+    from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.cpu.packed_experts import pack_experts
     from amoeba.experts import experts
     from amoeba.integrations.placement import place_experts as place_experts
     from amoeba.integrations.precision import set_precision as set_precision
     from amoeba.layer import MoE
-    from amoeba.placement import Placement
     from amoeba.placements import register_placement
     from amoeba.precision.recipes import with_precision
-    from amoeba.routing import Routing, route
-    from amoeba.weights import ExpertWeights, LoraFactors
+    from amoeba.routing.router import Routing, route
 
 # Without place_experts and set_precision: they need transformers, and `from amoeba import *` should need torch alone.
 __all__ = [
@@ -59,16 +59,16 @@ __all__ = [
 wait_passively()
 
 _HOME = {
-    "Activation": "amoeba.config",
+    "Activation": "amoeba.core.config",
     "Backend": "amoeba.backends.backend",
-    "ExpertWeights": "amoeba.weights",
-    "LoraFactors": "amoeba.weights",
+    "ExpertWeights": "amoeba.core.weights",
+    "LoraFactors": "amoeba.core.weights",
     "MoE": "amoeba.layer",
-    "MoEConfig": "amoeba.config",
-    "RouterConfig": "amoeba.config",
-    "Routing": "amoeba.routing",
+    "MoEConfig": "amoeba.core.config",
+    "RouterConfig": "amoeba.core.config",
+    "Routing": "amoeba.routing.router",
     "PassesBackend": "amoeba.backends.backend",
-    "Placement": "amoeba.placement",
+    "Placement": "amoeba.core.placement",
     "Request": "amoeba.backends.backend",
     "experts": "amoeba.experts",
     "explain": "amoeba.backends.registry",
@@ -76,7 +76,7 @@ _HOME = {
     "place_experts": "amoeba.integrations.placement",
     "register_backend": "amoeba.backends.registry",
     "register_placement": "amoeba.placements",
-    "route": "amoeba.routing",
+    "route": "amoeba.routing.router",
     "set_precision": "amoeba.integrations.precision",
     "with_precision": "amoeba.precision.recipes",
 }

@@ -50,7 +50,7 @@ from amoeba.commands.stream import stream
 from amoeba.commands.tasks import tasks
 from amoeba.commands.trace import trace
 from amoeba.commands.tune import tune
-from amoeba.loading import loading
+from amoeba.system.loading import loading
 
 app = Typer(
     name="amoeba",

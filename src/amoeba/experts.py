@@ -19,11 +19,11 @@ from torch import Tensor
 from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import choose
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.torch_internals import transformed
+from amoeba.core.weights import AnyExperts, LoraFactors
 from amoeba.precision.recipes import AUTO
-from amoeba.routing import Routing
-from amoeba.torch_internals import transformed
-from amoeba.weights import AnyExperts, LoraFactors
+from amoeba.routing.router import Routing
 
 
 def experts(
@@ -56,7 +56,7 @@ def experts(
     if lora is not None:
         if not isinstance(lora, LoraFactors):
             raise bad_value(
-                "lora", "LoraFactors", type(lora).__name__, "put the factors into amoeba.weights.LoraFactors"
+                "lora", "LoraFactors", type(lora).__name__, "put the factors into amoeba.core.weights.LoraFactors"
             )
         lora.check(weights)
     request = Request(x_TH, routing, weights, lora, recompute)

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amoeba.config import MoEConfig, RouterConfig
-from amoeba.errors import bad_value
+from amoeba.core.config import MoEConfig, RouterConfig
+from amoeba.core.errors import bad_value
+from amoeba.core.torch_internals import transformed
+from amoeba.core.transforms import reverse_only
+from amoeba.core.weights import ExpertWeights
 from amoeba.experts import experts
 from amoeba.precision.recipes import UNCHANGED, Precision, check_precision, with_precision
-from amoeba.routing import Routing, route, update_selection_bias_
-from amoeba.routing_statistics import RoutingStatistics
-from amoeba.torch_internals import transformed
-from amoeba.transforms import reverse_only
-from amoeba.weights import ExpertWeights
+from amoeba.routing.router import Routing, route, update_selection_bias_
+from amoeba.routing.statistics import RoutingStatistics
 
 INITIAL_STD = 0.02
 

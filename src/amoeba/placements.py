@@ -7,9 +7,9 @@ packed = placement_named("cpu-int8").make(weights)
 from __future__ import annotations
 
 from amoeba.backends.registry import register_backend
+from amoeba.core.errors import bad_value
+from amoeba.core.placement import Placement
 from amoeba.cpu.placements import CPU_PLACEMENTS
-from amoeba.errors import bad_value
-from amoeba.placement import Placement
 from amoeba.precision.placements import PRECISION_PLACEMENTS
 
 RESIDENT, AUTO = "resident", "auto"

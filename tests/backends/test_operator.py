@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from amoeba import Activation, Routing, experts
 from amoeba.backends import grouped
 from amoeba.backends.composed import experts_composed
-from amoeba.layout import build_layout
+from amoeba.core.layout import build_layout
+from amoeba.core.weights import LORA_NAMES
 from amoeba.proof.reference.experts import activate
-from amoeba.weights import LORA_NAMES
 from selection import quick
 from small_layer import SCALING, K, Layer
 

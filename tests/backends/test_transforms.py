@@ -10,14 +10,14 @@ from amoeba import MoE, MoEConfig, Routing, experts
 from amoeba.backends.backend import Request
 from amoeba.backends.composed import experts_composed
 from amoeba.backends.registry import backends_of
-from amoeba.config import RouterConfig
+from amoeba.core.config import RouterConfig
+from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.cpu.packed_weights import load_packed
-from amoeba.fused_router import fused_route
 from amoeba.proof.reference.experts import activate
-from amoeba.routing import load_balance_loss
-from amoeba.weights import ExpertWeights
+from amoeba.routing.fused_router import fused_route
+from amoeba.routing.router import load_balance_loss
 from selection import each_value_once
 from small_layer import Layer, kernel_device
 

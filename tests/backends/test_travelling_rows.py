@@ -14,14 +14,14 @@ from torch import Tensor
 from amoeba.backends import sorted_rows, travelling_rows
 from amoeba.backends.travelling_rows import TravellingRows
 from amoeba.backends.triton_rows import HopperRows, with_plain_rows
+from amoeba.core.problem import Needs, Problem, Saved, Travel
+from amoeba.core.weights import ExpertWeights
 from amoeba.kernels.combine import combine
 from amoeba.kernels.hopper import product
 from amoeba.kernels.hopper.split_table import split_table
 from amoeba.kernels.sort import sort_rows
-from amoeba.problem import Needs, Problem, Saved, Travel
 from amoeba.proof.cases import SILU
 from amoeba.proof.conformance import poisoned_memory
-from amoeba.weights import ExpertWeights
 from selection import quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for kernels that a GPU has")

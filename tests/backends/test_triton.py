@@ -21,10 +21,10 @@ from amoeba import Routing, experts
 from amoeba.backends import triton, triton_low_rank, triton_rows
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of, choose
+from amoeba.core.problem import Needs, Problem, Saved
+from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from amoeba.kernels import decode
-from amoeba.problem import Needs, Problem, Saved
 from amoeba.proof.cases import Case, example, lora_of, weights_of
-from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from small_layer import E, H, I, K, Layer, kernel_device
 
 CUDA = torch.device("cuda")

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import amoeba.stream  # noqa: F401  registers its placement
-from amoeba import Activation, Routing, config, experts
+from amoeba import Activation, Routing, experts
 from amoeba.backends import rowwise
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import all_backends_of
-from amoeba.config import ActivationKind
+from amoeba.core import config
+from amoeba.core.config import ActivationKind
 from amoeba.cpu.node_library import activation_number
 from amoeba.kernels import activation as kernels
 from amoeba.placements import RESIDENT, all_placements

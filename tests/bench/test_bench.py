@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amoeba import cost, placements
+from amoeba import placements
 from amoeba.backends.registry import backends_of
 from amoeba.bench import ceilings as ceilings_module
 from amoeba.bench import implementations as implementations_module
@@ -34,10 +34,11 @@ from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.timing import Timing, time_in_turns
 from amoeba.bench.workload import make_workload, relative_error
-from amoeba.placement import Tolerance
+from amoeba.core import cost
+from amoeba.core.placement import Tolerance
+from amoeba.core.weights import LORA_NAMES, ExpertWeights
 from amoeba.placements import placement_named
 from amoeba.proof.reference.experts import experts_forward
-from amoeba.weights import LORA_NAMES, ExpertWeights
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
@@ -317,7 +318,7 @@ def test_ceilings_are_measured(monkeypatch):
 def test_a_problem_is_held_against_the_product_that_it_is_computed_with(monkeypatch):
     found = Ceilings("cpu", {"float32": Product(64, 1.0), "bfloat16": Product(64, 2.0)}, 0, 0.0)
     for has_instructions, expected in ((True, 2.0), (False, 1.0)):
-        monkeypatch.setattr("amoeba.cpu_features.has_bf16_instructions", lambda has=has_instructions: has)
+        monkeypatch.setattr("amoeba.system.cpu_features.has_bf16_instructions", lambda has=has_instructions: has)
         assert found.matmul_flops_per_second(torch.bfloat16) == expected
     assert found.matmul_flops_per_second(torch.float16) == 1.0
 

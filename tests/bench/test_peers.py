@@ -14,8 +14,8 @@ from amoeba.bench.workload import make_workload
 from amoeba.commands import bench as bench_command
 from amoeba.commands.bench import choose_ours, choose_peers, command_line
 from amoeba.commands.output import Output
+from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import ExpertWeights, LoraFactors
 from selection import quick
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from amoeba import phases
 from amoeba.bench.document import make_document
 from amoeba.bench.ranks import suite, worker
 from amoeba.bench.ranks.suite import run_ranks
 from amoeba.bench.ranks.worker import ALONE, RECEIVED, RankJob
 from amoeba.commands import bench_ranks
+from amoeba.core import phases
+from amoeba.core.phases import mark, watch_phases
 from amoeba.parallel.processes import LocalRanks
-from amoeba.phases import mark, watch_phases
 
 JOB = RankJob(2, 6, 16, 8, 4, 2, "cpu", torch.float32)
 

@@ -25,11 +25,11 @@ from amoeba.commands.options import DTYPES, FROZEN_PRECISIONS, experts_in
 from amoeba.commands.output import strict_json
 from amoeba.commands.over_ranks import over_ranks
 from amoeba.commands.rich_output import RichOutput
+from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
 from amoeba.placements import placement_names
 from amoeba.proof import conformance
-from amoeba.weights import ExpertWeights
 from noted_output import NotedOutput
 from planted_backend import Planted, plant
 

@@ -9,7 +9,7 @@ import pytest
 
 from amoeba.commands.exits import BAD_USAGE, INTERRUPTED, RANK_LOST, need, run, usage
 from amoeba.commands.front import typer
-from amoeba.errors import TOLD, RankLost
+from amoeba.core.errors import TOLD, RankLost
 
 
 def ends_with(error: Exception) -> int:

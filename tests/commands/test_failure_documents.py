@@ -15,7 +15,7 @@ from few_cases import ENVIRONMENT, all_commands
 
 from amoeba import cli
 from amoeba.commands import exits
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 COMMANDS = {words: command for words, command in all_commands() if not hasattr(command, "commands")}
 IDS = [" ".join(words) for words in COMMANDS]

@@ -21,6 +21,7 @@ import guarded_memory
 import torch
 
 from amoeba import Activation
+from amoeba.core.weights import LoraFactors
 from amoeba.cpu import core, pointers
 from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.core import load_core
@@ -28,7 +29,6 @@ from amoeba.cpu.node import NodeExperts, NodeFactors, forward
 from amoeba.cpu.node import combine as combine_rows
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
-from amoeba.weights import LoraFactors
 from laid_layer import LAYOUTS, SENTINELS, TOLERANCE, Laid, check, contiguous
 
 FORMATS = ("fp8-16x32", "mxfp8", "mxfp4", "nvfp4")  # several blocks, some of them cut

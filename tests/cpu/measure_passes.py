@@ -11,11 +11,11 @@ import sys
 import torch
 
 from amoeba import ExpertWeights
+from amoeba.core.problem import Needs, Save
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu import passes
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.planner import LayerSizes, plan
-from amoeba.problem import Needs, Save
-from amoeba.weights import LORA_NAMES, LoraFactors
 
 E, H, I, R, TOKENS, K, LAYERS = 16, 768, 448, 8, 1024, 4, 2
 

@@ -6,9 +6,9 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import LORA_NAMES, LoraFactors
 
 T, K, E, H, I, R = 37, 2, 5, 64, 199, 4
 SCALING = 1.5

@@ -19,7 +19,7 @@ from amoeba.backends import cpu_fused
 from amoeba.backends.composed import experts_composed
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.integrations.placement import place_experts
-from amoeba.routing import load_balance_loss, z_loss
+from amoeba.routing.router import load_balance_loss, z_loss
 from small_layer import Layer, kernel_device
 from tiny_models import build
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from packed_layer import E, H, I, PackedLayer, R
 
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.factor_copies import FactorMemory
 from amoeba.cpu.node import NodeFactors
 from amoeba.cpu.packed_weights import load_packed
 from amoeba.cpu.pool import WorkerPool
-from amoeba.weights import LORA_NAMES, LoraFactors
 from selection import each_value_once
 
 try:

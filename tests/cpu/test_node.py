@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Needs
+from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from amoeba.cpu import build
 from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, backward, forward, workspace_bytes
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
-from amoeba.problem import Needs
 from amoeba.proof.reference.experts import experts_backward, experts_forward
-from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends.registry import backends_of
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.packed_weights import PackedWeights, load_packed
 from amoeba.proof.reference.experts import activate
-from amoeba.weights import LORA_NAMES, LoraFactors
 from selection import each_value_once
 
 try:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.cpu import pool as pool_module
 from amoeba.cpu.node import NodeExperts, forward
 from amoeba.cpu.packed_weights import PackedWeights

@@ -15,12 +15,12 @@ import torch
 from test_node import KINDS, Layer, check
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Needs
 from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.node import NodeExperts, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights, Path
 from amoeba.cpu.pool import WorkerPool
-from amoeba.problem import Needs
 from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(

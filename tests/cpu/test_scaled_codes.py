@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import amoeba
-from amoeba import Activation, ExpertWeights, Request, Routing, cpu_features, experts
+from amoeba import Activation, ExpertWeights, Request, Routing, experts
 from amoeba.backends import block_scaled_cpu, cpu_decode, cpu_fused, read_codes
 from amoeba.cpu.core import Core, load_core, why_no_core
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
@@ -24,6 +24,7 @@ from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.proof import conformance
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.reference.experts import experts_forward
+from amoeba.system import cpu_features
 from small_layer import Layer
 
 pytestmark = pytest.mark.skipif(why_no_core() is not None, reason="needs the C++ core")

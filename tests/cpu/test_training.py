@@ -16,14 +16,14 @@ from torch import Tensor
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.backends import cpu_fused
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Needs
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.node import NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
-from amoeba.problem import Needs
 from amoeba.proof.reference.experts import experts_backward, experts_forward
-from amoeba.weights import LORA_NAMES, LoraFactors
 from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(

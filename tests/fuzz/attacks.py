@@ -19,7 +19,7 @@ if not torch.cuda.is_available():  # before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from amoeba import RouterConfig, experts
-from amoeba.routing import Routing, route
+from amoeba.routing.router import Routing, route
 
 from . import attempt as attempts
 from . import out_of_memory

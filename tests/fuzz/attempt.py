@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from amoeba import ExpertWeights, Routing, experts
+from amoeba.core.weights import LoraFactors
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.placements import placement_named
 from amoeba.proof.conformance import poisoned_memory
-from amoeba.weights import LoraFactors
 
 from .case import Case
 from .compare import faults

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 
 from amoeba import Activation
-from amoeba.config import ActivationKind
+from amoeba.core.config import ActivationKind
 
 FACTORS = tuple(f"{name}_lora_{side}" for name in ("gate", "up", "down") for side in "ab")
 FORMATS = ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")  # of frozen experts

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from amoeba.config import RouterConfig
-from amoeba.routing import Routing, route
+from amoeba.core.config import RouterConfig
+from amoeba.routing.router import Routing, route
 
 from .attempt import Outcome, verdict_on
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from amoeba import experts
+from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.precision.experts import dequantise_experts
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import ExpertWeights, LoraFactors
 from selection import each_value_once
 
 from . import __main__ as command

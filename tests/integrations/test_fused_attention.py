@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amoeba import rotary_attention
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.attention import NAME
 from amoeba.integrations.fused_attention import _Form, fused_attention, recognise
+from amoeba.ops import rotary_attention
 from tiny_models import build
 
 LENGTH = 10

@@ -15,9 +15,9 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.core import load_core
-from amoeba.cpu_features import has_bf16_instructions
 from amoeba.jobs import cpu_dtype
 from amoeba.jobs.training_loop import WatchedTrainer
+from amoeba.system.cpu_features import has_bf16_instructions
 from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from amoeba import rotary_attention
 from amoeba.integrations import fused_attention
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
 from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.jobs import fast_paths, finetune
 from amoeba.jobs.captured_step import CapturedStep
 from amoeba.jobs.fast_trainer import FastTrainer
+from amoeba.ops import rotary_attention
 from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from amoeba.backends.registry import backends_of
 from amoeba.commands import generate as command
+from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import placements as cpu_placements
 from amoeba.data import token_stream
 from amoeba.decoding import Decoder
@@ -32,7 +33,6 @@ from amoeba.integrations import placement
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs import cpu_dtype, token_steps
 from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
-from amoeba.weights import ExpertWeights
 from planted_backend import Planted, plant
 from tiny_models import byte_tokenizer, randomise, save_byte_tokenizer, tiny_config
 

@@ -524,7 +524,7 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(
 def test_a_replacement_that_is_killed_half_way_is_undone(
     killed_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from amoeba import files
+    from amoeba.system import files
 
     class Killed(BaseException):
         pass

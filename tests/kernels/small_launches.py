@@ -33,7 +33,7 @@ numbers = partial(empty, dtype=torch.float32)
 
 
 def _of_routing(dtype: torch.dtype) -> Launches:
-    from amoeba.config import RouterConfig
+    from amoeba.core.config import RouterConfig
     from amoeba.kernels import combine, cross_entropy, router, router_balance
 
     found: Launches = {}
@@ -61,10 +61,10 @@ def _of_routing(dtype: torch.dtype) -> Launches:
 
 
 def _of_factors(dtype: torch.dtype) -> Launches:
-    from amoeba.config import Activation
+    from amoeba.core.config import Activation
+    from amoeba.core.weights import LoraFactors
     from amoeba.kernels.join_factors import join_factors
     from amoeba.kernels.thin_pair import thin_pair, widest_rank
-    from amoeba.weights import LoraFactors
 
     def pair(per_expert: int, rank: int) -> None:
         N, offs = E * per_expert, words(E)
@@ -99,7 +99,7 @@ def _of_heads(dtype: torch.dtype) -> Launches:
 
 
 def _of_streaming(dtype: torch.dtype) -> Launches:
-    from amoeba.config import RouterConfig
+    from amoeba.core.config import RouterConfig
     from amoeba.kernels.ask import add_computed, ask
     from amoeba.kernels.index_export import export_indices, to_slots
     from amoeba.kernels.route_and_ask import route_and_ask

@@ -9,10 +9,10 @@ import torch
 from row_checks import TOLERANCE, error
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.layout import build_layout
 from amoeba.kernels import activate as kernels
 from amoeba.kernels.activate import activate, activate_backward
-from amoeba.layout import build_layout
 from amoeba.proof.reference import experts as truth
 from selection import each_value_once
 

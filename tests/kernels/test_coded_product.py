@@ -20,14 +20,14 @@ from torch import Tensor
 from amoeba import Activation, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
 from amoeba.backends.block_scaled_rows import BlockScaledRows, HopperBlockScaledRows, why_not_hopper
+from amoeba.core.problem import Problem, Saved
+from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.hopper import coded_product, product
 from amoeba.precision import E2M1, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix, quantise
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
-from amoeba.problem import Problem, Saved
 from amoeba.proof.reference.experts import activate
-from amoeba.weights import ExpertWeights, LoraFactors
 from selection import quick
 from small_layer import Layer, kernel_device
 

@@ -9,8 +9,8 @@ import torch
 from row_checks import DTYPES, TOLERANCE, error, random
 from torch import Tensor
 
+from amoeba.core.layout import build_layout
 from amoeba.kernels.combine import combine, slot_gradient
-from amoeba.layout import build_layout
 from selection import each_value_once
 
 EXPERTS = 6

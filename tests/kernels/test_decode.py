@@ -13,12 +13,12 @@ from typing import get_args
 import pytest
 import torch
 
-from amoeba.config import Activation, ActivationKind
-from amoeba.problem import Problem
+from amoeba.core.config import Activation, ActivationKind
+from amoeba.core.problem import Problem
+from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, example, lora_of
 from amoeba.proof.conformance import TOLERANCE, poisoned_memory
 from amoeba.proof.reference.experts import experts_forward
-from amoeba.weights import ExpertWeights, LoraFactors
 from selection import each_value_once, quick
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")

@@ -10,15 +10,15 @@ import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton
+from amoeba.core.problem import Problem
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.kernels.decode import block_scaled, block_scaled_by_slot, low_rank
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
 from amoeba.precision.quantised import block_counts
-from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import LORA_NAMES, LoraFactors
 from selection import quick
 from small_layer import SCALING, E, K, Layer
 

@@ -78,14 +78,14 @@ class WithOrder(WithWaits):
 def main() -> dict[str, dict[str, int]]:
     """64 tokens through Qwen3-30B's layers, 8 whose slots up's programs list for down's, once with factors, one, and
     256, which are 32 of an expert together."""
+    from amoeba.core.problem import Problem
+    from amoeba.core.weights import LoraFactors
     from amoeba.kernels.decode import block_scaled, by_expert, low_rank, slot_lists
     from amoeba.kernels.decode import block_scaled_by_expert as kernels
     from amoeba.kernels.decode import block_scaled_by_slot as by_slot
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
     from amoeba.precision.experts import BlockScaledExperts
     from amoeba.precision.quantised import block_counts
-    from amoeba.problem import Problem
-    from amoeba.weights import LoraFactors
 
     E, K, H, I, R = 128, 8, 2048, 768, 16
     found: dict[str, dict[str, int]] = {}

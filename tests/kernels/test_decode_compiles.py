@@ -89,10 +89,10 @@ def _type_of(argument: Any) -> str:
 
 def main() -> dict[str, dict[str, int]]:
     """With fp32 factors on all projections of Qwen3-30B's layers, by slot and by expert."""
+    from amoeba.core.problem import Problem
+    from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.kernels.decode import at_once, by_expert, decode, low_rank
     from amoeba.kernels.decode.configuration import configuration
-    from amoeba.problem import Problem
-    from amoeba.weights import ExpertWeights, LoraFactors
 
     E, K, H, I, R = 128, 8, 2048, 768, 16
     found: dict[str, dict[str, int]] = {}

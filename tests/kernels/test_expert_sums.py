@@ -10,9 +10,9 @@ import torch
 from row_checks import TOLERANCE, error, random
 from torch import Tensor
 
+from amoeba.core.layout import Layout, build_layout
 from amoeba.kernels import expert_sums
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
-from amoeba.layout import Layout, build_layout
 from selection import each_value_once
 
 EXPERTS = 6

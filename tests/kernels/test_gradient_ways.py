@@ -13,10 +13,10 @@ import torch
 from test_hopper_compiles import compiled
 from torch import Tensor
 
+from amoeba.core.layout import build_layout
 from amoeba.kernels.hopper.gradient_onward import ring_parts
 from amoeba.kernels.hopper.ways import GRADIENT_VARIABLE, GradientWays, gradient_ways
 from amoeba.kernels.weight_gradient import heaviest_first
-from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 # Rows of an expert: none, less than a stage of 64, whole stages and turns of 256, one more and one less.

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.layout import Layout, build_layout
 from amoeba.kernels.activation_backward_product import down_backward, number_of_slices
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.configuration import Configuration, configuration, with_addend
 from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
 from amoeba.kernels.tiles import expert_constants, slots
-from amoeba.layout import Layout, build_layout
 from amoeba.proof.reference.experts import activate, activate_backward
 
 TINY = Configuration(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4, num_stages=2)

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from amoeba import Routing, experts
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.layout import build_layout
+from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.kernels.activate import activate_backward
 from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper import activation as hopper_activation
 from amoeba.kernels.hopper import gradient as hopper_gradient
 from amoeba.kernels.hopper import product as hopper_product
 from amoeba.kernels.weight_gradient import heaviest_first
-from amoeba.layout import build_layout
 from amoeba.proof.reference.experts import activate
-from amoeba.weights import ExpertWeights, LoraFactors
 from selection import quick
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

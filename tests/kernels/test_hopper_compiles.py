@@ -148,7 +148,7 @@ def compiled_by(program: str, cache: Path, *names: str) -> dict[str, dict[str, i
 
 def launches() -> dict[str, Callable[[], None]]:
     """Calls of the launchers as a backend makes them, by name."""
-    from amoeba.config import Activation
+    from amoeba.core.config import Activation
     from amoeba.kernels.addend import Addend
     from amoeba.kernels.hopper import coded_product, product, scaled_product
     from amoeba.kernels.hopper.activation import Down, Up, activate_backward

@@ -13,12 +13,12 @@ import torch
 from test_hopper_compiles import compiled
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.layout import build_layout
 from amoeba.kernels.hopper import product
 from amoeba.kernels.hopper.order import BY_COLUMNS, TALL
 from amoeba.kernels.hopper.ways import TAKEN, VARIABLE, Ways, chosen_constants, ways_named
 from amoeba.kernels.programs import share_the_gpu
-from amoeba.layout import build_layout
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ALL = ",".join(Ways._fields)

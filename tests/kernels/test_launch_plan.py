@@ -24,12 +24,12 @@ from amoeba import Activation, Routing, experts
 from amoeba.backends import sorted_rows
 from amoeba.backends import triton as backend
 from amoeba.backends.triton_rows import TritonRows
+from amoeba.core.problem import Problem
 from amoeba.kernels import launch, launch_plan
 from amoeba.kernels.choice import as_with
 from amoeba.kernels.launch import Quick, quick
 from amoeba.kernels.launch_plan import planned
 from amoeba.kernels.programs import share_the_gpu
-from amoeba.problem import Problem
 from repeated_steps import check_elsewhere
 from small_layer import H, Layer, kernel_device
 

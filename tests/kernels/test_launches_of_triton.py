@@ -66,10 +66,10 @@ def compare(library: str) -> list[tuple[str, bool]]:
     from amoeba import with_precision
     from amoeba.backends import fp8_triton, triton_rows
     from amoeba.backends.triton import BACKEND
+    from amoeba.core.problem import Needs, Problem
+    from amoeba.core.weights import ExpertWeights
     from amoeba.kernels import choice, launch, launch_plan
     from amoeba.kernels.hopper import gradient, product, scaled_gradient, scaled_product
-    from amoeba.problem import Needs, Problem
-    from amoeba.weights import ExpertWeights
 
     choice.capability_of = lambda device: (9, 0)
     for module in (product, gradient, scaled_product, scaled_gradient):

@@ -10,12 +10,12 @@ import torch
 from row_checks import error
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.weights import LoraFactors
 from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.join_factors import join_factors
 from amoeba.kernels.thin_pair import configuration, thin_pair
 from amoeba.proof.reference import experts as truth
-from amoeba.weights import LoraFactors
 from selection import each_value_once
 
 E, H, I = 3, 37, 71

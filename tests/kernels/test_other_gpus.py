@@ -96,7 +96,9 @@ def check(capability: int, found: dict[str, dict[str, int]], exact: bool = False
 
 def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
     """Calls of the launchers as the backend makes them, by name; numbers are rows per expert, tokens or head sizes."""
-    from amoeba.config import Activation
+    from amoeba.core.config import Activation
+    from amoeba.core.problem import Problem
+    from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.kernels import (
         activate,
         attention,
@@ -120,10 +122,8 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
-    from amoeba.problem import Problem
     from amoeba.stream.store.layers import layer_entry
     from amoeba.tasks.plain import scheduled_backward
-    from amoeba.weights import ExpertWeights, LoraFactors
 
     E, K, H, I, R = 64, 8, 2048, 1024, 16
     activation, plain = Activation(), Activation("gelu", gated=False)
@@ -312,7 +312,7 @@ def _arrival(dy_TH: torch.Tensor) -> Any:
 
 def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
     """The up projection with factors of the deepest step, in every configuration that a search may choose."""
-    from amoeba.config import Activation
+    from amoeba.core.config import Activation
     from amoeba.kernels.addend import Addend
     from amoeba.kernels.candidates import candidates
     from amoeba.kernels.grouped_product import multiply_rows_activated

@@ -16,8 +16,8 @@ from test_attention import dense, ends_of, visible
 from test_norm_rotate import rotated
 from torch import Tensor
 
-from amoeba import rotary_attention as module
-from amoeba.rotary_attention import rotary_attention
+from amoeba.ops import rotary_attention as module
+from amoeba.ops.rotary_attention import rotary_attention
 from selection import each_value_once
 
 EPS = 1e-6

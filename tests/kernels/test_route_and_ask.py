@@ -16,7 +16,7 @@ import torch
 from test_hopper_compiles import compiled_by, figures
 from torch import Tensor
 
-from amoeba.config import RouterConfig
+from amoeba.core.config import RouterConfig
 from amoeba.kernels.ask import ask
 from amoeba.kernels.index_export import row_length
 from amoeba.kernels.route_and_ask import empty_routed, route_and_ask, why_not

@@ -12,13 +12,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from amoeba import fused_router
-from amoeba import routing as routing_module
-from amoeba.config import RouterConfig
-from amoeba.fused_router import fused_route, why_not, why_not_shape
+from amoeba.core.config import RouterConfig
 from amoeba.kernels import router as kernels
 from amoeba.proof.reference.router import router_backward as reference_backward
-from amoeba.routing import load_balance_loss, route, z_loss
+from amoeba.routing import fused_router, load_balance_loss, route, z_loss
+from amoeba.routing import router as routing_module
+from amoeba.routing.fused_router import fused_route, why_not, why_not_shape
 from selection import quick
 
 # relative L2 error of fp32 against fp64; a GPU's exp rounds its argument once more

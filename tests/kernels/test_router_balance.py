@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from amoeba.kernels.router_balance import add_entropy, balance_gradient, count_experts
-from amoeba.router_balance import ENTROPY_UNIT
+from amoeba.routing.balance import ENTROPY_UNIT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,4 +1,4 @@
-"""The counting sort gives exactly the maps of `amoeba.layout`.
+"""The counting sort gives exactly the maps of `amoeba.core.layout`.
 
 T tokens · K experts per token · N = T·K routed rows · E experts
 """
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from amoeba.core.layout import build_layout
 from amoeba.kernels import sort
 from amoeba.kernels.sort import partition, sort_rows
-from amoeba.layout import build_layout
 
 ON_GPU = torch.cuda.is_available()
 LARGE = (199, 760, 1023) if ON_GPU else ()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from amoeba.core.problem import Problem
+from amoeba.core.weights import ExpertWeights
 from amoeba.kernels import thin_pair
 from amoeba.kernels.choice import as_many, as_with, configuration_on
 from amoeba.kernels.decode import Like, _chosen
-from amoeba.problem import Problem
-from amoeba.weights import ExpertWeights
 
 SIZES = {"rows": 2048, "reduction": 256, "columns": 256, "dtype": torch.bfloat16}
 E, S, K, H, I = 128, 4, 8, 256, 128

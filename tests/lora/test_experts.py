@@ -10,11 +10,11 @@ import torch
 
 from amoeba import Activation, Routing, experts
 from amoeba.backends import cpu, registry
+from amoeba.core.problem import Needs
+from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from amoeba.cpu.core import why_no_core
-from amoeba.problem import Needs
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from selection import each_value_once, quick
 from small_layer import SCALING, E, H, I, Layer, normal
 

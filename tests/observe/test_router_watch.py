@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from amoeba.observe.router_watch import RouterWatch
-from amoeba.router_balance import Ledger, attach_balance, count_choices
-from amoeba.routing import Routing, load_balance_loss, z_loss
+from amoeba.routing.balance import Ledger, attach_balance, count_choices
+from amoeba.routing.router import Routing, load_balance_loss, z_loss
 from tiny_models import build, experts_of, needs, token_ids
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "glm4_moe"]

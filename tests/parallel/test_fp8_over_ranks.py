@@ -18,12 +18,12 @@ import amoeba
 import rank_jobs
 from amoeba import Request, Routing, experts, with_precision
 from amoeba.backends import fp8_choice
+from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.parallel import ShardedExperts, shard_experts
 from amoeba.parallel.processes import LocalRanks
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, verify_divided
-from amoeba.weights import ExpertWeights, LoraFactors
 from fp8_stand_ins import stand_in
 from rank_jobs import E, H, I
 

@@ -13,13 +13,13 @@ import rank_jobs
 from amoeba import Request, Routing, experts
 from amoeba.backends import eager, triton
 from amoeba.backends.backend import Backend
+from amoeba.core.problem import Problem
+from amoeba.core.weights import LoraFactors
 from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_experts, shard_lora
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.sharded import is_own
-from amoeba.problem import Problem
 from amoeba.proof.cases import Case
 from amoeba.proof.over_ranks import DividedCase, check_divided, divided_cases, verify_divided
-from amoeba.weights import LoraFactors
 from selection import quick
 from small_layer import Layer
 

@@ -13,12 +13,12 @@ import torch
 
 import rank_jobs
 from amoeba import ExpertWeights, Routing, experts
+from amoeba.core.phases import watch_phases
 from amoeba.kernels import peer_post, peer_rows
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.parallel.transports import choice, peers, places, shmem
 from amoeba.parallel.transports.office import office_of
-from amoeba.phases import watch_phases
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
 

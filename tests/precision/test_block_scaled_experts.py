@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
+from amoeba.core.weights import LORA_NAMES
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
 from amoeba.precision.quantised import quantise
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
-from amoeba.weights import LORA_NAMES
 from selection import quick
 from small_layer import E, Layer, kernel_device
 

@@ -21,8 +21,8 @@ from amoeba import Activation, ExpertWeights, Request, Routing, experts, with_pr
 from amoeba.backends import fp8, fp8_codes, fp8_triton
 from amoeba.backends.fp8_kernel_rows import ROWS
 from amoeba.backends.triton_rows import with_plain_rows
+from amoeba.core.problem import Problem
 from amoeba.precision import FP8_TRAINING, UnchangedWeights, quantise
-from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.stages import STAGES, stage_errors

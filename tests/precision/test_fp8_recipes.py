@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import amoeba
 from amoeba import ExpertWeights, LoraFactors, MoE, MoEConfig, Request, RouterConfig, Routing, experts, with_precision
 from amoeba.backends import fp8
+from amoeba.core.problem import Problem
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format
 from amoeba.precision.recipes import Fp8Experts
-from amoeba.problem import Problem
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.reference import experts as reference

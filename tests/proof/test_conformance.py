@@ -13,12 +13,13 @@ from conformance_cases import CPU, PLACED, ROUNDED, one_of_each
 
 import amoeba.stream.gpu.placement
 import amoeba.stream.placement  # noqa: F401 - both register themselves
-from amoeba import Activation, cpu_features
+from amoeba import Activation
 from amoeba.backends import grouped, registry
-from amoeba.config import ActivationKind
+from amoeba.core.config import ActivationKind
+from amoeba.core.weights import ExpertWeights
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case, Lora, Pattern, cases
 from amoeba.proof.conformance import COMPOSED, backend_names, tolerance, verify_case
-from amoeba.weights import ExpertWeights
+from amoeba.system import cpu_features
 from selection import quick
 
 # Cases of which the GPU kernels need many, for their tiles; a CPU computes these of them.

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import amoeba.stream.gpu.placement
 import amoeba.stream.placement  # noqa: F401 - both register themselves
+from amoeba.core.weights import LORA_NAMES
 from amoeba.placements import all_placements
 from amoeba.proof import cases as cases_module
 from amoeba.proof import conformance
@@ -28,7 +29,6 @@ from amoeba.proof.conformance import (
     worst,
 )
 from amoeba.proof.stages import STAGE_TOLERANCE
-from amoeba.weights import LORA_NAMES
 from selection import quick
 
 LIMITED = [case for case in cases() if math.isfinite(case.activation.limit)]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from amoeba.config import Activation, ActivationKind
+from amoeba.core.config import Activation, ActivationKind
+from amoeba.core.weights import ExpertWeights
 from amoeba.proof.reference.experts import (
     LoraFactors,
     act,
@@ -24,7 +25,6 @@ from amoeba.proof.reference.experts import (
     shared_expert_forward,
     split_gate_up,
 )
-from amoeba.weights import ExpertWeights
 from selection import each_value_once
 
 KINDS = get_args(ActivationKind)

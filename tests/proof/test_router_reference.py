@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from amoeba.config import RouterConfig
+from amoeba.core.config import RouterConfig
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.routing import route
+from amoeba.routing.router import route
 
 torch.set_num_threads(1)
 

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
 from amoeba.bench.stream.stores import FileStore
-from amoeba.config import Activation, RouterConfig
-from amoeba.replays import CannotCapture
+from amoeba.core.config import Activation, RouterConfig
+from amoeba.core.replays import CannotCapture
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS

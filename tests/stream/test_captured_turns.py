@@ -15,7 +15,7 @@ from test_gpu_streamed_experts import DEVICE, by_triton, routed_wide, wide
 from torch import Tensor
 
 from amoeba import Routing, experts
-from amoeba.replays import Member
+from amoeba.core.replays import Member
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS

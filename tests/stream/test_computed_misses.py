@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.bench.workload import relative_error
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.proof.conformance import TOLERANCE
 from amoeba.stream.gpu.computing import MOST_TOKENS
 from amoeba.stream.gpu.device import CudaDevice

@@ -20,7 +20,7 @@ from simulated_device import LiveDevice
 from test_device_memory import E
 
 from amoeba.bench.stream.waits import DISK, TABLES_FIRST, WaitRecord
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.stream.gpu.device import Calls
 from amoeba.stream.gpu.expert_reads import PASSING
 from amoeba.stream.store import StoreError, compiled_reads

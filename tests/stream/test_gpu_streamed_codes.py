@@ -30,15 +30,15 @@ from test_gpu_streamed_experts import (
 import amoeba
 from amoeba import ExpertWeights, experts
 from amoeba.backends import block_scaled_triton, sorted_rows
+from amoeba.core.problem import Problem
+from amoeba.core.weights import LORA_NAMES
 from amoeba.kernels.decode import Like, block_scaled
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
-from amoeba.problem import Problem
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
-from amoeba.weights import LORA_NAMES
 from selection import quick
 
 FP8 = fp8_blocks(16, 16)  # of which these small experts have several

@@ -15,11 +15,11 @@ from simulated_device import CopyFailed, SimulatedDevice
 from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Request, Routing, experts, explain
+from amoeba.core.weights import LORA_NAMES
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.placement import MOST_IDS
 from amoeba.stream.placement import MemoryStore
-from amoeba.weights import LORA_NAMES
 from selection import quick, without_a_gpu_thorough
 
 E, K, H, I, R = 6, 3, 32, 16, 3  # K: of two numbers the order does not matter

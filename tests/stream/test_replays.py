@@ -17,7 +17,7 @@ from served_layers import Served, drawn_ids
 from test_device_memory import E
 from torch import Tensor
 
-from amoeba.replays import CannotCapture
+from amoeba.core.replays import CannotCapture
 from amoeba.stream.simulate import replay
 from amoeba.stream.synthetic import Locality, synthetic_trace
 from amoeba.stream.trace import LayerShape

@@ -23,10 +23,10 @@ from stored_models import check_experts, expected_experts, save
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from amoeba.jobs.quantise import quantise_folder
-from amoeba.machine import huge_pages
 from amoeba.stream.store import StoreError, aligned_buffer, is_store, open_store, reading
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import pack
+from amoeba.system.machine import huge_pages
 from selection import each_value_once, quick
 from tiny_models import EXPERTS, experts_classes
 

@@ -17,7 +17,7 @@ import torch
 from stored_models import save
 
 import amoeba
-from amoeba.errors import BadValue
+from amoeba.core.errors import BadValue
 from amoeba.integrations.model_folder import load_tokenizer
 from amoeba.jobs.quantise import quantise_folder
 from amoeba.stream.store import StoreError

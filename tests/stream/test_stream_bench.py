@@ -23,8 +23,8 @@ from amoeba.bench.stream import decode, place, stores, suite
 from amoeba.bench.stream.problem import SIZES, StreamProblem, choose_problem
 from amoeba.commands import bench_stream
 from amoeba.commands.output import Output
-from amoeba.replays import Member
-from amoeba.weights import ExpertWeights
+from amoeba.core.replays import Member
+from amoeba.core.weights import ExpertWeights
 
 CPU = torch.device("cpu")
 TINY = StreamProblem(SIZES["tiny"], CPU)

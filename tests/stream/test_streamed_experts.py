@@ -15,12 +15,12 @@ from torch import Tensor
 from amoeba import Activation, ExpertWeights, LoraFactors, Request, Routing, experts, explain
 from amoeba.backends import cpu, cpu_fused
 from amoeba.backends.backend import RowsApart
+from amoeba.core.weights import LORA_NAMES
 from amoeba.cpu.core import why_no_core
 from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, Format
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
-from amoeba.weights import LORA_NAMES
 from selection import quick
 
 E, K, H, I, R = 6, 3, 40, 48, 3  # K: of two numbers the order does not matter

@@ -21,8 +21,8 @@ from test_device_memory import E, Layers
 from test_fast_path import tables
 from torch import Tensor
 
+from amoeba.core.replays import CannotCapture, Member
 from amoeba.kernels import ask as ask_module
-from amoeba.replays import CannotCapture, Member
 from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.turns import run_in_turns

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from amoeba.config import Activation
-from amoeba.problem import Needs, Problem
+from amoeba.core.config import Activation
+from amoeba.core.problem import Needs, Problem
+from amoeba.core.weights import ExpertWeights
 from amoeba.proof.conformance import poisoned_memory
-from amoeba.weights import ExpertWeights
 from selection import quick
 
 pytest.importorskip("triton")

@@ -95,7 +95,7 @@ def test_the_launch_that_lists_tasks_keeps_all_in_registers(found):
 
 
 def main(names: list[str]) -> dict[str, dict]:
-    from amoeba.config import Activation
+    from amoeba.core.config import Activation
     from amoeba.tasks import hopper
     from amoeba.tasks.decoder import Table
     from amoeba.tasks.orders import ORDERS
@@ -228,7 +228,7 @@ def lines_of(intermediate: int) -> tuple[list, list]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.config import Activation
+    from amoeba.core.config import Activation
     from amoeba.kernels.activate import BACKWARD_TILE, WARPS, _activate_backward
     from amoeba.kernels.activation import constants
     from amoeba.tasks.hopper import Plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amoeba.config import Activation
-from amoeba.problem import Needs, Problem
+from amoeba.core.config import Activation
+from amoeba.core.problem import Needs, Problem
+from amoeba.core.weights import ExpertWeights
 from amoeba.proof.conformance import poisoned_memory
-from amoeba.weights import ExpertWeights
 
 pytest.importorskip("triton")
 from amoeba.backends import sorted_rows

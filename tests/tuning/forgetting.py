@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from amoeba import tuned
 from amoeba.kernels import choice, decode
 from amoeba.kernels.attention.tile import tile_of
+from amoeba.system import tuned
 
 
 def forget() -> None:

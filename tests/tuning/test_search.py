@@ -13,11 +13,12 @@ import torch
 from forgetting import forget
 from typer.testing import CliRunner
 
-from amoeba import ExpertWeights, Routing, experts, tuned
+from amoeba import ExpertWeights, Routing, experts
 from amoeba.bench.shapes import Shape
 from amoeba.cli import app
 from amoeba.commands import tune
 from amoeba.commands.output import Output
+from amoeba.system import tuned
 from amoeba.tuning.search import Search, find_best, median_ms
 from amoeba.tuning.searches import searches
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.experts_operator import ExpertsOperator, SavedRows
-from amoeba.problem import Gradients, Needs, Problem, Save, Travel
-from amoeba.routing import Routing
-from amoeba.weights import AnyExperts, LoraFactors
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Travel
+from amoeba.core.weights import AnyExperts, LoraFactors
+from amoeba.routing.router import Routing
 
 
 @dataclass(frozen=True, eq=False)

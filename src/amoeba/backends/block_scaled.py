@@ -15,8 +15,8 @@ from amoeba.backends import eager, sorted_rows
 from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.torch_rows import TorchRows
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.precision.experts import BlockScaledExperts
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
 
 class BlockScaledBackend(PassesBackend):

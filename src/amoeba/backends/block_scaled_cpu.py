@@ -19,11 +19,11 @@ from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.cpu import CoreGroups, CoreRows
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.torch_rows import Groups
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import CPU
-from amoeba.cpu_features import compute_dtype
 from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.system.cpu_features import compute_dtype
 
 # Up to so many routed rows in any routing, and up to so many for each expert that is visited, a pass without gradients
 # decodes. Decoding, sorting and `eager`, ms, in fp32, at so many rows per expert (Neoverse-N1, two cores that others

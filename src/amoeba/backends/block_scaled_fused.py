@@ -17,11 +17,11 @@ from torch import Tensor
 from amoeba.backends import cpu_fused, read_codes
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.torch_internals import constant_when_traced
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
 from amoeba.precision.experts import BlockScaledExperts
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.torch_internals import constant_when_traced
 
 
 class BlockScaledFusedBackend(PassesBackend):

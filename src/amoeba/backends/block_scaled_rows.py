@@ -21,11 +21,11 @@ from amoeba.backends.triton_rows import (
     why_not_on_hopper,
     with_plain_rows,
 )
+from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.block_scaled_product import multiply_rows
 from amoeba.kernels.sort import sort_rows
 from amoeba.precision.quantised import QuantisedMatrix
-from amoeba.problem import Needs, Problem, Saved
 
 # Rows of an expert, on average, from which on a product with dequantised experts is faster, dequantising included: by
 # an H200's times for 512 rows (2026-11-17, docs/log.md). NVFP4 takes most instructions to decode.

@@ -13,9 +13,9 @@ from torch import Tensor
 from amoeba.backends import sorted_rows, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.torch_internals import graph_is_freed
 from amoeba.precision.experts import BlockScaledExperts
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.torch_internals import graph_is_freed
 
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64

@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba import operators
 from amoeba.backends.allocate import empty_rows
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows
 from amoeba.backends.torch_rows import Groups
 from amoeba.backends.triton import why_not_on
-from amoeba.layout import build_layout
-from amoeba.operands import Operand
-from amoeba.routing import Routing
-from amoeba.weights import LoraFactors
+from amoeba.core import operators
+from amoeba.core.layout import build_layout
+from amoeba.core.operands import Operand
+from amoeba.core.weights import LoraFactors
+from amoeba.routing.router import Routing
 
 RowFunction = Callable[[Tensor], Tensor]
 

@@ -17,11 +17,11 @@ from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward, in_chunks
 from amoeba.backends.torch_rows import Groups, TorchRows
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import has_lines
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.weights import ExpertWeights
 
 # Up to this many routed rows a pass without gradients decodes: no sorted rows, each weight read once for up to four.
 # Decoding against sorting, ms, H=512 I=256 E=32 K=4: fp32 0.26/0.85 at 4 rows, 2.65/3.49 at 128, 5.02/4.06 at 256; bf16

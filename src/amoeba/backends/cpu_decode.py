@@ -17,11 +17,11 @@ from amoeba.backends import low_rank
 from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
 from amoeba.backends.read_codes import scaled_codes
+from amoeba.core.problem import Problem, Save
 from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU, has_lines
 from amoeba.precision.experts import ReadInBlocks
-from amoeba.problem import Problem, Save
 
 
 def serves(problem: Problem, most_rows: int) -> bool:

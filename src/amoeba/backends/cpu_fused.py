@@ -21,6 +21,7 @@ from torch import Tensor
 
 from amoeba.backends.backend import RowsApart
 from amoeba.backends.read_codes import scaled_codes
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.codes import ScaledCodes
@@ -33,7 +34,6 @@ from amoeba.cpu.places import Place, places_for
 from amoeba.cpu.pointers import CPU, has_lines
 from amoeba.cpu.stored import StoredWeights
 from amoeba.precision.experts import ReadInBlocks
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
 logger = logging.getLogger("amoeba")
 

@@ -16,9 +16,9 @@ from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate
 from amoeba.backends.torch_rows import TorchRows
-from amoeba.cpu_features import compute_dtype
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.weights import ExpertWeights
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.weights import ExpertWeights
+from amoeba.system.cpu_features import compute_dtype
 
 # Up to this many routed rows on a CPU, inference multiplies matrix by vector row by row and never sorts. Row by row
 # against sorted, ms, fp32, H=512 I=256 E=32 K=4: 0.27/0.60 at 4 rows, 0.90/1.14 at 16, 1.47/1.34 at 32 (2-core Xeon,

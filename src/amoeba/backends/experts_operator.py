@@ -29,12 +29,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from amoeba import operators
-from amoeba.operands import Operand
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.torch_internals import backward_goes_on_to, has_dispatch_mode, transformed
-from amoeba.transforms import refuse_batched
-from amoeba.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
+from amoeba.core import operators
+from amoeba.core.operands import Operand
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.torch_internals import backward_goes_on_to, has_dispatch_mode, transformed
+from amoeba.core.transforms import refuse_batched
+from amoeba.core.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
 
 Result = TypeVar("Result")
 Forward = Callable[[Problem, Save], tuple[Tensor, Any]]

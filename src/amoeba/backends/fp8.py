@@ -19,11 +19,11 @@ from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.torch_rows import TorchRows
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format, fp8_training_columns
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.precision.weight_cache import quantised_weight
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
 
 
 class StraightThroughRows(TorchRows):

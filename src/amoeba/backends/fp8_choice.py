@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from amoeba.backends.backend import Request
 from amoeba.backends.fp8_triton import BACKEND
+from amoeba.core.weights import AnyExperts
 from amoeba.precision.recipes import AUTO, UNCHANGED, Fp8Experts, with_precision
 from amoeba.precision.unchanged import promise
-from amoeba.weights import AnyExperts
 
 RECIPE = "fp8"
 # bf16 over fp8, codes written in each pass (H200, document `fp8-few-rows` of a59005f, 2026-11-17):

@@ -21,13 +21,13 @@ from amoeba.backends.fp8_codes import codes_of
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, sorted_maps, with_plain_rows
+from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
 from amoeba.kernels.hopper import scaled_gradient, scaled_product
 from amoeba.kernels.quantise import empty_rows, quantise_rows
 from amoeba.kernels.quantise_turned import RowBlocks, row_blocks, turn_rows, turn_tokens
 from amoeba.precision.quantised import QuantisedMatrix
-from amoeba.problem import Needs, Problem, Saved
 
 
 class StraightThroughKernelRows(HopperRows):

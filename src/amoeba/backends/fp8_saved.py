@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from amoeba.core.problem import Problem, Saved
 from amoeba.precision.formats import FP8_TRAINING_ROWS
 from amoeba.precision.quantised import QuantisedMatrix, block_counts, quantise_again
-from amoeba.problem import Problem, Saved
 
 RECIPE = "fp8-saved"
 # Codes begin at a multiple of it, behind the scales: the bulk copy engine reads and writes them.

@@ -13,10 +13,10 @@ from torch import Tensor
 from amoeba.backends import fp8, fp8_saved, sorted_rows, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.torch_internals import graph_is_freed
 from amoeba.cpu.pointers import place_of
 from amoeba.precision.recipes import Fp8Experts
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.torch_internals import graph_is_freed
 
 if TYPE_CHECKING:
     from amoeba.backends.fp8_codes import WeightCodes  # these import Triton

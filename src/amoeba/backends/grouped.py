@@ -18,10 +18,10 @@ from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.torch_rows import RowsInTorch
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.cpu.pointers import place_of
-from amoeba.cpu_features import has_bf16_instructions
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.weights import ExpertWeights, LoraFactors
+from amoeba.system.cpu_features import has_bf16_instructions
 
 
 class GroupedBackend(PassesBackend):

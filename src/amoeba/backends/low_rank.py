@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from amoeba.backends.rowwise import split_gate_up
+from amoeba.core.problem import Needs, Problem
 from amoeba.cpu.pointers import place_of
-from amoeba.problem import Needs, Problem
 
 
 class ByToken(NamedTuple):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from amoeba.backends.backend import Request
+from amoeba.core.weights import AnyExperts, ExpertWeights
 from amoeba.tasks.sizes import Sizes, extra_bytes
-from amoeba.weights import AnyExperts, ExpertWeights
 
 
 class Ratio(NamedTuple):

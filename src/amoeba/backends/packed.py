@@ -12,11 +12,11 @@ from torch import Tensor
 
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import Whole
+from amoeba.core.problem import Gradients, Needs, Problem, Save
+from amoeba.core.weights import LoraFactors
 from amoeba.cpu import passes
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.transfer import deliver, to_host
-from amoeba.problem import Gradients, Needs, Problem, Save
-from amoeba.weights import LoraFactors
 
 
 class PackedBackend(PassesBackend):

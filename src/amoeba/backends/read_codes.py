@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from amoeba.core.weights import AnyExperts
 from amoeba.cpu.codes import ScaledCodes, has_whole_experts, why_not_codes
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU
-from amoeba.cpu_features import compute_dtype
 from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
 from amoeba.precision.formats import E2M1, E4M3, E8M0, ScaleKind
-from amoeba.weights import AnyExperts
+from amoeba.system.cpu_features import compute_dtype
 
 
 def why_not(weights: AnyExperts) -> str | None:

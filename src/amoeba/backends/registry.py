@@ -30,8 +30,8 @@ from amoeba.backends import (
 )
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.measured import faster_than
-from amoeba.errors import bad_value
-from amoeba.tried_versions import warn_about_torch
+from amoeba.core.errors import bad_value
+from amoeba.system.tried_versions import warn_about_torch
 
 logger = logging.getLogger("amoeba")
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.config import Activation, unknown_kind
-from amoeba.layout import Layout
+from amoeba.core.config import Activation, unknown_kind
+from amoeba.core.layout import Layout
 
 # Elements of h per chunk. On a CPU a chunk and its few temporaries stay in the last-level cache; on a GPU a chunk only
 # bounds the memory that the temporaries take.

@@ -21,8 +21,8 @@ from torch import Tensor
 from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
 from amoeba.backends.rowwise import sum_slots
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.torch_internals import graph_is_freed
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.torch_internals import graph_is_freed
 
 
 class ActivationGradients(NamedTuple):

@@ -21,10 +21,10 @@ from torch import Tensor
 from amoeba.backends.backend import Request
 from amoeba.backends.triton import BACKEND as APART
 from amoeba.backends.triton import TritonBackend
-from amoeba.problem import Gradients, Needs, Problem, Saved
+from amoeba.core.problem import Gradients, Needs, Problem, Saved
+from amoeba.core.torch_internals import graph_is_freed
+from amoeba.core.weights import ExpertWeights
 from amoeba.tasks.sizes import Sizes, extra_bytes
-from amoeba.torch_internals import graph_is_freed
-from amoeba.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from amoeba.tasks.arrivals import Arrival

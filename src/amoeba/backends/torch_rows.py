@@ -19,9 +19,9 @@ from amoeba.backends.allocate import empty_gradient, empty_rows
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward, slot_gradient, sum_rows
 from amoeba.backends.sorted_rows import ActivationGradients, SortedRows
-from amoeba.cpu_features import compute_dtype
-from amoeba.layout import Layout
-from amoeba.problem import Needs, Problem, Saved, layout_of
+from amoeba.core.layout import Layout
+from amoeba.core.problem import Needs, Problem, Saved, layout_of
+from amoeba.system.cpu_features import compute_dtype
 
 
 class RowsInTorch(SortedRows):

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.triton_rows import HopperRows, TritonRows, sorted_maps, why_not_hopper, with_plain_rows
+from amoeba.core.problem import Problem, Saved, Travel
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine
-from amoeba.problem import Problem, Saved, Travel
 
 
 def why_not_travelling(problem: Problem) -> str | None:

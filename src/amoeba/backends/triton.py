@@ -20,9 +20,9 @@ from torch import Tensor
 from amoeba.backends import sorted_rows
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.torch_internals import graph_is_freed
-from amoeba.weights import ExpertWeights
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.torch_internals import graph_is_freed
+from amoeba.core.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from amoeba.backends.triton_rows import TritonRows

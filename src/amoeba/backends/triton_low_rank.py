@@ -27,12 +27,12 @@ from torch import Tensor
 
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
+from amoeba.core.problem import Needs
+from amoeba.core.weights import LoraFactors
 from amoeba.kernels import grouped_product
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.join_factors import Pair, join_factors
 from amoeba.kernels.thin_pair import Sums, thin_pair, widest_rank
-from amoeba.problem import Needs
-from amoeba.weights import LoraFactors
 
 if TYPE_CHECKING:
     from amoeba.backends.triton_rows import TritonRows

@@ -18,6 +18,8 @@ from torch import Tensor
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients, SortedRows
 from amoeba.backends.triton_low_rank import LowRank
+from amoeba.core.layout import check_most_rows
+from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels import activation_backward_product, grouped_product, weight_gradient
 from amoeba.kernels.activate import activate, activate_backward
@@ -25,8 +27,6 @@ from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
 from amoeba.kernels.sort import sort_rows
-from amoeba.layout import check_most_rows
-from amoeba.problem import Needs, Problem, Saved
 
 # What H and I have to be multiples of in the kernels for Hopper.
 HOPPER_WIDTH = 64
@@ -40,7 +40,11 @@ class TritonRows(SortedRows):
     ) -> None:
         """of_lora: what forward saved of it, see `LowRank`."""
         self.problem = problem
-        self.order_N, self.slot_row_N, self.offs_E = order_N, slot_row_N, offs_E  # int32, see `amoeba.layout.Layout`
+        self.order_N, self.slot_row_N, self.offs_E = (
+            order_N,
+            slot_row_N,
+            offs_E,
+        )  # int32, see `core.layout.Layout`
         self.low_rank = None if problem.lora is None else LowRank(self, problem.lora, *of_lora)
 
     @classmethod

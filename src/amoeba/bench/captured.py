@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from amoeba.bench.timing import Step, Timing, time_in_turns
 from amoeba.bench.workload import Workload
-from amoeba.weights import LoraFactors
+from amoeba.core.weights import LoraFactors
 
 Run = Callable[[], Tensor]
 Replay = Callable[[], None]

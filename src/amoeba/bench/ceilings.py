@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from amoeba.bench.timing import Step, time_in_turns
-from amoeba.cpu_features import compute_dtype
-from amoeba.machine import available_memory
+from amoeba.system.cpu_features import compute_dtype
+from amoeba.system.machine import available_memory
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amoeba import files
 from amoeba.bench.ceilings import Ceilings
 from amoeba.bench.suite import Report
-from amoeba.errors import bad_value
-from amoeba.machine import commit, machine, machine_kind, versions
+from amoeba.core.errors import bad_value
+from amoeba.system import files
+from amoeba.system.machine import commit, machine, machine_kind, versions
 
 if TYPE_CHECKING:
     from amoeba.bench.models.suite import ModelReport  # needs more than torch

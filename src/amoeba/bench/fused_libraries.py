@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.workload import Workload
-from amoeba.errors import one_line
+from amoeba.core.errors import one_line
 
 FUSED_PEERS = {"sonicmoe": "SonicMoE", "liger": "Liger"}
 _NOT_INSTALLED = {

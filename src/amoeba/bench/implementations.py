@@ -18,22 +18,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba import cost
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import all_backends_of, backends_of, explain
 from amoeba.bench.fused_libraries import FUSED_PEERS, fused_peers
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.kt_kernel import kt_kernel_peers
 from amoeba.bench.workload import Workload
+from amoeba.core import cost
+from amoeba.core.placement import LayerSizes
+from amoeba.core.weights import AnyExperts, ExpertWeights
 from amoeba.experts import experts
-from amoeba.machine import available_memory
-from amoeba.placement import LayerSizes
 from amoeba.placements import all_placements
 from amoeba.precision import UnchangedWeights
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.recipes import SUMMARIES, with_precision
-from amoeba.routing import Routing
-from amoeba.weights import AnyExperts, ExpertWeights
+from amoeba.routing.router import Routing
+from amoeba.system.machine import available_memory
 
 TRANSFORMERS = ("eager", "batched_mm", "grouped_mm")
 PEERS = (*TRANSFORMERS, *FUSED_PEERS, "loop", "kt_kernel")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from amoeba.errors import bad_value
-from amoeba.machine import available_memory
+from amoeba.core.errors import bad_value
+from amoeba.system.machine import available_memory
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amoeba import cost
 from amoeba.bench.captured import BackwardHost, InGraphs, apart, host_times, in_graphs
 from amoeba.bench.implementation import Implementation
 from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
@@ -29,6 +28,7 @@ from amoeba.bench.shapes import Shape
 from amoeba.bench.sustained import Sustained, sustain_in_turns
 from amoeba.bench.timing import REST_MS, Step, Timing, graph_ms, time_in_turns
 from amoeba.bench.workload import Workload, make_workload
+from amoeba.core import cost
 from amoeba.proof.conformance import TOLERANCE
 
 Pass = Literal["forward", "training"]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from amoeba.torch_internals import occupy_gpu
+from amoeba.core.torch_internals import occupy_gpu
 
 Step = Callable[[Callable[[], None]], None]
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from amoeba import cost
 from amoeba.bench.shapes import Shape
+from amoeba.core import cost
+from amoeba.core.weights import LORA_NAMES, AnyExperts, ExpertWeights, LoraFactors
 from amoeba.proof.reference import experts as reference
-from amoeba.weights import LORA_NAMES, AnyExperts, ExpertWeights, LoraFactors
 
 # On a GPU, problems with more operations than this in a forward are compared in fp32.
 _FP64_FLOPS_ON_GPU = 1e10

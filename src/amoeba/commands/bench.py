@@ -20,8 +20,8 @@ from amoeba.commands.bench_captured import print_captured
 from amoeba.commands.options import dtype_name, parse_device
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.start import with_seconds
-from amoeba.errors import bad_value
-from amoeba.machine import load_average, usable_cores
+from amoeba.core.errors import bad_value
+from amoeba.system.machine import load_average, usable_cores
 
 PASSES: dict[str, list[Pass]] = {
     "forward": ["forward"],

@@ -18,7 +18,7 @@ from amoeba.bench.models.suite import ModelReport, run_models
 from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.exits import need
 from amoeba.commands.output import Output, strict_json
-from amoeba.errors import bad_value, counted
+from amoeba.core.errors import bad_value, counted
 
 __all__ = ["check_options", "choose_candidates", "choose_problems", "run"]
 

@@ -15,7 +15,7 @@ from amoeba.bench.products.suite import ProductMeasurement, ProductsReport, run_
 from amoeba.bench.shapes import Shape, parse_shape
 from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.output import Output, strict_json
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:
     from amoeba.bench.products.roles import Role  # imports Triton

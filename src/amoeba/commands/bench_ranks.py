@@ -16,7 +16,7 @@ from amoeba.bench.shapes import parse_shape
 from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output, strict_json
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.precision.recipes import OF_ALL_TOKENS, SUMMARIES, UNCHANGED
 
 # Of each rank, with the shape that has none of its own to say: two ranks with half of qwen3_30b's tokens each.

@@ -18,7 +18,7 @@ from amoeba.bench.stream.suite import StreamSuiteReport, run_stream
 from amoeba.bench.stream.turns import TurnsMeasurement
 from amoeba.commands.bench import three_digits, warn_if_busy
 from amoeba.commands.output import Output, strict_json
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 __all__ = ["check_options", "choose_problem", "run"]
 

@@ -25,7 +25,7 @@ def keep_bytecode() -> None:
     if sys.pycache_prefix is not None or not any(map(_is_compiled_each_time, _LARGE)):
         return
     from amoeba.cpu.library_cache import prepared
-    from amoeba.files import default_folder
+    from amoeba.system.files import default_folder
 
     try:
         folder = prepared(prepared(default_folder()) / "bytecode")

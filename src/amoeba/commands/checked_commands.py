@@ -15,7 +15,7 @@ from typing import Any
 
 from amoeba.commands.exits import usage
 from amoeba.commands.front import typer
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 Command = Callable[..., None]
 

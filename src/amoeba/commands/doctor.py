@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from amoeba import tuned
 from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.registry import backends_of, explain, named_backends
 from amoeba.commands.options import DTYPES, dtype_name
 from amoeba.commands.output import Output
+from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.build import library_states
-from amoeba.cpu_features import compute_dtype, cpu_flags
-from amoeba.machine import available_memory, commit, flags_looked_for, machine, versions
 from amoeba.placements import all_placements
 from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import MXFP4
 from amoeba.precision.recipes import AUTO, SUMMARIES, summary_of, with_precision
-from amoeba.routing import Routing
-from amoeba.tried_versions import untried
-from amoeba.weights import ExpertWeights
+from amoeba.routing.router import Routing
+from amoeba.system import tuned
+from amoeba.system.cpu_features import compute_dtype, cpu_flags
+from amoeba.system.machine import available_memory, commit, flags_looked_for, machine, versions
+from amoeba.system.tried_versions import untried
 
 _GIB = 2**30
 # A small layer that no backend has a reason to refuse for its sizes.

@@ -34,8 +34,8 @@ from amoeba.commands.options import (
 from amoeba.commands.output import Output
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.commands.start import start
-from amoeba.loading import loading
-from amoeba.shell import shell_command
+from amoeba.system.loading import loading
+from amoeba.system.shell import shell_command
 
 if TYPE_CHECKING:
     from amoeba.jobs.settings import FinetuneSettings

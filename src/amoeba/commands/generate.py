@@ -27,8 +27,8 @@ from amoeba.commands.options import (
 )
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT, quick_transformers
 from amoeba.commands.start import hide_loading_bars, start
-from amoeba.errors import bad_value, counted
-from amoeba.loading import loading
+from amoeba.core.errors import bad_value, counted
+from amoeba.system.loading import loading
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
 from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose
 from amoeba.commands.start import hide_loading_bars, start
-from amoeba.errors import bad_value
-from amoeba.shell import shell_command
+from amoeba.core.errors import bad_value
+from amoeba.system.shell import shell_command
 
 
 def merge(

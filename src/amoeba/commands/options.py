@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from amoeba.commands.front import typer
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from amoeba.files import finite
+from amoeba.system.files import finite
 
 
 class Output:

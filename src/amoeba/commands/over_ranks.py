@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.jobs.run_folder import Silent
 from amoeba.parallel.launched import deadline_seconds, is_launched, launched_ranks
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.together import ALONE, Together
-from amoeba.shell import shell_words
+from amoeba.system.shell import shell_words
 
 Report = TypeVar("Report")
 

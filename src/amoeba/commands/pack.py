@@ -13,9 +13,9 @@ from amoeba.commands.options import Json, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import duration
 from amoeba.commands.start import start
-from amoeba.errors import bad_value
-from amoeba.files import model_folder
-from amoeba.shell import shell_words
+from amoeba.core.errors import bad_value
+from amoeba.system.files import model_folder
+from amoeba.system.shell import shell_words
 
 if TYPE_CHECKING:
     from amoeba.stream.store.packing import Progress

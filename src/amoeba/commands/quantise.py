@@ -12,7 +12,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import Json, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.files import model_folder
+from amoeba.system.files import model_folder
 
 if TYPE_CHECKING:
     from amoeba.jobs.quantise import Progress

@@ -14,7 +14,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:
     from amoeba.stream.cache import Counters
@@ -271,8 +271,8 @@ def _row(found: dict[str, Any], sized: bool) -> dict[str, str]:
 
 
 def _draw(path: Path, trace: Trace, results: Sequence[dict[str, Any]]) -> None:
-    from amoeba.files import write_whole
     from amoeba.stream.hit_curve import draw
+    from amoeba.system.files import write_whole
 
     curves: dict[str, list[tuple[float, float]]] = {}
     for found in results:

@@ -14,8 +14,8 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose, check_file_to_write, check_seed
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.errors import bad_value, counted
-from amoeba.loading import loading
+from amoeba.core.errors import bad_value, counted
+from amoeba.system.loading import loading
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape
@@ -323,7 +323,7 @@ def _document(shape: Shape, ranks: int, workers: int, passes: int, summary: Summ
 def _written(
     ran: Ran, workers: int, shape: Shape, trace: Path | None, picture: Path | None, output: Output
 ) -> dict[str, str]:
-    from amoeba.files import write_whole
+    from amoeba.system.files import write_whole
     from amoeba.tasks.picture import draw
     from amoeba.tasks.trace import trace_text
 

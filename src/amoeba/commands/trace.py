@@ -19,13 +19,13 @@ from amoeba.commands.options import (
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.commands.tasks import print_summary
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:
     import torch
 
     from amoeba.bench.shapes import Shape
-    from amoeba.problem import Problem
+    from amoeba.core.problem import Problem
     from amoeba.tasks.simulate import Record
 
 GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
@@ -74,7 +74,7 @@ def trace(
 def run(
     shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, picture: Path, output: Output
 ) -> dict[str, Any]:
-    from amoeba.files import write_whole
+    from amoeba.system.files import write_whole
     from amoeba.tasks.picture import draw
     from amoeba.tasks.plain import programs
     from amoeba.tasks.summary import summarise
@@ -146,7 +146,7 @@ def _ceiling(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _flops(problem: Problem, rows: int) -> int:
-    from amoeba.cost import backward_flops
+    from amoeba.core.cost import backward_flops
 
     _, hidden, intermediate = problem.weights.down_EHI.shape
     return backward_flops(rows=rows, hidden=hidden, intermediate=intermediate, gated=problem.weights.activation.gated)
@@ -162,8 +162,8 @@ def _problem(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) 
     import torch
 
     from amoeba.bench.workload import draw_routing
-    from amoeba.problem import Problem
-    from amoeba.weights import ExpertWeights
+    from amoeba.core.problem import Problem
+    from amoeba.core.weights import ExpertWeights
 
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -196,7 +196,7 @@ def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tu
     """Of the second pass: the first one compiles. And how many rows it had."""
     from amoeba.backends.tasks import kernel_for
     from amoeba.backends.triton import BACKEND
-    from amoeba.problem import Saved
+    from amoeba.core.problem import Saved
     from amoeba.tasks.device_trace import DeviceTrace
 
     _, saved = BACKEND.forward(problem, "h")

@@ -11,8 +11,8 @@ from amoeba.commands.output import Output
 from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.integrations.model_folder import ADAPTER_CONFIG
 from amoeba.jobs.settings import TrainSettings
-from amoeba.loading import loading
-from amoeba.shell import shell_command
+from amoeba.system.loading import loading
+from amoeba.system.shell import shell_command
 
 
 def run(

@@ -11,7 +11,7 @@ from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose, dtype_name, parse_dtypes
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def run(
 ) -> dict[str, Any]:
     """Keeps what each search finds before the next begins; Ctrl-C ends it with what was found until then. Searches that
     found something in an earlier call come last, so that one that ran out of time is gone on with."""
-    from amoeba import tuned
+    from amoeba.system import tuned
     from amoeba.tuning.search import find_best, median_ms
 
     measure = measure or median_ms

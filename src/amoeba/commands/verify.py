@@ -14,8 +14,8 @@ import amoeba.stream.placement  # noqa: F401 - both register themselves, so that
 from amoeba.backends.registry import is_known
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
-from amoeba.errors import bad_value
-from amoeba.machine import commit, machine, versions
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import LORA_NAMES
 from amoeba.proof.conformance import (
     Check,
     Result,
@@ -28,7 +28,7 @@ from amoeba.proof.conformance import (
 )
 from amoeba.proof.over_ranks import verify_over_ranks
 from amoeba.proof.stages import STAGES
-from amoeba.weights import LORA_NAMES
+from amoeba.system.machine import commit, machine, versions
 
 # Columns of the table, in the order in which a token and its gradient meet them.
 _NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES, *STAGES)

@@ -35,9 +35,9 @@ from typing import TypeVar
 import torch
 
 from amoeba.cpu import library_cache
-from amoeba.cpu_features import compiler_flag, cpu_flags
-from amoeba.files import default_folder
-from amoeba.machine import usable_cores
+from amoeba.system.cpu_features import compiler_flag, cpu_flags
+from amoeba.system.files import default_folder
+from amoeba.system.machine import usable_cores
 
 logger = logging.getLogger("amoeba.cpu.build")  # a command shows it always: a minute without a word looks broken
 Loaded = TypeVar("Loaded")

@@ -21,9 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.packed_weights import PackedKind, _Packing
 from amoeba.cpu.pointers import address_at_strides, optional_address
-from amoeba.errors import bad_value
 
 LEAST_COLUMNS = 16  # of a block: so many codes are read at once
 

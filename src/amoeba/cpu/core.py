@@ -17,7 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.torch_internals import constant_when_traced
 from amoeba.cpu.build import CoreUnavailable, load, with_library
 from amoeba.cpu.codes import CCoding, ScaledCodes
 from amoeba.cpu.node_library import activation_number
@@ -30,8 +32,6 @@ from amoeba.cpu.pointers import (
     has_lines,
     optional_address,
 )
-from amoeba.errors import bad_value
-from amoeba.torch_internals import constant_when_traced
 
 logger = logging.getLogger("amoeba")
 

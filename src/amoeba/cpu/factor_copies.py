@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amoeba.core.weights import LoraFactors
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
@@ -29,7 +30,6 @@ from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, run_everywhere
 from amoeba.cpu.pointers import CPU, address, place_of
 from amoeba.cpu.pool import WorkerPool
-from amoeba.weights import LoraFactors
 
 
 @dataclass(frozen=True, eq=False)

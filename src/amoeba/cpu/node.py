@@ -18,6 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
+from amoeba.core.problem import Gradients, Needs, Save
+from amoeba.core.weights import LORA_NAMES
 from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.node_experts import NodeExperts, describe_matrix
 from amoeba.cpu.node_factors import NodeFactors, factor_shape, padded
@@ -26,9 +29,6 @@ from amoeba.cpu.packed_weights import PackedWeights, current_path, empty_in_huge
 from amoeba.cpu.pointers import CPU, address, address_of_lines, address_to_write, optional_address
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
-from amoeba.errors import bad_value
-from amoeba.problem import Gradients, Needs, Save
-from amoeba.weights import LORA_NAMES
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import LoraFactors
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_library import FACTOR_MATRICES, CFactors, CNode, load_node
 from amoeba.cpu.pointers import address, address_at_strides
 from amoeba.cpu.pool import WorkerPool
-from amoeba.errors import bad_value
-from amoeba.weights import LoraFactors
 
 _PANEL = 32  # columns that the low-rank products are padded to, and the depth of a tile in bf16
 

@@ -11,7 +11,7 @@ import functools
 from ctypes import Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path as FilePath
 
-from amoeba.config import unknown_kind
+from amoeba.core.config import unknown_kind
 from amoeba.cpu.build import load, with_library
 from amoeba.cpu.codes import CCoding
 

@@ -19,15 +19,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import ExpertsByHandle, ExpertWeights
 from amoeba.cpu.factor_copies import FactorCopies
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.places import Place, places_for, run_in_turn
 from amoeba.cpu.pointers import CPU
-from amoeba.errors import bad_value
-from amoeba.weights import ExpertsByHandle, ExpertWeights
 
 
 @dataclass(frozen=True, eq=False)

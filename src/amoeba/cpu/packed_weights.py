@@ -24,9 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.build import CoreUnavailable, load, with_library
 from amoeba.cpu.pointers import CPU, address, address_at_strides, optional_address, place_of
-from amoeba.errors import bad_value
 
 logger = logging.getLogger("amoeba")
 

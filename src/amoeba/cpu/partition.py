@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
 
 # Blocks are whole multiples of this where I is large enough: weights are packed in tiles of 32, and what is left of the
 # last one is padding on every node.

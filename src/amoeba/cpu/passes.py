@@ -15,14 +15,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from amoeba.core.problem import Gradients, Needs, Save
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu import node as one_node
 from amoeba.cpu.node import NodeCache
 from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
 from amoeba.cpu.places import run_everywhere
-from amoeba.problem import Gradients, Needs, Save
-from amoeba.weights import LORA_NAMES, LoraFactors
 
 Part = TypeVar("Part")
 

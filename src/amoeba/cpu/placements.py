@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from amoeba.cost import weight_bytes
+from amoeba.core.cost import weight_bytes
+from amoeba.core.placement import LayerSizes, Load, Placement, Situation, Tolerance
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.packed_experts import pack_experts
@@ -16,8 +17,7 @@ from amoeba.cpu.packed_weights import PackedKind, current_path, load_packed
 from amoeba.cpu.places import numa_cores
 from amoeba.cpu.planner import Plan, check_memory, plan
 from amoeba.cpu.pointers import CPU
-from amoeba.cpu_features import has_bf16_instructions
-from amoeba.placement import LayerSizes, Load, Placement, Situation, Tolerance
+from amoeba.system.cpu_features import has_bf16_instructions
 
 # Of a GPU's free memory, kept for what generating needs beside the model: keys, values and what passes through.
 _SHARE_BESIDE = 0.15

@@ -21,8 +21,8 @@ from typing import Literal, TypeVar
 
 import torch
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.pool import WorkerPool, own_cores
-from amoeba.errors import bad_value
 
 Result = TypeVar("Result")
 

@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 import torch
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.errors import counted
+from amoeba.core.placement import LayerSizes
+from amoeba.core.problem import Save
 from amoeba.cpu.node import workspace_bytes
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU
-from amoeba.errors import counted
-from amoeba.machine import available_memory
-from amoeba.placement import LayerSizes
-from amoeba.problem import Save
+from amoeba.system.machine import available_memory
 
 _TILE = 32  # copies of factors are padded to whole tiles in both dimensions
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 # A device given by its name is parsed anew at every allocation, which takes longer than the allocation.
 CPU = torch.device("cpu")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.build import openmp_runtime
 from amoeba.cpu.node_library import PHASES, load_node
-from amoeba.errors import bad_value
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
 

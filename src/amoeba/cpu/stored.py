@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.packed_weights import PackedKind, _Packing
-from amoeba.errors import bad_value
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from amoeba.core.errors import bad_value, counted
 from amoeba.data.chat_template import by_template
 from amoeba.data.documents import Completion, Conversation, Document, Text
 from amoeba.data.token_rows import NO_LABEL, begin_tokens
-from amoeba.errors import bad_value, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from amoeba.core.errors import bad_value, one_line
 from amoeba.data.documents import Completion, Conversation, Document, Message, Text
-from amoeba.errors import bad_value, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

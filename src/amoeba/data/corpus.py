@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from amoeba.core.errors import bad_value, counted
 from amoeba.data.documents import Document, Text, characters, is_blank
 from amoeba.data.sources import cut_before, read_source
-from amoeba.errors import bad_value, counted
 
 # Times the asked share of the characters, or one of so many, from which on the description says so.
 FAR_FROM_ASKED = 3

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 RECORD_FIELDS = ("text", "messages", "prompt", "completion")
 RECORDS = "`text`, or `messages`, or `prompt` and `completion`"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from amoeba.core.errors import bad_value
 from amoeba.data.documents import Message, parse_messages, parse_string, shown
 from amoeba.data.sources import JSON_LINES, parse_json, read_text
-from amoeba.errors import bad_value
 
 _RECORD = "an object with `prompt`, or `messages` (with --chat)"
 

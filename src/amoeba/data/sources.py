@@ -16,8 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from amoeba.core.errors import bad_value, counted
 from amoeba.data.documents import RECORD_FIELDS, RECORDS, Document, Text, parse_document, shown
-from amoeba.errors import bad_value, counted
 
 # A text becomes documents of 2 to 4 kB: a novel in one file can have a held-out part, and a page stays in one piece.
 BLOCK_CHARACTERS = 4096

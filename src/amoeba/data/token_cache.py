@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.cpu.library_cache import prepared
-from amoeba.files import default_folder
+from amoeba.system.files import default_folder
 
 logger = logging.getLogger("amoeba")
 

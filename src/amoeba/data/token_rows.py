@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from amoeba.core.errors import bad_value
 from amoeba.data.chat_template import render
 from amoeba.data.documents import Document, characters
 from amoeba.data.token_cache import WORTH_KEEPING, kept, key_of
-from amoeba.errors import bad_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,11 +16,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from amoeba.core.errors import bad_value
 from amoeba.data.chat_template import render
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, contents
 from amoeba.data.token_cache import WORTH_KEEPING, kept, key_of
-from amoeba.errors import bad_value
 from amoeba.integrations.model_folder import has_tokenizer, has_weights, load_config, load_tokenizer
 from amoeba.integrations.model_limits import vocabulary
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
+from amoeba.core.replays import Member
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Rows, Step, replays_in
-from amoeba.errors import bad_value
 from amoeba.integrations.text_model import text_config
-from amoeba.replays import Member
 
 AHEAD = 4  # steps on their way to the GPU before one is waited for
 SHORTEST_CACHE = 512  # lengths are rounded up to powers of two from here, so that compiled code is found again

@@ -6,12 +6,12 @@ import copy
 import re
 from typing import Any
 
+from amoeba.core.errors import one_line
+from amoeba.core.replays import replays_of
 from amoeba.decoding.cache import why_not_fixed
-from amoeba.errors import one_line
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in
 from amoeba.integrations.text_model import text_config
-from amoeba.replays import replays_of
 
 # Their tables of angles are computed anew, by a decision of the host, when a text gets longer
 _ROTATIONS_BY_LENGTH = ("dynamic", "longrope")

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.core.replays import Member, Replays, replays_of
 from amoeba.decoding.attention import decoding_attention
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.regions import compiled_layers
 from amoeba.decoding.sampling import Sampler
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
-from amoeba.replays import Member, Replays, replays_of
 
 
 class Rows:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from amoeba.core.errors import bad_value
+from amoeba.core.replays import CannotCapture, Member
 from amoeba.decoding.decoder import Decoder, Outlet
 from amoeba.decoding.sampling import Sampling
 from amoeba.decoding.step import replays_in
-from amoeba.errors import bad_value
-from amoeba.replays import CannotCapture, Member
 
 STEPS = 16  # at a time: at both ends of them nobody computes while another one waits
 

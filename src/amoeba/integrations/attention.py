@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface
 
-from amoeba.attention import document_attention, why_not
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.ops.attention import document_attention, why_not
 
 NAME = "amoeba"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import experts_modules
 
 Sources = dict[str | None, list[str]]  # by the pattern of a conversion, None without one; experts in their order

@@ -11,8 +11,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from amoeba.files import default_folder
-from amoeba.torch_internals import hash_compiler_beside
+from amoeba.core.torch_internals import hash_compiler_beside
+from amoeba.system.files import default_folder
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

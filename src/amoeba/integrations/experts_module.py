@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
-from amoeba.placement import Placement
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.placement import Placement
+from amoeba.core.weights import AnyExperts, ExpertWeights
 from amoeba.precision.recipes import UNCHANGED, with_precision
-from amoeba.weights import AnyExperts, ExpertWeights
 
 logger = logging.getLogger("amoeba")
 

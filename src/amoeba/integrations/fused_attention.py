@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AttentionInterface
 
-from amoeba import rotary_attention
 from amoeba.integrations.attention import NAME, arguments_beyond, attend, window_of
+from amoeba.ops import rotary_attention
 
 logger = logging.getLogger("amoeba")
 

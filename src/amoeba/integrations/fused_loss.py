@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.language_loss import linear_cross_entropy
+from amoeba.ops.language_loss import linear_cross_entropy
 
 IGNORED = -100  # the label that transformers does not count
 TRIED_TOKENS = 16  # of a size for which Triton compiles what it compiles for a batch

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amoeba import fused_router
-from amoeba.config import RouterConfig
+from amoeba.core.config import RouterConfig
 from amoeba.integrations.experts_module import is_experts, routers_beside
-from amoeba.routing import route
+from amoeba.routing import fused_router, route
 
 logger = logging.getLogger("amoeba")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import linear
 
-from amoeba.torch_internals import custom_graph_pass
+from amoeba.core.torch_internals import custom_graph_pass
 
 # x += y, x[i] = y and their like.
 _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("__i")} - {

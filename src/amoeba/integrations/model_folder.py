@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import BadValue, bad_value, is_out_of_memory, one_line
+from amoeba.core.errors import BadValue, bad_value, is_out_of_memory, one_line
 from amoeba.integrations.text_model import auto_class, text_config
 
 logger = logging.getLogger("amoeba")

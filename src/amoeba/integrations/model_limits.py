@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.text_model import text_config
 
 

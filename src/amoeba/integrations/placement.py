@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.placement import LayerSizes, Load, Placement, Situation
 from amoeba.integrations.experts_module import LORA, described, experts_modules, place, placed_in, resident
 from amoeba.integrations.text_model import text_config
-from amoeba.placement import LayerSizes, Load, Placement, Situation
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
 
 logger = logging.getLogger("amoeba")

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import (
     ATTRIBUTE,
     PRECISION,

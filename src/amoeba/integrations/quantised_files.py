@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value, one_line
+from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
 from amoeba.precision.experts import BlockScaledExperts

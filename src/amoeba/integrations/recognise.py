@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
 
-from amoeba.config import Activation, ActivationKind
+from amoeba.core.config import Activation, ActivationKind
+from amoeba.core.torch_internals import TorchDispatchMode, constant_when_traced, tree_leaves
 from amoeba.proof.reference.experts import activate, activate_backward, join_gate_up, split_gate_up
-from amoeba.torch_internals import TorchDispatchMode, constant_when_traced, tree_leaves
 
 logger = logging.getLogger("amoeba")
 

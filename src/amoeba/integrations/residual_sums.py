@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from amoeba.torch_internals import custom_graph_pass
+from amoeba.core.torch_internals import custom_graph_pass
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.composed import experts_composed
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import AnyExperts, ExpertWeights, LoraFactors
 from amoeba.experts import experts
 from amoeba.integrations.coverage import coverage
 from amoeba.integrations.experts_module import (
@@ -40,8 +41,7 @@ from amoeba.integrations.experts_module import (
 )
 from amoeba.integrations.quantised_models import experts_of_fp8_module, take_over_quantised
 from amoeba.precision.recipes import Fp8Experts
-from amoeba.routing import Routing
-from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
+from amoeba.routing.router import Routing
 
 try:
     from transformers import PreTrainedModel

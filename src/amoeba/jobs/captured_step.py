@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.torch_internals import end_failed_capture
+from amoeba.core.torch_internals import end_failed_capture
 
 _SPOILED = "previous error during capture"  # all that the end of a capture tells of an error inside
 

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.cpu_features import has_bf16_instructions
 from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.jobs.kept_measurements import keep, kept
 from amoeba.jobs.model_cost import training_flops_per_token
-from amoeba.machine import cpu_model, load_average, usable_cores
 from amoeba.stream.store import StoreError
 from amoeba.stream.store.tensor_files import checkpoint_tensors
+from amoeba.system.cpu_features import has_bf16_instructions
+from amoeba.system.machine import cpu_model, load_average, usable_cores
 
 logger = logging.getLogger("amoeba")
 

@@ -34,7 +34,7 @@ from amoeba.integrations.fused_loss import fused_loss
 from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.integrations.text_model import text_decoder
 from amoeba.precision.recipes import AUTO
-from amoeba.routing import Routing
+from amoeba.routing.router import Routing
 
 logger = logging.getLogger("amoeba")
 

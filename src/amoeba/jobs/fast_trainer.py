@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from amoeba.core.errors import bad_value
 from amoeba.data.token_rows import NO_LABEL, document_arguments
-from amoeba.errors import bad_value
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.integrations.fully_sharded import shard_fully
 from amoeba.integrations.own_tensors import own_tensors

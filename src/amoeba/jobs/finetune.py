@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from amoeba import lora
+from amoeba.core.errors import bad_value
+from amoeba.core.placement import Load
 from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
 from amoeba.data.corpus import Corpus, load_corpus
 from amoeba.data.documents import Conversation
 from amoeba.data.packed_answers import PackedAnswers
 from amoeba.data.token_rows import stack
 from amoeba.data.tokenizer import check_understands
-from amoeba.errors import bad_value
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
@@ -58,7 +59,6 @@ from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.together import ALONE, Together
-from amoeba.placement import Load
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
 

@@ -33,9 +33,9 @@ from amoeba.jobs.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.stream_parts import StreamParts
 from amoeba.jobs.token_steps import Kind, Steps, choose_steps
-from amoeba.machine import peak_memory
 from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.report import StreamReport
+from amoeba.system.machine import peak_memory
 
 logger = logging.getLogger("amoeba")
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.jobs.generation_options import (
     GenerationOptions,
     end_ids,
@@ -34,9 +34,9 @@ from amoeba.jobs.prompt_results import Results
 from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.stream_parts import StreamParts
 from amoeba.jobs.token_steps import Kind, choose_steps
-from amoeba.machine import peak_memory
 from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.report import StreamReport
+from amoeba.system.machine import peak_memory
 
 logger = logging.getLogger("amoeba")
 

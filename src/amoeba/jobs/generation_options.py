@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.parallel.together import Together
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.cpu.library_cache import prepared
-from amoeba.files import default_folder, write_whole
+from amoeba.system.files import default_folder, write_whole
 
 
 def kept(kind: str, about: dict[str, Any]) -> dict[str, Any] | None:

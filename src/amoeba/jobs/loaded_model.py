@@ -21,7 +21,7 @@ import torch
 from amoeba import lora
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import explain
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
 from amoeba.integrations.placement import Placed, check_placement
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
@@ -31,7 +31,7 @@ from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.together import ALONE, Together
-from amoeba.routing import Routing
+from amoeba.routing.router import Routing
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import is_store
 

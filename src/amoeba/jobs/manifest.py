@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from amoeba.files import sync_folder, write_whole
+from amoeba.system.files import sync_folder, write_whole
 
 MANIFEST = "manifest.json"
 DIGEST = "digest"

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from amoeba import lora
-from amoeba.errors import bad_value, one_line
-from amoeba.files import write_whole
+from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import as_stored, sort_names
 from amoeba.integrations.model_folder import (
     check_model,
@@ -37,6 +36,7 @@ from amoeba.lora.attaching import Attached
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import appears_whole, copy_small_files
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, TensorEntry, checkpoint_tensors, header_of
+from amoeba.system.files import write_whole
 
 _CONFIG = "config.json"
 

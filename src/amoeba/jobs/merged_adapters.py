@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from amoeba.errors import bad_value
-from amoeba.files import write_whole
+from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_json
 from amoeba.lora.peft_files import TENSORS_NAME
+from amoeba.system.files import write_whole
 
 NAME = "merged_adapters.json"
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from amoeba.errors import counted
-from amoeba.files import finite, write_whole
+from amoeba.core.errors import counted
 from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from amoeba.jobs.settings import RunSettings
-from amoeba.machine import peak_memory
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.parallel.together import Together
 from amoeba.precision.recipes import UNCHANGED
-from amoeba.routing import update_selection_bias_
+from amoeba.routing.router import update_selection_bias_
+from amoeba.system.files import finite, write_whole
+from amoeba.system.machine import peak_memory
 
 logger = logging.getLogger("amoeba")
 

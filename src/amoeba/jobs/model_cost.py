@@ -15,7 +15,7 @@ import torch
 from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
 from amoeba.integrations.text_model import text_config
 from amoeba.jobs.kept_measurements import keep, kept
-from amoeba.machine import cpu_model, load_average, usable_cores
+from amoeba.system.machine import cpu_model, load_average, usable_cores
 
 # Products that are timed for the ceiling, at least and at most, and the seconds after which there are no more.
 _PRODUCTS, _MOST_SECONDS = (2, 10), 0.4

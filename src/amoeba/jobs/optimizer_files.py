@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
-from amoeba.files import write_whole
+from amoeba.core.errors import bad_value
 from amoeba.integrations.own_tensors import OwnTensor, own_tensors, plain_names
 from amoeba.parallel.shards import local_parameter, rows_here
 from amoeba.parallel.together import Together
+from amoeba.system.files import write_whole
 
 GROUPS, SCHEDULER, WHOLE = "optimizer.json", "scheduler.pt", "optimizer.pt"
 _PARTS = "optimizer-{rank:05d}-of-{count:05d}.safetensors"

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import BadValue
+from amoeba.core.errors import BadValue
+from amoeba.core.placement import Load
 from amoeba.integrations.experts_module import described, stored, take_back_shapes
 from amoeba.integrations.model_folder import UnreadTensor, load_config, load_model, load_rest, load_without_weights
 from amoeba.integrations.placement import Placed, place_experts
 from amoeba.jobs.cpu_dtype import DtypeChoice
-from amoeba.placement import Load
 from amoeba.stream.attaching import Streamed, attach
 from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
 

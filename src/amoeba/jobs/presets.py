@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_json, has_tokenizer
 
 

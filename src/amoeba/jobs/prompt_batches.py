@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from amoeba.core.errors import one_line
 from amoeba.data.prompts import Prompt
-from amoeba.errors import one_line
 from amoeba.jobs.generation_options import end_ids
 from amoeba.jobs.token_steps import Steps
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from amoeba.core.errors import bad_value
 from amoeba.data.prompts import Prompt
 from amoeba.data.sources import parse_json, read_text
-from amoeba.errors import bad_value
 
 _BEGIN = b'{"line": '
 

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from amoeba.core.errors import bad_value
 from amoeba.data.chat_template import by_template
 from amoeba.data.documents import Message, shown
 from amoeba.data.token_rows import begin_tokens
-from amoeba.errors import bad_value
 from amoeba.integrations.model_limits import check_ids, positions
 
 logger = logging.getLogger("amoeba")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import BadValue, bad_value
+from amoeba.core.errors import BadValue, bad_value
 from amoeba.integrations.experts_module import described, experts_modules
 from amoeba.integrations.model_folder import UNFINISHED, load_config, load_without_weights
 from amoeba.integrations.quantised_files import BLOCKS, MATRIX_SCALE, OURS, SCALE_INV, SCALES

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from amoeba.errors import bad_value
-from amoeba.files import put_back, write_whole
+from amoeba.core.errors import bad_value
 from amoeba.jobs.manifest import with_digest
 from amoeba.parallel.together import ALONE, Together
-from amoeba.shell import shell_words
+from amoeba.system.files import put_back, write_whole
+from amoeba.system.shell import shell_words
 
 _UNFINISHED = "writing"  # the checkpoint that is being written
 _SET_ASIDE = "set-aside-"
@@ -151,7 +151,7 @@ def describe_run(
 ) -> None:
     """What is used, and on which machine. began_with: see `amoeba.jobs.resume`; None where an older run has none.
     precision: of the experts, see `amoeba.jobs.run_precision`; None for the run's own dtype."""
-    from amoeba.machine import commit, machine, versions
+    from amoeba.system.machine import commit, machine, versions
 
     environment = {
         "machine": machine(),

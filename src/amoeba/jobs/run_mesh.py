@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.jobs.resume import settings_of_run
 from amoeba.jobs.run_folder import Console
 from amoeba.jobs.settings import RunSettings

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from amoeba import cost
 from amoeba.backends import fp8, fp8_choice, fp8_triton
-from amoeba.errors import counted
+from amoeba.core import cost
+from amoeba.core.errors import counted
 from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.precision.formats import FP8_TRAINING

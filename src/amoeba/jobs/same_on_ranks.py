@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import one_line
-from amoeba.files import sampled_hash
+from amoeba.core.errors import one_line
 from amoeba.integrations.model_folder import ADAPTER_CONFIG, ADAPTER_FOLDER
 from amoeba.integrations.own_tensors import own_tensors
-from amoeba.machine import versions
 from amoeba.parallel.together import Together
+from amoeba.system.files import sampled_hash
+from amoeba.system.machine import versions
 
 # Settings whose values may differ between ranks, and what is compared instead. Every other field of a job's settings is
 # compared by its value, also one that is added later.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.jobs.settings_file import read_settings
 from amoeba.lora.attaching import check_rank_and_alpha
 from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED, check_precision

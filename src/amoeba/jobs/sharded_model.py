@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
-from amoeba.files import write_whole
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import ExpertWeights
 from amoeba.integrations.experts_module import described, experts_modules, hand_over, layout_of, place
 from amoeba.integrations.model_folder import (
     MODEL_FOLDER,
@@ -43,7 +43,7 @@ from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_pa
 from amoeba.parallel.shards import copy_here, is_shard, local_part, whole
 from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, tensors_of
-from amoeba.weights import ExpertWeights
+from amoeba.system.files import write_whole
 
 logger = logging.getLogger("amoeba")
 

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from amoeba.jobs.kept_measurements import keep, kept
-from amoeba.machine import cpu_model
 from amoeba.stream.attaching import Streamed
 from amoeba.stream.bandwidth import Rate, copy_rate, read_rate
 from amoeba.stream.cache import Counters
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.report import Bandwidth, PartOfRun, StreamReport
 from amoeba.stream.store import StoreError, is_store
+from amoeba.system.machine import cpu_model
 
 # A measurement of fewer bytes is made again by the next run: it takes no time, and says little.
 WORTH_KEEPING = 16 * 2**20

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from amoeba.errors import is_out_of_memory, one_line
-from amoeba.replays import CannotCapture
+from amoeba.core.errors import is_out_of_memory, one_line
+from amoeba.core.replays import CannotCapture
 
 logger = logging.getLogger("amoeba")
 

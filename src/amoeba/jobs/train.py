@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from amoeba.core.errors import bad_value
 from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
-from amoeba.errors import bad_value
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
 from amoeba.integrations.own_tensors import sharded_modules
@@ -38,7 +38,7 @@ from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
 from amoeba.precision.recipes import UNCHANGED
-from amoeba.shell import shell_command, shell_words
+from amoeba.system.shell import shell_command, shell_words
 
 COMMAND = "amoeba train"
 

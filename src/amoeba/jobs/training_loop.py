@@ -23,9 +23,8 @@ from torch import Tensor
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from amoeba.core.errors import bad_value
 from amoeba.data.token_rows import NO_LABEL
-from amoeba.errors import bad_value
-from amoeba.files import replace_folder
 from amoeba.integrations.experts_module import LORA, has_placed_experts
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.randomness import draws_random_numbers
@@ -50,7 +49,8 @@ from amoeba.jobs.time_budget import TimeBudget
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.shards import local_part
 from amoeba.parallel.together import ALONE, Together
-from amoeba.shell import shell_command, shell_words
+from amoeba.system.files import replace_folder
+from amoeba.system.shell import shell_command, shell_words
 
 CHECKPOINTS_KEPT = 2
 logger = logging.getLogger("amoeba")

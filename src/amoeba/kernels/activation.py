@@ -12,7 +12,7 @@ import math
 import triton
 import triton.language as tl
 
-from amoeba.config import Activation, unknown_kind
+from amoeba.core.config import Activation, unknown_kind
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of `value_and_slope`
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
 from amoeba.kernels.activation import constants, gated_backward, plain_backward
 from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.choice import configuration_on

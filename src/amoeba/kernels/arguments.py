@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.pointers import has_lines
-from amoeba.errors import bad_value
 
 
 def check_arguments(fit: bool, expected: str, **tensors: Tensor | None) -> None:

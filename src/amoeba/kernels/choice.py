@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from amoeba import tuned
 from amoeba.kernels.candidates import bucket, candidates
 from amoeba.kernels.configuration import Configuration, Role, configuration
+from amoeba.system import tuned
 
 # of the pass that is under way; None: as many as its weights have
 _experts: ContextVar[int | None] = ContextVar("experts", default=None)

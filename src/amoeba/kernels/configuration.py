@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.kernels.launch import next_power_of_2
 
 Role = Literal["product", "up", "down_backward", "weight_gradient"]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
 from amoeba.kernels.addend import Addend
 from amoeba.kernels.arguments import check_arguments, have_lines

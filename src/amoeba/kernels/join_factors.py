@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.weights import LoraFactors
 from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.launch import cdiv, quick
-from amoeba.weights import LoraFactors
 
 BLOCK, WARPS = 4096, 8
 

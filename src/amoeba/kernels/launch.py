@@ -33,7 +33,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.kernels.driver_launch import DriverLaunch, driver_launch
 
 if knobs.runtime.interpret:

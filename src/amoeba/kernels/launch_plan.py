@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from amoeba.core.torch_internals import TorchDispatchMode, is_view, writes_to_arguments
 from amoeba.kernels.choice import as_many
 from amoeba.kernels.driver_launch import can_launch
 from amoeba.kernels.launch import Launched, current_stream, is_hooked, listening
 from amoeba.kernels.launch_steps import Allocation, Call, Interpretation, Launch, LaunchByDriver, Pointer, Release, View
 from amoeba.kernels.programs import sharing
-from amoeba.torch_internals import TorchDispatchMode, is_view, writes_to_arguments
 
 Result = TypeVar("Result")
 

@@ -37,7 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.phases import mark
 from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.peer_counters import (
     ARRIVED,
@@ -51,7 +52,6 @@ from amoeba.kernels.peer_counters import (
     wait_for_arrivals,
 )
 from amoeba.kernels.peer_post import NAMES, ROWS, SLOTS, Plan, Post
-from amoeba.phases import mark
 
 _BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
 _MOST_LINES = 512  # of a tile, so that all programs have some of narrow rows

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.config import RouterConfig
+from amoeba.core.config import RouterConfig
 from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.ask import question, question_of
 from amoeba.kernels.launch import next_power_of_2, quick

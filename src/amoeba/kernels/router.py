@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.config import DENOMINATOR_FLOOR, RouterConfig
-from amoeba.errors import bad_value
+from amoeba.core.config import DENOMINATOR_FLOOR, RouterConfig
+from amoeba.core.errors import bad_value
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 MAX_COLUMNS = 512  # a row stays in registers

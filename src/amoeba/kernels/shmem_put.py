@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.torch_internals import nvshmem_device_functions
+from amoeba.core.torch_internals import nvshmem_device_functions
 
 nvshmem = nvshmem_device_functions()
 

@@ -1,4 +1,4 @@
-"""Routed rows sorted by expert: the sort of `amoeba.layout`, as a counting sort in three launches, or one for few rows.
+"""Routed rows sorted by expert: the sort of `core.layout`, as a counting sort in three launches, or one for few rows.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · B blocks of rows, one per program ·
 C = E rounded up to a power of two
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 MAX_EXPERTS = 1024  # registers: each program holds a few counts per expert
@@ -47,9 +47,9 @@ def sort_rows(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     if expert_TK.dtype not in (torch.int32, torch.int64):
         raise bad_value("expert_TK", "dtype int32 or int64", expert_TK.dtype, "convert it with .long()")
     if not 1 <= num_experts <= MAX_EXPERTS:
-        raise bad_value("num_experts", f"1 to {MAX_EXPERTS}", num_experts, "use amoeba.layout.build_layout")
+        raise bad_value("num_experts", f"1 to {MAX_EXPERTS}", num_experts, "use amoeba.core.layout.build_layout")
     if rows > MAX_ROWS:
-        raise bad_value("expert_TK", f"at most {MAX_ROWS} rows", rows, "use amoeba.layout.build_layout")
+        raise bad_value("expert_TK", f"at most {MAX_ROWS} rows", rows, "use amoeba.core.layout.build_layout")
     order_N = torch.empty(rows, dtype=torch.int32, device=device)
     slot_row_N = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:

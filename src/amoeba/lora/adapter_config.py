@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 CONFIG_NAME = "adapter_config.json"
 WRITTEN_VERSION = "0.21.0"  # of PEFT; the form of the tensors is the same since 0.19

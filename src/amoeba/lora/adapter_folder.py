@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import layouts_of, placed_in
 from amoeba.lora import linears
 from amoeba.lora.adapter_config import scalings_of_others
@@ -37,7 +38,6 @@ from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
 from amoeba.lora.targets import routers_of
 from amoeba.parallel.sharded import ShardedExperts, gather_share
 from amoeba.parallel.shards import copy_here, whole
-from amoeba.weights import LoraFactors
 
 
 def save(model: nn.Module, folder: str | Path) -> None:

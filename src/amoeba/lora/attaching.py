@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import LoraFactors
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import (
     LORA,
@@ -32,7 +33,6 @@ from amoeba.lora import linears
 from amoeba.lora.experts_lora import ExpertsLora, fresh_factors
 from amoeba.lora.targets import EXPERTS, choose, routers_of
 from amoeba.parallel.sharded import ShardedExperts, shard_lora
-from amoeba.weights import LoraFactors
 
 STATE = "_amoeba_lora"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import layouts_of
 from amoeba.integrations.text_model import text_config
 from amoeba.lora.adapter_config import UP_PARAMETERS, another_model, is_targeted

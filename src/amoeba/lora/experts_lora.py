@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import ExpertsLayout
 from amoeba.parallel.sharded import own_parameter
-from amoeba.weights import LoraFactors
 
 PROJECTIONS = ("gate", "up", "down")
 SHARED_A = "gate_up_lora_a"

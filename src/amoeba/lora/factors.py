@@ -22,11 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import ExpertsLayout
 from amoeba.proof.reference.experts import join_gate_up, split_gate_up
-from amoeba.weights import LoraFactors
 
 
 class StackedLora(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 ADAPTER = "default"
 PREFIX = "base_model.model."  # of every key in PEFT's files

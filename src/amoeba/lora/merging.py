@@ -16,11 +16,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import LORA, ExpertsLayout, check_own_parameters
 from amoeba.lora import linears
 from amoeba.lora.attaching import attached_to
-from amoeba.weights import LoraFactors
 
 
 @torch.no_grad()

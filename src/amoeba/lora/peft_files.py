@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
-from amoeba.files import write_whole
+from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import ExpertsLayout
 from amoeba.lora.adapter_config import (
     CONFIG_NAME,
@@ -46,6 +45,7 @@ from amoeba.lora.adapter_config import (
     scalings_of_others,
 )
 from amoeba.lora.factors import LoraFactors, StackedLora, fit_together, from_peft, rescaled, to_peft, wrong_shapes
+from amoeba.system.files import write_whole
 
 TENSORS_NAME = "adapter_model.safetensors"
 SWAPPED_BEFORE = (0, 19)

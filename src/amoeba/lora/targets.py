@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import ROUTER_NAMES, ExpertsLayout, layouts_of
 from amoeba.integrations.text_model import beyond_text
 

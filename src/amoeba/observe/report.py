@@ -12,9 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from amoeba.errors import bad_value
-from amoeba.files import finite, write_whole
+from amoeba.core.errors import bad_value
 from amoeba.observe.run_log import Record, Run, read_run
+from amoeba.system.files import finite, write_whole
 
 _PLACEHOLDER = "__RUN__"
 TIMELINE = "amoeba-trace.svg"

@@ -8,7 +8,7 @@ E experts · T tokens · K experts per token
     layers = watch.take()           # per layer: load, entropy, max violation, dead experts, drop rate; then starts anew
 
 Numbers stay on the device until they are taken. The gradients of the two losses join the router's own in backward (see
-`amoeba.router_balance`), so the language model's loss is all that a step adds up. Watched modules change their class
+`amoeba.routing.balance`), so the language model's loss is all that a step adds up. Watched modules change their class
 for a subclass of it: one for all layers of a kind, so that what torch.compile makes of one layer serves the others.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import ROUTER_NAMES, is_experts, routers_beside
-from amoeba.router_balance import ENTROPY_UNIT, Ledger, attach_balance, count_choices
+from amoeba.routing.balance import ENTROPY_UNIT, Ledger, attach_balance, count_choices
 
 
 class RouterWatch:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 RUN_FIELD = "model_config"  # of a run's config.json
 KINDS = ("train", "eval", "router", "coactivation", "final")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.optim import torch_step
 from amoeba.optim.batch import Batch, BatchKind, coefficients
 from amoeba.optim.split_master import join

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.kernels import adamw
 from amoeba.kernels.sum_of_squares import sum_of_squares
 from amoeba.kernels.tensor_table import TensorTable

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DTYPES = (torch.bfloat16, torch.float32)

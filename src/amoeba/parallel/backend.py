@@ -18,13 +18,13 @@ from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.experts_operator import nobody_watches
 from amoeba.backends.registry import backends_of, choose, explain
+from amoeba.core.torch_internals import transformed
 from amoeba.parallel.exchange import combine, copied, dispatch, summed
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
 from amoeba.precision.recipes import OF_ALL_TOKENS
-from amoeba.routing import Routing
-from amoeba.torch_internals import transformed
+from amoeba.routing.router import Routing
 
 
 class RanksBackend(Backend):

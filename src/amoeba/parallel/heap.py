@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.core.torch_internals import symmetric_memory
 from amoeba.parallel.ranks import Ranks
-from amoeba.torch_internals import symmetric_memory
 
 SPARE = 256  # bytes at the end of a remote heap that nobody reads, see `amoeba.kernels.shmem_put`
 _SHARED_MEMORY = Path("/dev/shm")

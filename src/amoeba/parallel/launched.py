@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from amoeba.errors import TOLD, RankLost, bad_value, one_line
+from amoeba.core.errors import TOLD, RankLost, bad_value, one_line
 from amoeba.parallel.ranks import Ranks
 
 DEADLINE = "AMOEBA_DEADLINE"  # seconds

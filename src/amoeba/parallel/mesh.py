@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.transports.choice import chosen_by_auto

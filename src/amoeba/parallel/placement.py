@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from amoeba.core.placement import Placement, Tolerance
 from amoeba.parallel.backend import RanksBackend
 from amoeba.parallel.sharded import shard_experts
-from amoeba.placement import Placement, Tolerance
 from amoeba.placements import register_placement
 
 

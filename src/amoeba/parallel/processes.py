@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_END = 5.0

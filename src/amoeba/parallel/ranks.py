@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amoeba.errors import RankLost, bad_value, one_line
-from amoeba.torch_internals import default_store
+from amoeba.core.errors import RankLost, bad_value, one_line
+from amoeba.core.torch_internals import default_store
 
 # The others reach their deadlines a little later, and their notes are worth waiting for.
 _SECONDS_FOR_NOTES = 3.0

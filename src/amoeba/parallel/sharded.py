@@ -22,11 +22,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import AnyExperts, ExpertWeights, LoraFactors
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
-from amoeba.weights import AnyExperts, ExpertWeights, LoraFactors
 
 Tokens = Literal["own", "same"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import RankLost, bad_value, one_line
+from amoeba.core.errors import RankLost, bad_value, one_line
 from amoeba.parallel.ranks import Ranks, spoken_ranks
 
 _MOST_DIFFERENCES = 4  # told in one error

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amoeba.config import Activation
-from amoeba.cpu_features import compute_dtype
-from amoeba.errors import bad_value
-from amoeba.operands import Operand, operands_of
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.operands import Operand, operands_of
+from amoeba.core.weights import ExpertWeights
 from amoeba.precision.formats import Format, format_named
 from amoeba.precision.quantised import QuantisedMatrix, quantise
-from amoeba.weights import ExpertWeights
+from amoeba.system.cpu_features import compute_dtype
 
 _ACTIVATION = operands_of(Activation)
 _MATRIX = (("data", "Tensor"), ("scales", "Tensor"), ("matrix_scale", "Tensor?"))

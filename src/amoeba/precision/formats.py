@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 ScaleKind = Literal["fp32", "e8m0", "e4m3"]
 

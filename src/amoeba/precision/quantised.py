@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.precision.formats import E2M1, E4M3, E8M0, Format
 
 _SMALLEST_NORMAL = 2.0**-126

@@ -36,8 +36,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
-from amoeba.weights import AnyExperts, ExpertWeights
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import AnyExperts, ExpertWeights
 
 Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto"]
 UNCHANGED: Precision = "bf16"

@@ -21,11 +21,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation, ActivationKind
+from amoeba.core.config import Activation, ActivationKind
+from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.proof.reference import experts as reference
 from amoeba.proof.reference import recipes
-from amoeba.weights import LORA_NAMES, ExpertWeights, LoraFactors
 
 Pattern = Literal["random", "empty_experts", "all_on_one", "sentinels", "sentinels_alone", "zero_weights"]
 Storage = Literal["plain", "transposed"]

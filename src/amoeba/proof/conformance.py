@@ -28,12 +28,14 @@ from torch import Tensor
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.composed import experts_composed
 from amoeba.backends.registry import backends_of, explain, named_backends
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.placement import Placement
+from amoeba.core.problem import Problem
+from amoeba.core.torch_internals import deterministic_algorithms
+from amoeba.core.weights import ExpertWeights
 from amoeba.experts import experts
-from amoeba.placement import Placement
 from amoeba.placements import all_placements
 from amoeba.precision.recipes import Fp8Experts
-from amoeba.problem import Problem
 from amoeba.proof.cases import (
     FREEZABLE,
     Case,
@@ -47,9 +49,7 @@ from amoeba.proof.cases import (
 )
 from amoeba.proof.reference import experts as reference
 from amoeba.proof.stages import STAGE_TOLERANCE, STAGES, stage_errors
-from amoeba.routing import Routing
-from amoeba.torch_internals import deterministic_algorithms
-from amoeba.weights import ExpertWeights
+from amoeba.routing.router import Routing
 
 # Worst seen in all cases on a CPU with AMX (2026-11-15): 9e-16, 7e-7, 7e-3, 9e-4.
 TOLERANCE: dict[torch.dtype, float] = {

@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.placement import Placement
+from amoeba.core.weights import LORA_NAMES, AnyExperts
 from amoeba.experts import experts
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.processes import LocalRanks, RankFailed, first_processes
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import Tokens, shard_experts
-from amoeba.placement import Placement
 from amoeba.placements import RESIDENT, all_placements, placement_named
 from amoeba.proof.cases import FREEZABLE, SILU, Case, Example, example, lora_of, weight_dtype, weights_of
 from amoeba.proof.conformance import Result, poisoned_memory, relative_error, tolerance, why_not_placed
-from amoeba.routing import Routing
-from amoeba.weights import LORA_NAMES, AnyExperts
+from amoeba.routing.router import Routing
 
 PACKED = "cpu-bf16"
 _DEADLINE = 30.0

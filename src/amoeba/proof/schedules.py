@@ -19,7 +19,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from amoeba.config import RouterConfig
+from amoeba.core.config import RouterConfig
+from amoeba.core.weights import ExpertWeights
 from amoeba.proof.conformance import relative_error
 from amoeba.proof.reference.experts import experts_backward
 from amoeba.proof.reference.router import router_backward, router_forward
@@ -29,7 +30,6 @@ from amoeba.tasks.regions import Region
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.simulate import Ran, Script
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
-from amoeba.weights import ExpertWeights
 
 # fp64; of d_gate not much more is left where a renormalised weight is close to 1
 TOLERANCE = 1e-8

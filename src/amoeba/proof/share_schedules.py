@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amoeba.core.weights import ExpertWeights
 from amoeba.proof.reference.experts import experts_backward
 from amoeba.proof.schedules import MakeGraph, ScheduleCase
 from amoeba.tasks.computation import Tokens
@@ -18,7 +19,6 @@ from amoeba.tasks.regions import Region
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.share import ShareComputation, ShareGraph
 from amoeba.tasks.simulate import Script
-from amoeba.weights import ExpertWeights
 
 
 class ShareCase(ScheduleCase):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.sorted_rows import SortedRows
-from amoeba.layout import build_layout
+from amoeba.core.layout import build_layout
+from amoeba.core.problem import Needs, Problem
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.precision.recipes import Fp8Experts
-from amoeba.problem import Needs, Problem
 from amoeba.proof.reference.experts import activate, activate_backward
 from amoeba.proof.reference.recipes import (
     kept,

@@ -22,13 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.pointers import CPU
-from amoeba.errors import bad_value
-from amoeba.files import model_folder
 from amoeba.integrations.experts_module import hand_over, router_matrix
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.integrations.quantised_models import unquantised
-from amoeba.machine import available_memory, total_memory
 from amoeba.stream.gpu.budgets import AUTO_SHARE, share
 from amoeba.stream.gpu.computing import check_miss
 from amoeba.stream.gpu.device import CudaDevice, Device
@@ -48,6 +46,8 @@ from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.timed import time_calls
 from amoeba.stream.timeline import Timeline
 from amoeba.stream.trace import LayerShape
+from amoeba.system.files import model_folder
+from amoeba.system.machine import available_memory, total_memory
 
 
 @dataclass(eq=False)

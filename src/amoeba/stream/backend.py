@@ -20,12 +20,12 @@ from torch import Tensor
 from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.registry import backends_of
 from amoeba.backends.rowwise import sum_slots
-from amoeba.layout import build_layout
-from amoeba.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.routing import Routing
+from amoeba.core.layout import build_layout
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.weights import LORA_NAMES, LoraFactors
+from amoeba.routing.router import Routing
 from amoeba.stream.experts import StreamedExperts
 from amoeba.stream.store.layers import StoredExperts
-from amoeba.weights import LORA_NAMES, LoraFactors
 
 
 class StreamedBackend(PassesBackend):

@@ -29,7 +29,7 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.stream.policies import DEFAULT_POLICY, Policy, make_policy
 from amoeba.stream.slots import Plan, SlotTable
 from amoeba.stream.trace import LayerShape

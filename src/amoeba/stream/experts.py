@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
-from amoeba.weights import ExpertsByHandle
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import ExpertsByHandle
 
 if TYPE_CHECKING:
     from amoeba.stream.memory import ExpertMemory

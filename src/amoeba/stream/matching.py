@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import described, experts_modules, layout_of, placed_in, resident
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.stream.experts import ExpertsInSlots

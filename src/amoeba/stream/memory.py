@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.stream.cache import ExpertCache
 from amoeba.stream.experts import StreamedExperts
 from amoeba.stream.policies import DEFAULT_POLICY

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
-from amoeba.placement import Placement, Tolerance
+from amoeba.core.errors import bad_value
+from amoeba.core.placement import Placement, Tolerance
 from amoeba.placements import register_placement
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.stream.backend import StreamedBackend

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Sequence
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 # Counts are rescaled by this power of two, which costs no accuracy, before they leave the range of a float.
 _DOUBLINGS = 512

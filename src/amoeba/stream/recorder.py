@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.stream.trace import LayerShape, TraceWriter
 
 

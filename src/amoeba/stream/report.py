@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from amoeba.errors import counted
+from amoeba.core.errors import counted
 from amoeba.stream.sizes import show_size
 
 

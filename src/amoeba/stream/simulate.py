@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.stream.cache import Counters, ExpertCache, Fetch
 from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.trace import LayerShape, Trace

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 _UNITS = {
     **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},

@@ -17,7 +17,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.stream.policies import Policy
 
 _EMPTY = -1

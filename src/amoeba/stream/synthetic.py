@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from amoeba.cost import expert_bytes
-from amoeba.errors import bad_value
+from amoeba.core.cost import expert_bytes
+from amoeba.core.errors import bad_value
 from amoeba.stream.trace import NOBODY, LayerShape, Pass, Trace, check_layers, starts_of
 
 WINDOW = 8

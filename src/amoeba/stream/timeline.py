@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from amoeba.errors import bad_value
-from amoeba.files import write_whole
+from amoeba.core.errors import bad_value
+from amoeba.system.files import write_whole
 
 logger = logging.getLogger("amoeba")
 

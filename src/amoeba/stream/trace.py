@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 FORMAT, VERSION = "amoeba routing trace", 1
 NOBODY = 0xFFFF

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout

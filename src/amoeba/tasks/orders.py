@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
 
 # Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less than one turn of all programs (sonic_a,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.activation_backward_product import number_of_slices
 from amoeba.kernels.choice import configuration_on

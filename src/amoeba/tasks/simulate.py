@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.tasks.computation import Computation
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Signal, Task
 from amoeba.tasks.regions import Region, Regions

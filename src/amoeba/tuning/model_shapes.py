@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amoeba.bench.shapes import Shape
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import layouts_of
 from amoeba.integrations.model_folder import check_json, load_config, load_without_weights

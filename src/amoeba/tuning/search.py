@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba import tuned
-from amoeba.errors import is_out_of_memory, one_line
+from amoeba.core.errors import is_out_of_memory, one_line
+from amoeba.system import tuned
 
 # A candidate's result may differ from ours by this much, relative in the L2 norm: the order of a sum is another one.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

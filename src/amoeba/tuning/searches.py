@@ -21,7 +21,9 @@ from torch import Tensor
 from amoeba.backends.triton import DECODE_TOKENS
 from amoeba.backends.triton_rows import why_not_hopper
 from amoeba.bench.shapes import Shape
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Problem
+from amoeba.core.weights import ExpertWeights
 from amoeba.kernels import attention
 from amoeba.kernels.activation_backward_product import down_backward
 from amoeba.kernels.attention import tile as attention_tile
@@ -35,9 +37,7 @@ from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activate
 from amoeba.kernels.launch import next_power_of_2
 from amoeba.kernels.sort import sort_rows
 from amoeba.kernels.weight_gradient import heaviest_first, weight_gradient
-from amoeba.problem import Problem
 from amoeba.tuning.search import Run, Search
-from amoeba.weights import ExpertWeights
 
 DECODED = (1, 8, 64)  # numbers of tokens, where the shape has more
 ATTENTION_TOKENS, QUERY_HEADS, KEY_HEADS, DOCUMENTS = 8192, 16, 4, 8

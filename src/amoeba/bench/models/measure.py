@@ -26,7 +26,7 @@ from amoeba.bench.models.candidate import Candidate, Decode, Stage, Step
 from amoeba.bench.models.greedy import Agreement
 from amoeba.bench.models.problem import DECODE_ROWS, Problem
 from amoeba.bench.sustained import marker
-from amoeba.machine import peak_memory
+from amoeba.system.machine import peak_memory
 
 Status = Literal["measured", "failed", "left out"]
 

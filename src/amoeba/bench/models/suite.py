@@ -25,7 +25,7 @@ from amoeba.bench.models.greedy import Agreement, Difference
 from amoeba.bench.models.measure import DecodeTime, ModelMeasurement
 from amoeba.bench.models.problem import Kind, Problem
 from amoeba.bench.models.process import WorkerProcess
-from amoeba.machine import available_memory
+from amoeba.system.machine import available_memory
 
 
 @dataclass(frozen=True)

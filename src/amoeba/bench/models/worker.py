@@ -25,7 +25,7 @@ from amoeba.bench.models.candidate import Candidate
 from amoeba.bench.models.candidates import CANDIDATES
 from amoeba.bench.models.measure import ModelMeasurement, measure
 from amoeba.bench.models.problem import SIZES, Problem
-from amoeba.errors import one_line
+from amoeba.core.errors import one_line
 from amoeba.integrations.compile_cache import keep_compiled_code
 
 # Of a training or LoRA step, whose model is gone: libraries keep some workspaces.

@@ -23,15 +23,15 @@ from amoeba.backends.low_rank import ByToken
 from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.bench.shapes import Shape
 from amoeba.bench.workload import draw_routing
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Needs, Problem
+from amoeba.core.torch_internals import grouped_product_in_fp8
+from amoeba.core.weights import ExpertWeights
 from amoeba.kernels.activate import activate, activate_backward, has_whole_blocks
 from amoeba.kernels.combine import combine
 from amoeba.kernels.quantise import empty_rows, quantise_rows
 from amoeba.kernels.sort import sort_rows
 from amoeba.precision.quantised import QuantisedMatrix
-from amoeba.problem import Needs, Problem
-from amoeba.torch_internals import grouped_product_in_fp8
-from amoeba.weights import ExpertWeights
 
 TOLERANCE, FP8_TOLERANCE = 1e-2, 1e-1
 

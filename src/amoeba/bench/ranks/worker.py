@@ -24,15 +24,15 @@ from torch import Tensor
 
 from amoeba import experts
 from amoeba.bench.memory import peak_bytes
+from amoeba.core.phases import mark, watch_phases
+from amoeba.core.weights import ExpertWeights
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import first_processes
 from amoeba.parallel.transports import office, peers
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
-from amoeba.phases import mark, watch_phases
 from amoeba.precision.recipes import UNCHANGED, with_precision
-from amoeba.routing import Routing
-from amoeba.weights import ExpertWeights
+from amoeba.routing.router import Routing
 
 # Own tokens on own experts: as many routed rows as with an exchange, and the least that there can be of all else.
 ALONE = "no exchange"

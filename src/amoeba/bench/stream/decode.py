@@ -27,7 +27,7 @@ from amoeba.bench.stream.waits import WaitRecord, Waits
 from amoeba.bench.workload import relative_error
 from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
-from amoeba.routing import Routing
+from amoeba.routing.router import Routing
 from amoeba.stream.cache import Counters
 from amoeba.stream.simulate import replay
 from amoeba.stream.store.layers import StoredExperts

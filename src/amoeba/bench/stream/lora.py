@@ -14,12 +14,12 @@ from amoeba.bench.stream.decode import fill
 from amoeba.bench.stream.place import Place
 from amoeba.bench.stream.problem import StreamProblem
 from amoeba.bench.workload import relative_error
+from amoeba.core.weights import LoraFactors
 from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
-from amoeba.routing import Routing
+from amoeba.routing.router import Routing
 from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
-from amoeba.weights import LoraFactors
 
 _STEPS = 2  # that are timed, behind one that is compared
 

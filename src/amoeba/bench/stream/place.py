@@ -21,13 +21,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from amoeba.replays import Member
+from amoeba.core.replays import Member
+from amoeba.core.torch_internals import occupy_gpu
 from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.early_copies import spares_of
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.store import Store
-from amoeba.torch_internals import occupy_gpu
 
 # Questions whose way to the host is timed, and cycles of idling ahead of each: their launch is not part of it.
 _EXPORTS, _IDLE = 40, 200_000

@@ -20,17 +20,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.pointers import CPU
-from amoeba.errors import bad_value
-from amoeba.machine import available_memory
 from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import Format, format_named
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.layers import LayerEntry, StoredExperts, layer_entry
 from amoeba.stream.synthetic import Locality, synthetic_trace
 from amoeba.stream.trace import LayerShape, Trace
-from amoeba.weights import ExpertWeights
+from amoeba.system.machine import available_memory
 
 Part = Literal["decode", "disk", "lora", "prefetch", "turns"]
 PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch", "turns")

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 import torch
 
-from amoeba import tuned
 from amoeba.kernels.candidates import shared_bytes
 from amoeba.kernels.choice import capability_of
+from amoeba.system import tuned
 
 Kernel = Literal["forward", "query_gradient", "key_gradient"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba import tuned
-from amoeba.config import Activation
+from amoeba.core.config import Activation
+from amoeba.core.problem import Problem
 from amoeba.kernels.choice import capability_of
 from amoeba.kernels.decode import configuration as configurations
 from amoeba.kernels.decode.at_once import down_at_once, up_at_once
@@ -43,7 +43,7 @@ from amoeba.kernels.decode.candidates import candidates, decode_key
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.launch import Launch, next_power_of_2
-from amoeba.problem import Problem
+from amoeba.system import tuned
 
 
 class Plan(NamedTuple):

@@ -14,14 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, load_b, rounded, times_low
 from amoeba.kernels.decode.tiles import load_tile, product_alone
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
-from amoeba.problem import Problem
 
 
 def up_at_once(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amoeba.core.problem import Problem
 from amoeba.kernels.decode import Like, can_overlap
 from amoeba.kernels.decode.block_scaled_by_expert import down_by_expert, up_by_expert
 from amoeba.kernels.decode.block_scaled_by_slot import down_by_token, up_by_slot
@@ -29,7 +30,6 @@ from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import MXFP4, NVFP4
 from amoeba.precision.quantised import QuantisedMatrix
-from amoeba.problem import Problem
 
 # By slot, by the bits of a code: bytes of codes that a program of the up projection has in flight, and the warps of
 # both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: docs/log.md.

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
+from amoeba.core.problem import Problem
 from amoeba.kernels.activation import constants
 from amoeba.kernels.block_scaled_product import decode_scales
 from amoeba.kernels.decode.by_expert import RANKS_TIMES_IDS
@@ -40,7 +41,6 @@ from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_
 from amoeba.kernels.decode.slot_lists import list_of, lists_are, slots_of, spares, work_of
 from amoeba.kernels.decode.tiles import activate, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
-from amoeba.problem import Problem
 
 
 def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from amoeba.core.problem import Problem
 from amoeba.kernels.activation import constants
 from amoeba.kernels.block_scaled_product import decode_scales
 from amoeba.kernels.decode.codes import (
@@ -29,7 +30,6 @@ from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
 from amoeba.kernels.decode.tiles import activate, product_alone, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
-from amoeba.problem import Problem
 
 # Bytes of codes that all slots of a program of the down projection may have in flight.
 MOST_DOWN_BYTES = 32768

@@ -14,12 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from amoeba.core.problem import Problem
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
-from amoeba.problem import Problem
 
 # A program by expert finds its chunk's slots by comparing ranks with ids, this many pairs at once. More take registers
 # from the products, and with them programs from an SM: by Triton 3.6's compiler for sm_90, 16 ranks x 512 ids need 180

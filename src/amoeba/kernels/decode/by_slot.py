@@ -11,12 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from amoeba.core.problem import Problem
 from amoeba.kernels.activation import constants
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, times_low
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
 from amoeba.kernels.launch import Launch, cdiv, quick
-from amoeba.problem import Problem
 
 
 def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from amoeba import tuned
 from amoeba.kernels.candidates import shared_bytes
 from amoeba.kernels.decode.configuration import (
     LARGEST_CHUNK,
@@ -22,6 +21,7 @@ from amoeba.kernels.decode.configuration import (
     configuration,
 )
 from amoeba.kernels.launch import next_power_of_2
+from amoeba.system import tuned
 
 # By slot an expert's weights are read once for each of its slots: with more tokens than this it is never the best.
 MOST_TOKENS_BY_SLOT = 8

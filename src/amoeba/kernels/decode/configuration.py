@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from amoeba.core.problem import Problem
 from amoeba.kernels.launch import cdiv, next_power_of_2
-from amoeba.problem import Problem
 
 # By slot an expert is read once for each of its slots, by expert once. One token names no expert twice. Up to this many
 # tokens, by slot is faster as long as few slots share an expert. With random routing, by slot against by expert (H200,

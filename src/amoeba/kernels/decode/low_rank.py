@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.core.problem import Problem
+from amoeba.core.weights import LoraFactors
 from amoeba.kernels.decode.tiles import load_tile, product_alone
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
-from amoeba.problem import Problem
-from amoeba.weights import LoraFactors
 
 # Rows of A in a program and how much of them it reads at a time: at T = 1 with K = 8 and R = 16 there are 64 programs.
 # Not measured yet.

@@ -19,10 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from amoeba.core.problem import Problem
 from amoeba.kernels.decode.by_expert import my_expert, slots_of_chunk
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.launch import Launch, next_power_of_2, quick
-from amoeba.problem import Problem
 
 LIST_WARPS = 4
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import padded_rank
 from amoeba.kernels.arguments import check_arguments, have_lines

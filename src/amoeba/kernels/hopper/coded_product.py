@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank

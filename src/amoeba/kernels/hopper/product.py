@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.config import Activation
+from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.addend import Addend, padded_rank
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
 from amoeba.kernels.activation import constants
 from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout

@@ -18,7 +18,7 @@ import os
 from functools import cache
 from typing import NamedTuple
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 VARIABLE = "AMOEBA_PRODUCT_WAYS"
 TAKEN = "rounds,brisk,carry,thrifty,abreast"

@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.transports import collective, peers, shmem
 from amoeba.parallel.transports.transport import Transport

@@ -17,7 +17,7 @@ from amoeba.parallel.agreement import agree, facts_of
 from amoeba.parallel.ranks import Ranks, as_bytes
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.transport import Exchange, Transport
-from amoeba.routing import Routing
+from amoeba.routing.router import Routing
 
 
 class Route(NamedTuple):

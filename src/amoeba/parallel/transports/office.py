@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.parallel.agreement import agree
 from amoeba.parallel.heap import SPARE, Heap, open_heap
 from amoeba.parallel.ranks import Ranks, watch
 from amoeba.parallel.transports.rooms import Rooms
-from amoeba.routing import Routing
+from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
     from amoeba.kernels.peer_post import Plan, Post

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amoeba.core.phases import mark
+from amoeba.core.torch_internals import why_not_symmetric_memory
 from amoeba.kernels.programs import share_the_gpu
 from amoeba.parallel.agreement import facts_of
 from amoeba.parallel.owners import Owners
@@ -28,9 +30,7 @@ from amoeba.parallel.transports.office import Office, office_of, plan_of
 from amoeba.parallel.transports.places import shares_its_gpu, why_not_between
 from amoeba.parallel.transports.rooms import layer_of, rounded_up
 from amoeba.parallel.transports.transport import Exchange, Transport
-from amoeba.phases import mark
-from amoeba.routing import Routing
-from amoeba.torch_internals import why_not_symmetric_memory
+from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
     from amoeba.kernels.peer_post import Plan

@@ -11,7 +11,7 @@ guessed is said where guesses are made, in `PeerExchange.room`.
 
 from __future__ import annotations
 
-from amoeba.weights import AnyExperts
+from amoeba.core.weights import AnyExperts
 
 _SIZES = 64  # few, so that memory of the pass before serves again
 _TILE = 128  # rows

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amoeba.core.torch_internals import why_not_nvshmem
 from amoeba.parallel.heap import SPARE
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.office import Office, office_of
 from amoeba.parallel.transports.peers import REMOTE, PeerExchange, is_forced_remote, planned, why_not_kernels
 from amoeba.parallel.transports.transport import Exchange, Transport
-from amoeba.routing import Routing
-from amoeba.torch_internals import why_not_nvshmem
+from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
     from amoeba.kernels.peer_post import Post

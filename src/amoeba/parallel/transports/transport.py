@@ -18,10 +18,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from amoeba.core.problem import Travel
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
-from amoeba.problem import Travel
-from amoeba.routing import Routing
+from amoeba.routing.router import Routing
 
 
 class Exchange(Travel):

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation, unknown_kind
-from amoeba.weights import ExpertWeights, LoraFactors
+from amoeba.core.config import Activation, unknown_kind
+from amoeba.core.weights import ExpertWeights, LoraFactors
 
 
 def act(z: Tensor, activation: Activation) -> Tensor:

@@ -5,7 +5,7 @@
 
 T tokens · K experts per token · E experts
 
-Written from the definitions, sharing no code with amoeba.routing. Noise is left out: this is the router in
+Written from the definitions, sharing no code with amoeba.routing.router. Noise is left out: this is the router in
 evaluation. Among equal scores the lower id wins; NaN counts as the largest. Where a token's choice hangs on a NaN, its
 weights are NaN.
 """
@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from amoeba.config import RouterConfig
+from amoeba.core.config import RouterConfig
 
 # DeepSeek-V3's code adds this to the sum of sigmoid scores; the softmax routers add nothing
 DENOMINATOR_FLOOR = 1e-20

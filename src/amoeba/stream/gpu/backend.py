@@ -30,11 +30,11 @@ from torch import Tensor
 
 from amoeba.backends import triton
 from amoeba.backends.backend import PassesBackend, Request
-from amoeba.problem import Gradients, Needs, Problem, Save
-from amoeba.replays import CannotCapture
+from amoeba.core.problem import Gradients, Needs, Problem, Save
+from amoeba.core.replays import CannotCapture
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.slot_kernels import kernels_of
-from amoeba.weights import LORA_NAMES, LoraFactors
 
 
 class GpuStreamedBackend(PassesBackend):

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.pointers import CPU
-from amoeba.errors import bad_value
-from amoeba.machine import available_memory, total_memory
 from amoeba.stream.gpu.expert_reads import PASSING
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.memory import READS
@@ -16,6 +15,7 @@ from amoeba.stream.quotas import least_budget, share_budget
 from amoeba.stream.sizes import parse_size, show_size
 from amoeba.stream.store.store import Store
 from amoeba.stream.trace import LayerShape
+from amoeba.system.machine import available_memory, total_memory
 
 # Of the memory that is free, `auto` takes this part: the rest is for activations, keys and values, and other programs.
 AUTO_SHARE = 0.7

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.node_library import activation_number
-from amoeba.errors import bad_value
-from amoeba.machine import usable_cores
 from amoeba.stream.gpu.fast_path import Blobs, serving_library
 from amoeba.stream.gpu.link import copy_rate
 from amoeba.stream.store.layers import LayerEntry
+from amoeba.system.machine import usable_cores
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.memory import DeviceMemory

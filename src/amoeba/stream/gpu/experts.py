@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from amoeba.config import RouterConfig
-from amoeba.routing import Routing, route
+from amoeba.core.config import RouterConfig
+from amoeba.routing.router import Routing, route
 from amoeba.stream.experts import ExpertsInSlots
 
 if TYPE_CHECKING:
@@ -32,5 +32,5 @@ class GpuStreamedExperts(ExpertsInSlots):
 
     @property
     def replays(self) -> GpuReplays:
-        """Passes of a few tokens may be captured (`amoeba.replays`)."""
+        """Passes of a few tokens may be captured (`amoeba.core.replays`)."""
         return self.memory.replays

@@ -17,8 +17,8 @@ same result.
 **Why tables may be late.** What was prepared holds until somebody changes the layer, and nobody can: a replay has the
 turns of all layers, no load of the layer was under way, expected or held when it was prepared, and whoever passes over
 the layer outside of a replay forgets it first. No copy has to wait for an event either: who reads the slots comes ahead
-of the question (replays.py), nothing that leaves is written down, since it has a copy in host memory, and a blob that
-is still being written is no source.
+of the question (core/replays.py), nothing that leaves is written down, since it has a copy in host memory, and a blob
+that is still being written is no source.
 
 **If it ends half-way** (a copy that fails, an interrupt), tables and slots may differ: the layer begins anew, empty.
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.stream.cache import ExpertCache
 from amoeba.stream.gpu.computing import make_computing
 from amoeba.stream.gpu.device import Device, Event

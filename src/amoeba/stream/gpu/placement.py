@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from amoeba.backends.triton import DECODE_TOKENS
-from amoeba.placement import Placement, Tolerance
+from amoeba.core.placement import Placement, Tolerance
+from amoeba.core.weights import ExpertWeights
 from amoeba.placements import register_placement
 from amoeba.stream.gpu.backend import GpuStreamedBackend
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.experts import GpuStreamedExperts
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MemoryStore
-from amoeba.weights import ExpertWeights
 
 # Tokens that decode, times as many experts as a token may have; beyond that all of a layer are streamed.
 MOST_IDS = DECODE_TOKENS * 32

@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from amoeba.config import RouterConfig
-from amoeba.replays import CannotCapture, Member
+from amoeba.core.config import RouterConfig
+from amoeba.core.replays import CannotCapture, Member
 from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.groups import Groups
 from amoeba.stream.gpu.predictions import Predictions

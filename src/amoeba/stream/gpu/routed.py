@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from amoeba.replays import CannotCapture
+from amoeba.core.replays import CannotCapture
 
 Given = tuple[Tensor, Tensor]  # x_TH and weight_TK of a pass
 

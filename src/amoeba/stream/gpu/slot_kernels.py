@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from amoeba.backends import block_scaled_triton, triton
+from amoeba.core.problem import Gradients, Needs, Problem
 from amoeba.precision.experts import BlockScaledExperts
-from amoeba.problem import Gradients, Needs, Problem
 from amoeba.stream.store.layers import StoredExperts
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from amoeba.replays import CannotCapture, Member
+from amoeba.core.replays import CannotCapture, Member
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
 from amoeba.stream.gpu.groups import NOBODY

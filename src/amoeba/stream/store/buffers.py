@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
 from amoeba.cpu.pointers import address
-from amoeba.errors import bad_value
 
 _HUGE = 2 * 2**20
 _NUMBERS = 16  # bytes; a blob is seen as numbers of any dtype

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.checkpoint_names import sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, layout_of
 from amoeba.integrations.quantised_files import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 
 class StoreError(OSError):

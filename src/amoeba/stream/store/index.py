@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from amoeba.config import Activation
-from amoeba.errors import one_line
+from amoeba.core.config import Activation
+from amoeba.core.errors import one_line
 from amoeba.integrations.model_folder import PACKING, STORE_INDEX, is_unfinished_store
 from amoeba.precision.formats import Format, format_named
 from amoeba.stream.store.error import DamagedIndex, StoreError

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import ExpertWeights
 from amoeba.precision.experts import BlockScaledExperts, Stored
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised import block_counts
-from amoeba.weights import ExpertWeights
 
 BLOCK = 4096  # bytes; blobs are multiples of it: O_DIRECT reads whole blocks of the disk
 _PART = 256  # bytes; where a part begins: enough for every load a kernel makes

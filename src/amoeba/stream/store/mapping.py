@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.checkpoint_names import sort_names
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import ExpertsLayout, described, experts_modules, layout_of

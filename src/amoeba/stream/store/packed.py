@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from amoeba.errors import bad_value, one_line
+from amoeba.core.errors import bad_value, one_line
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.error import StoreError

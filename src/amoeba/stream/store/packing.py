@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amoeba.errors import bad_value
-from amoeba.files import sync_folder
+from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import is_unfinished_store
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.error import DamagedIndex, StoreError
@@ -45,6 +44,7 @@ from amoeba.stream.store.index import (
 from amoeba.stream.store.packed import PackedStore
 from amoeba.stream.store.reading import checksum_of
 from amoeba.stream.store.tensor_files import TensorEntry, header_of
+from amoeba.system.files import sync_folder
 
 _STAGED = ".writing"
 _CHUNK = 16 * 2**20

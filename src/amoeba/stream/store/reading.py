@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from amoeba.errors import one_line
+from amoeba.core.errors import one_line
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.compiled_reads import CompiledLoads, CompiledReads, Onward, open_compiled_reads
 from amoeba.stream.store.error import StoreError

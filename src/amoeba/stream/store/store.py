@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 from amoeba.integrations.quantised_files import BLOCKS, is_quantised, read_quantised, weight_of
 from amoeba.precision.formats import Format
 from amoeba.stream.store.buffers import Memory, aligned_buffer

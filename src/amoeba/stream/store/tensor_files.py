@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from amoeba.errors import one_line
+from amoeba.core.errors import one_line
 from amoeba.stream.store.error import StoreError
 
 ONE_FILE, SHARDS = "model.safetensors", "model.safetensors.index.json"

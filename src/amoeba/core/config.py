@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from amoeba.errors import BadValue, bad_value
+from amoeba.core.errors import BadValue, bad_value
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid", "topk_softmax"]

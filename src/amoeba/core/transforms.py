@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from amoeba.torch_internals import is_batch_of_gradients, transformed
+from amoeba.core.torch_internals import is_batch_of_gradients, transformed
 
 REMEDY = "Use the functions of amoeba.proof.reference under autograd where you need them."
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from amoeba import fused_router
-from amoeba.config import DENOMINATOR_FLOOR, RouterConfig
-from amoeba.errors import bad_value
+from amoeba.core.config import DENOMINATOR_FLOOR, RouterConfig
+from amoeba.core.errors import bad_value
+from amoeba.routing import fused_router
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class Routing:
             "no NaN and no negative weight",
             f"{int(bad_TK.sum())} bad of {weight_TK.numel()}, "
             f"the first at token {token}, slot {slot}: {weight_TK[token, slot].item()}",
-            "look for NaN or inf in the router's input, or make the weights with amoeba.routing.route",
+            "look for NaN or inf in the router's input, or make the weights with amoeba.routing.router.route",
         )
 
 
@@ -324,7 +324,7 @@ def scores_of(routing: Routing, num_experts: int) -> Tensor:
             "scores_TE",
             f"shape {expected}, (tokens, num_experts)",
             None if scores_TE is None else f"shape {tuple(scores_TE.shape)}",
-            "make the Routing with amoeba.routing.route, and pass its num_experts",
+            "make the Routing with amoeba.routing.router.route, and pass its num_experts",
         )
     return scores_TE
 

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba import operators
-from amoeba.operands import Operand
-from amoeba.torch_internals import inside_backward
+from amoeba.core import operators
+from amoeba.core.operands import Operand
+from amoeba.core.torch_internals import inside_backward
 
 ENTROPY_UNIT = 2.0**-20  # nats: sums of integers are the same in any order
 _LAYERS = 1 << 16  # more than any model has

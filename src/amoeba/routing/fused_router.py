@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba import operators
-from amoeba.config import RouterConfig
-from amoeba.operands import Operand, operands_of
+from amoeba.core import operators
+from amoeba.core.config import RouterConfig
+from amoeba.core.operands import Operand, operands_of
 
 # of amoeba.kernels.router, which may not be imported here
 MAX_COLUMNS, MAX_TOP_K = 512, 16

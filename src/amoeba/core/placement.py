@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amoeba.config import Activation
-from amoeba.weights import AnyExperts, ExpertWeights
+from amoeba.core.config import Activation
+from amoeba.core.weights import AnyExperts, ExpertWeights
 
 
 class LayerSizes(NamedTuple):

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba import operators
-from amoeba.operands import Operand
+from amoeba.core import operators
+from amoeba.core.operands import Operand
 
 HEAD_SIZES = 64, 128  # of amoeba.kernels.attention, which may not be imported here
 DTYPES = torch.bfloat16, torch.float16
@@ -71,7 +71,7 @@ def rotary_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """ends_N1, scale and window: as in `amoeba.attention`."""
+    """ends_N1, scale and window: as in `amoeba.ops.attention`."""
     window = -1 if window is None else window
     tensors = qkv_TC, q_weight_D, k_weight_D, cos_RD.detach(), sin_RD.detach(), ends_N1
     return _operator(*tensors, query_heads, eps, scale, window)[0]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.errors import bad_value
+from amoeba.core.errors import bad_value
 
 # The logits of a part: 4096 tokens of a vocabulary of 32768 in bf16
 PART_BYTES = 256 * 2**20

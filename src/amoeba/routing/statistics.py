@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from amoeba.routing import Routing, count_rows, probabilities, scores_of
-from amoeba.torch_internals import inside_backward
+from amoeba.core.torch_internals import inside_backward
+from amoeba.routing.router import Routing, count_rows, probabilities, scores_of
 
 
 class RoutingStatistics(nn.Module):

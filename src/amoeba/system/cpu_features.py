@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from amoeba.errors import bad_value
-from amoeba.torch_internals import constant_when_traced
+from amoeba.core.errors import bad_value
+from amoeba.core.torch_internals import constant_when_traced
 
 # Matrix or dot-product instructions that multiply bf16 and accumulate in fp32, as the kernel names them.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}

@@ -22,9 +22,9 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from amoeba.config import Activation
-from amoeba.errors import bad_value
-from amoeba.operands import Operand, operands_of
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.operands import Operand, operands_of
 
 _ACTIVATION_FIELDS = tuple(operand.name for operand in operands_of(Activation))
 
@@ -158,7 +158,7 @@ class AnyExperts(Protocol):
     own_experts: how many of num_experts this process has; LoRA factors are for these.
     tensors:   what autograd sees of the weights.
 
-    A kind whose experts may come while a CUDA graph is replayed has `replays` too, see `amoeba.replays`.
+    A kind whose experts may come while a CUDA graph is replayed has `replays` too, see `amoeba.core.replays`.
     """
 
     placement: str

@@ -12,16 +12,28 @@ Weights in a block-scaled format have as many bytes as their codes and scales: p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from amoeba.precision.formats import Format
+from typing import Protocol
 
 _ID_BYTES = 8  # row maps and expert ids are int64
 _OFFSET_BYTES = 4  # offs_E is int32
 _SCALE_BYTES = {"fp32": 4, "e8m0": 1, "e4m3": 1}
 # What is kept in e4m3 has a scale in fp32 for so many numbers of a row; its codes begin at a multiple of so many bytes.
 _SAVED_BLOCK, _SAVED_ALIGNED = 128, 128
+
+
+class Format(Protocol):
+    """What sizes need to know of a `precision.formats.Format`."""
+
+    @property
+    def block(self) -> tuple[int, int]: ...
+
+    @property
+    def scale(self) -> str: ...
+
+    @property
+    def has_matrix_scale(self) -> bool: ...
+
+    def stored_columns(self, columns: int) -> int: ...
 
 
 def forward_flops(*, rows: int, hidden: int, intermediate: int, gated: bool = True) -> int:

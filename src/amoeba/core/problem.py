@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.layout import Layout, build_layout
-from amoeba.weights import LORA_NAMES, LoraFactors
+from amoeba.core.layout import Layout, build_layout
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 
 # What forward saves for backward: h and how the rows were sorted; nothing beyond the inputs, which autograd keeps, so
 # that backward computes h again; or nothing, since there will be no backward.

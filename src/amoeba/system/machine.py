@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from amoeba import tuned
 from amoeba._version import __version__
-from amoeba.cpu_features import cpu_flags, features_override
+from amoeba.system import tuned
+from amoeba.system.cpu_features import cpu_flags, features_override
 
 # Instruction sets that some path of ours, or of torch's products under it, makes use of.
 X86_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
@@ -173,7 +173,7 @@ def gpus() -> list[dict[str, Any]]:
 
 def commit() -> str | None:
     """The git commit this source tree stands at, with -dirty when it was changed; None for an installed package."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists() or not (root / "src" / "amoeba").is_dir():
         return None
     short = _output("git", "-C", str(root), "rev-parse", "--short=10", "HEAD").strip()

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from amoeba.errors import bad_value
-from amoeba.files import default_folder, write_whole
+from amoeba.core.errors import bad_value
+from amoeba.system.files import default_folder, write_whole
 
 logger = logging.getLogger("amoeba")
 
