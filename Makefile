@@ -21,7 +21,7 @@ BENCH ?=
 DEMO := runs/demo
 AMOEBA := $(YIELDING) $(BIN)/amoeba
 
-.PHONY: demo test test-older-cpus test-versions test-thorough lint docs bench clean
+.PHONY: demo test test-compiled test-older-cpus test-versions test-thorough lint docs bench clean
 
 # Trains a small model on Python's own manual, shows what its experts do, lets it speak, teaches it to answer questions
 # with LoRA, and asks it one. Five minutes on two cores with set-up: the faster the machine, the more steps fit in.
@@ -40,11 +40,15 @@ test: $(INSTALLED)
 
 # What depends on the CPU once more, with its newer features hidden.
 test-older-cpus: $(INSTALLED)
-	$(YIELDING) $(KEEPING) $(BIN)/python tests/older_cpus.py
+	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/older_cpus.py
 
 # A selection of the tests with the oldest and the newest torch and transformers, in environments of their own.
 test-versions: $(INSTALLED)
-	$(YIELDING) $(KEEPING) $(BIN)/python tests/other_versions.py
+	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/other_versions.py
+
+# What kernels compile to, read for Hopper and other GPUs without one: minutes, for a change of a kernel, and nightly.
+test-compiled: $(INSTALLED)
+	$(YIELDING) $(KEEPING) $(BIN)/python -m pytest -n auto --dist worksteal tests/compiled -m ""
 
 # The whole cross products, of which `test` takes a selection.
 test-thorough: $(INSTALLED)
@@ -55,6 +59,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python dev/source_rules.py
 
 # The documentation site, into build/docs; a broken link or page fails (with --quiet it would not).
 docs: $(DOCS_INSTALLED)

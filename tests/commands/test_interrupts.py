@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of any command, see tests/interrupted_commands.py."""
+"""Ctrl-C at any moment of any command, see tests/support/interrupted_commands.py."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ print(resident() - before - results, max(sizes["forward"], sizes["backward"]) + 
     paths = [
         str(FilePath(build.__file__).parents[2]),
         str(FilePath(__file__).parent),
-        str(FilePath(__file__).parents[1]),
+        str(FilePath(__file__).parents[1] / "support"),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)

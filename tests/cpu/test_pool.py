@@ -156,7 +156,11 @@ for threads in (1, 3):
 print(counts[1] - counts[0])
 """
         paths = os.pathsep.join(
-            (str(Path(pool_module.__file__).parents[2]), str(Path(__file__).parent), str(Path(__file__).parents[1]))
+            (
+                str(Path(pool_module.__file__).parents[2]),
+                str(Path(__file__).parent),
+                str(Path(__file__).parents[1] / "support"),
+            )
         )
         ran = subprocess.run(
             [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True

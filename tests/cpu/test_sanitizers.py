@@ -39,7 +39,7 @@ def runtimes() -> list[str]:
 
 
 def run(*command: str, sanitized: bool) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "tests/cpu"))
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests/support", "tests/cpu"))
     environment = os.environ | {"PYTHONPATH": paths} | (SANITIZED if sanitized else {})
     if sanitized:
         environment["LD_PRELOAD"] = " ".join(runtimes())
@@ -67,7 +67,7 @@ def assert_all_right(done: subprocess.CompletedProcess[str], report: str) -> Non
     assert found and int(found[0]) > 30, report
 
 
-@pytest.mark.thorough  # that no assert guards anything: tests/test_source_rules.py
+@pytest.mark.thorough  # that no assert guards anything: dev/source_rules.py
 def test_every_operation_is_right_where_python_drops_asserts() -> None:
     done = run(*SCRIPT, sanitized=False)
     report = done.stdout[-1000:] + done.stderr[-6000:]

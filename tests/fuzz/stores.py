@@ -23,7 +23,7 @@ import torch
 
 from .attempt import OUR_FORM, Outcome, verdict_on
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "stream")]  # helpers of other tests
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("support", "stream")]  # helpers of other tests
 
 FORMATS = ("plain", "fp8", "mxfp4")
 DAMAGES = ("flip", "cut", "add", "zero", "move", "foreign", "missing", "json", "sealed json")

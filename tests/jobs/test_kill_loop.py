@@ -1,4 +1,4 @@
-"""Killed and resumed runs end with the bits of undisturbed ones; tests/kill_loop.py goes on for longer."""
+"""Killed and resumed runs end with the bits of undisturbed ones; tests/support/kill_loop.py goes on for longer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
-HERE = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 # In every run: the bits of resumed runs in test_resume.py, a process that is stopped in test_train.py.
@@ -23,8 +23,8 @@ HERE = Path(__file__).parents[1]
 def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones(command: str, kills: int) -> None:
     arguments = ["--rounds=1", f"--kills={kills}", "--seed=0", f"--command={command}"]
     done = subprocess.run(
-        [sys.executable, str(HERE / "kill_loop.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": f"{HERE.parent / 'src'}{os.pathsep}{HERE}"},
+        [sys.executable, str(SUPPORT / "kill_loop.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": f"{SUPPORT.parents[1] / 'src'}{os.pathsep}{SUPPORT}"},
         capture_output=True,
         text=True,
         check=False,

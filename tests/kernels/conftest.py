@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, in Triton's interpreter elsewhere (see tests/running.py)."""
+"""Kernels run on the GPU where there is one, in Triton's interpreter elsewhere (see tests/support/running.py)."""
 
 from __future__ import annotations
 

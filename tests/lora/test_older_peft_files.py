@@ -94,7 +94,7 @@ def test_files_that_an_older_peft_made(tmp_path: Path, model_type: str, targets:
     tests = Path(__file__).parent
     program = f"""
 import sys
-sys.path[:0] = [{OLD_PEFT!r}, {str(tests)!r}, {str(tests.parent)!r}]  # before the newer one
+sys.path[:0] = [{OLD_PEFT!r}, {str(tests)!r}, {str(tests.parent / "support")!r}]  # before the newer one
 import torch, peft
 assert peft.__file__.startswith({OLD_PEFT!r}), peft.__file__
 from peft_adapters import make_adapter

@@ -2,7 +2,7 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 
-In a process of its own, this file as a program: see tests/kernels/test_hopper_compiles.py.
+In a process of its own, this file as a program: see tests/compiled/test_hopper_compiles.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
 
 pytestmark = pytest.mark.thorough  # compiles for half a minute

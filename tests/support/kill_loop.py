@@ -1,8 +1,8 @@
 """Kills training runs at random moments, resumes them, and compares what they keep, bit for bit, with a run that was
 never disturbed.
 
-    python tests/kill_loop.py --rounds 1 --kills 1         # of each command; what the tests run
-    python tests/kill_loop.py --seconds 480 --kills 6      # by hand, until the time is up
+    python tests/support/kill_loop.py --rounds 1 --kills 1         # of each command; what the tests run
+    python tests/support/kill_loop.py --seconds 480 --kills 6      # by hand, until the time is up
 
 Each process is a fork of this one, which has imported everything, so that a run begins at once. A kill comes at any
 time, while a checkpoint is being written, or a moment after a line of the log. Half of the signals are SIGKILL, half

@@ -1,6 +1,6 @@
 """Runs the tests that depend on the CPU once more as each older kind of CPU for which this one can stand.
 
-    python tests/older_cpus.py              # what `make test` does before all tests
+    python tests/support/older_cpus.py              # what `make test` does before all tests
 
 AMOEBA_CPU_FEATURES hides from us what such a CPU does not have; torch and oneDNN have switches of their own. Where this
 CPU is itself one of the oldest, there is nothing to run.
@@ -27,7 +27,7 @@ OLDER = {
     "dotprod": ({"bf16", "svebf16"}, {}),
 }
 TESTS = (
-    "test_cpu_features.py",
+    "system/test_cpu_features.py",
     "cpu/test_core.py",
     "cpu/test_products.py",
     "cpu/test_node.py",
@@ -46,7 +46,7 @@ NOT_AGAIN += " and not without_the_core and not doctor_shows"
 
 
 def main() -> int:
-    here, folder = {level.name for level in levels_here()}, Path(__file__).parent
+    here, folder = {level.name for level in levels_here()}, Path(__file__).parents[1]
     # One process for each, all at once: half a minute, of which a second worker would take a third to get ready.
     tests = [str(folder / test) for test in TESTS]
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-k", NOT_AGAIN, *tests]

@@ -1,7 +1,7 @@
 """Sends Ctrl-C to each command after varying delays, as a terminal does: to the whole group of processes.
 
-    python tests/interrupted_commands.py --moments 6            # of each command, spread over the time it takes
-    python tests/interrupted_commands.py --command pack merge
+    python tests/support/interrupted_commands.py --moments 6            # of each command, spread over the time it takes
+    python tests/support/interrupted_commands.py --command pack merge
 
 A command that is interrupted ends with 130 (or, while Python shuts down, by the signal itself), without a traceback,
 and with one JSON document as the last line of stdout. What it promises to go on with, it goes on with; a result that
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 ENDED_BY_CTRL_C = (130, -signal.SIGINT)
 # Python itself prints a traceback until our code runs: the moments are counted from here, with nothing imported yet.
 START = "import sys; from amoeba.__main__ import main; sys.stderr.write('started\\n'); sys.stderr.flush(); main()"

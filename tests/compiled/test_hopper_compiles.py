@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 A compilation takes seconds and no GPU. It runs in a process of its own, this file as a program: the tests' own process
 may have imported Triton with its interpreter switched on, which cannot compile.
 
-    TRITON_CACHE_DIR=cubins python tests/kernels/test_hopper_compiles.py up down      # a line of JSON
+    TRITON_CACHE_DIR=cubins python tests/compiled/test_hopper_compiles.py up down      # a line of JSON
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a selection of the tests with the oldest and the newest torch and transformers that pip finds.
 
-    python tests/other_versions.py          # make test-versions
+    python tests/support/other_versions.py          # make test-versions
 
 The oldest are the lower bounds in pyproject.toml; the newest are what the package index has today. Each pair gets an
 environment in build/versions, which the next run updates. On a fresh machine that takes a minute or two, and the
@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "versions"
 # What depends most on torch and transformers: their internals, operators and autograd, torch.compile, model classes,
 # PEFT's files, stores of checkpoints.
 TESTS = (
-    "test_torch_internals.py",
+    "core/test_torch_internals.py",
     "test_layer.py",
     "backends/test_operator.py",
     "integrations/test_recognised_gates.py",

@@ -16,7 +16,7 @@ from amoeba.system import tried_versions
 from amoeba.system.tried_versions import TRIED, untried
 from other_versions import requirements
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEVER_TRIED = "import torch, sys; torch.__version__ = {version!r}; import amoeba; amoeba.experts; amoeba.explain"
 

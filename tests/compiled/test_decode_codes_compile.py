@@ -1,7 +1,7 @@
 """The kernels that decode codes for few tokens compile for Hopper, here without one: all in registers. The order that
 instructions for four bits give numbers in is the one that they count on, and launches that overlap wait in time.
 
-    TRITON_CACHE_DIR=cubins python tests/kernels/test_decode_codes_compile.py      # a line of JSON
+    TRITON_CACHE_DIR=cubins python tests/compiled/test_decode_codes_compile.py      # a line of JSON
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 A launch that asks for more shared memory than a block may have fails on the user's machine and nowhere else. Compiled
 for each kind of GPU in each dtype, without one, in a process of its own: Triton's interpreter cannot compile.
 
-    TRITON_CACHE_DIR=cubins python tests/kernels/test_other_gpus.py 86 float32 [name ...]      # a line of JSON
+    TRITON_CACHE_DIR=cubins python tests/compiled/test_other_gpus.py 86 float32 [name ...]      # a line of JSON
 """
 
 from __future__ import annotations

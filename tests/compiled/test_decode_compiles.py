@@ -3,7 +3,7 @@
 A spill would be as right and much slower, and no other test would see it. It runs in a process of its own, this file as
 a program, since Triton's interpreter cannot compile.
 
-    TRITON_CACHE_DIR=cubins python tests/kernels/test_decode_compiles.py      # a line of JSON
+    TRITON_CACHE_DIR=cubins python tests/compiled/test_decode_compiles.py      # a line of JSON
 """
 
 from __future__ import annotations
