@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -35,14 +34,12 @@ def trace(tmp_path):
     return tmp_path / "run.trace", found
 
 
-def test_policies_and_budgets_are_replayed_and_printed():
+def test_budgets_are_replayed_and_printed():
     result = simulate("--synthetic", SMALL, "--json")
     found = results(result)
-    assert [(row["budget"], row["policy"]) for row in found] == [
-        (budget, policy) for budget in ("10%", "25%", "50%") for policy in ("lru", "lfu", "lfru")
-    ]
+    assert [row["budget"] for row in found] == ["10%", "25%", "50%"]
     assert "45 % repeat at the next token, 80 % within 8" in result.stdout
-    for column in ("policy", "hits %", "from memory MB/token", "floor ms/token"):
+    for column in ("budget", "hits %", "from memory MB/token", "floor ms/token"):
         assert column in result.stdout
     assert "disk" not in result.stdout.splitlines()[4]
     for row in found:
@@ -52,21 +49,21 @@ def test_policies_and_budgets_are_replayed_and_printed():
 
 def test_a_recorded_trace_gives_what_the_library_gives(trace):
     path, found = trace
-    (row,) = results(simulate(path, "--policy", "lfru", "--budget", "25%", "--json"))
+    (row,) = results(simulate(path, "--budget", "25%", "--json"))
     expected = replay(found, slots_of_share(found.layers, 0.25))
     assert row["hit_rate"] == expected.top_hit_rate and row["misses_of_layer"] == expected.misses_of_layer
     assert row["top_slots"] == [16, 8]
 
 
 def test_a_warm_up_is_not_counted():
-    words = ("--synthetic", SMALL, "--policy", "lru", "--budget", "100%", "--json")
+    words = ("--synthetic", SMALL, "--budget", "100%", "--json")
     cold, warm = simulate(*words), simulate(*words, "--warm-up", 30)
     assert results(cold)[0]["hit_rate"] < results(warm)[0]["hit_rate"]
     assert "the cache starts empty" in cold.stdout and "after 30 tokens of warm-up" in warm.stdout
 
 
 def test_bytes_are_given_by_vram_and_ram_over_a_disk():
-    words = ("--synthetic", SMALL, "--policy", "lru", "--json")
+    words = ("--synthetic", SMALL, "--json")
     both = results(simulate(*words, "--vram", "576MiB", "--ram", "576MiB", "--disk", 2))[0]
     assert both["top_slots"] == both["host_slots"] == [32, 32]
     assert both["floor_seconds_per_token"] == pytest.approx(both["disk_bytes_per_token"] / 2e9)
@@ -87,18 +84,10 @@ def test_a_table_has_only_the_columns_that_it_needs(trace):
     assert "from memory MB/token" in simulate(trace[0], "--expert-size", "9MiB").stdout
 
 
-def test_the_hit_curve_is_drawn(tmp_path):
-    path = tmp_path / "new" / "hits.svg"
-    result = simulate("--synthetic", SMALL, "--budget", "10%,50%", "--policy", "lru,lfru", "--draw", path, "--json")
-    assert json.loads(result.stdout.splitlines()[-1])["drawing"] == str(path)
-    lines = ElementTree.parse(path).getroot().findall("{http://www.w3.org/2000/svg}polyline")
-    assert [len(line.attrib["points"].split()) for line in lines] == [2, 2]
-
-
 def test_a_pipe_hears_how_far_a_long_replay_is(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("amoeba.commands.stream.time.monotonic", lambda: now.append(now[-1] + 0.2) or now[-1])
-    result = simulate("--synthetic", SMALL, "--policy", "lru", "--budget", "10%,20%")
+    result = simulate("--synthetic", SMALL, "--budget", "10%,20%")
     assert [line for line in result.stderr.splitlines() if line.startswith("replayed ")], result.stderr
 
 
@@ -118,8 +107,6 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
         ((), "trace: expected a file or --synthetic; got neither"),
         (("here", "--synthetic", SMALL), "trace: expected a file or --synthetic; got both"),
         (("--synthetic", "colour=3"), "--synthetic: expected qwen3-30b or name=value"),
-        (("--synthetic", SMALL, "--policy", "fifo"), "policy: expected one of lfru, lru, lfu; got 'fifo'"),
-        (("--synthetic", SMALL, "--policy", ""), "--policy: expected a value; got an empty one"),
         (("--synthetic", SMALL, "--budget", "25"), "--budget: expected shares such as 10%,25%; got '25'"),
         (("--synthetic", SMALL, "--budget", "0%"), "budget: expected more than 0 %, at most 100 %; got 0 %"),
         (("--synthetic", SMALL, "--budget", "nan%"), "budget: expected more than 0 %"),
@@ -130,16 +117,7 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
         (("--synthetic", SMALL, "--expert-size", "0"), "--expert-size: expected at least a byte; got 0"),
         (("--synthetic", SMALL, "--link", "0"), "--link and --disk: expected more than 0 GB/s; got 0 and 5"),
         (("--synthetic", SMALL, "--disk", "nan"), "--link and --disk: expected more than 0 GB/s"),
-        (
-            ("--synthetic", SMALL, "--draw", "x.svg", "--vram", "1GiB"),
-            "--draw: expected at least two --budget; got one",
-        ),
-        (
-            ("--synthetic", SMALL, "--draw", "x.svg", "--budget", "5%"),
-            "--draw: expected at least two --budget; got one",
-        ),
         (("--synthetic", SMALL, "--warm-up", "60"), "warm-up: expected 0 to 59 tokens"),
-        (("--synthetic", SMALL, "--draw", "."), "--draw: expected the name of a file; got ., a folder"),
         (("missing.trace",), "missing.trace: expected a file or folder that can be read or written; got No such file"),
     ],
 )

@@ -6,10 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from lru import LRU, POLICIES
 
 from amoeba.stream import simulate
 from amoeba.stream.cache import Counters, ExpertCache, Fetch
-from amoeba.stream.policies import POLICIES
+from amoeba.stream.policies import Policy
 from amoeba.stream.slots import SlotsInUse
 from amoeba.stream.trace import LayerShape
 
@@ -17,7 +18,7 @@ from amoeba.stream.trace import LayerShape
 class Machine:
     """One layer of a cache, and what really is in its slots; copies end late and in any order."""
 
-    def __init__(self, experts: int, top: int, host: int | None, policy: str, dice: random.Random) -> None:
+    def __init__(self, experts: int, top: int, host: int | None, policy: type[Policy], dice: random.Random) -> None:
         shape = LayerShape(experts, 1, 100)
         self.cache = ExpertCache([shape], [top], None if host is None else [host], policy)
         self.top: dict[int, int | None] = {}
@@ -84,7 +85,7 @@ class Machine:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("top", "host"), [(4, 6), (4, 1), (6, 0), (5, 20), (3, None), (1, 2)])
 def test_whatever_ends_when_every_slot_holds_what_the_cache_says(top, host, policy):
-    experts, dice = 20, random.Random(f"{policy} {top} {host}")
+    experts, dice = 20, random.Random(f"{policy.__name__} {top} {host}")
     machine = Machine(experts, top, host, policy, dice)
     cache, asked = machine.cache, 0
     for _ in range(1500):
@@ -122,7 +123,7 @@ def settle(cache: ExpertCache, ids: list[int], layer: int = 0) -> Fetch:
 
 
 def lru(top: int, host: int | None) -> ExpertCache:
-    return ExpertCache([LayerShape(10, 2, 100)], [top], None if host is None else [host], "lru")
+    return ExpertCache([LayerShape(10, 2, 100)], [top], None if host is None else [host], LRU)
 
 
 def test_what_is_where_and_what_is_written_where():

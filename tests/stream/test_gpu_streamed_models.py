@@ -272,7 +272,7 @@ def test_captured_steps_give_the_resident_tokens(miss: str, prefetch: bool, stor
 
 
 @without_a_gpu_thorough
-def test_halves_of_a_batch_in_turns_give_the_tokens_of_one_after_the_other(stores, monkeypatch) -> None:
+def test_two_rows_are_interleaved_and_give_the_tokens_of_one_after_the_other(stores, monkeypatch) -> None:
     _, packed = stores[torch.float32]
     if not ON_GPU:  # one stream: steps run as they are launched, one after the other
         repeated = RepeatedSteps(monkeypatch)
@@ -284,18 +284,19 @@ def test_halves_of_a_batch_in_turns_give_the_tokens_of_one_after_the_other(store
         model = streamed.model
         model.generation_config.update(eos_token_id=None, do_sample=False)
 
-        def generated(rows: list[list[int]], turns: bool) -> list[list[int]]:
-            given = {"batch": len(rows), "prompt_tokens": 3, "new_tokens": NEW_TOKENS, "turns": turns}
+        def generated(rows: list[list[int]]) -> list[list[int]]:
+            given = {"batch": len(rows), "prompt_tokens": 3, "new_tokens": NEW_TOKENS}
             steps = token_steps.choose_steps(model, {"do_sample": False}, **given)
-            assert steps.kind == "captured" and steps.reason.endswith("in turns") is turns, steps.reason
+            is_interleaved = steps.reason.endswith("interleaved")
+            assert steps.kind == "captured" and is_interleaved == (len(rows) == 2), steps.reason
             return list(steps.decoder.generate(rows, NEW_TOKENS))
 
-        alone = [generated([row], turns=False) for row in prompts]
+        alone = [generated([row]) for row in prompts]
         expected = [[one, two] for (one,), (two,) in zip(*alone, strict=True)]
-        assert generated(prompts, turns=True) == expected
+        assert generated(prompts) == expected
         assert streamed.report().requested > streamed.report().hits
     with amoeba.stream.attach(packed, vram=vram(packed, 2 * TOP_K - 1), ram="1MiB") as streamed:
-        given = {"batch": 2, "prompt_tokens": 3, "new_tokens": NEW_TOKENS, "turns": True}
+        given = {"batch": 2, "prompt_tokens": 3, "new_tokens": NEW_TOKENS}
         streamed.model.generation_config.update(eos_token_id=None, do_sample=False)
         assert token_steps.choose_steps(streamed.model, {"do_sample": False}, **given).kind == "plain"
 
@@ -307,21 +308,6 @@ def test_prefetching_without_misses_that_are_moved_to_a_gpu_is_refused(given: di
     options = [word for name, value in given.items() for word in (f"--{name}", value)]
     found = CliRunner().invoke(app, ["generate", str(stores[torch.float32][1]), "a", "--prefetch", *options])
     assert found.exit_code == 2 and "prefetch" in found.output
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["--ram", "1MiB"], "no vram"),
-        (["--vram", "1MiB", "--miss", "cpu"], "miss 'cpu'"),
-        (["--vram", "1MiB", "--prefetch"], "prefetch"),
-    ],
-    ids=str,
-)
-def test_turns_without_experts_that_are_copied_to_a_gpu_are_refused(given: list[str], told: str, stores) -> None:
-    found = CliRunner().invoke(app, ["generate", str(stores[torch.float32][1]), "a", "--turns", *given])
-    words = " ".join(found.output.split())
-    assert found.exit_code == 2 and "turns: expected" in words and f"got {told}." in words
 
 
 @pytest.mark.parametrize(("given", "said"), [({"miss": "guess"}, "one of move, cpu, auto"), ({"miss": "cpu"}, "vram")])

@@ -13,6 +13,10 @@ from amoeba.stream.trace import LayerShape
 MIB = 1 << 20
 
 
+def top_k(layers) -> list[int]:
+    return [layer.top_k for layer in layers]
+
+
 def used(slots, layers) -> int:
     return sum(count * layer.expert_bytes for count, layer in zip(slots, layers, strict=True))
 
@@ -23,44 +27,36 @@ def test_layers_get_the_same_and_the_remainder_goes_to_the_first():
 
 def test_layers_of_different_sizes_get_the_same_bytes_not_the_same_slots():
     layers = [LayerShape(128, 2, MIB), LayerShape(128, 2, 4 * MIB)]
-    assert share_budget(80 * MIB, layers) == [40, 10]
+    assert share_budget(80 * MIB, layers, least=[2, 2]) == [40, 10]
 
 
 def test_a_remainder_too_small_for_one_layer_goes_to_another():
-    assert share_budget(11 * MIB, [LayerShape(8, 1, 5 * MIB), LayerShape(8, 1, MIB)]) == [1, 6]
+    assert share_budget(11 * MIB, [LayerShape(8, 1, 5 * MIB), LayerShape(8, 1, MIB)], least=[1, 1]) == [1, 6]
 
 
 def test_what_a_small_layer_cannot_use_goes_to_the_others():
-    assert share_budget(40 * MIB, [LayerShape(4, 2, MIB), LayerShape(128, 2, MIB)]) == [4, 36]
-    assert share_budget(10**12, [LayerShape(4, 2, MIB), LayerShape(16, 2, MIB)]) == [4, 16]
+    assert share_budget(40 * MIB, [LayerShape(4, 2, MIB), LayerShape(128, 2, MIB)], least=[2, 2]) == [4, 36]
+    assert share_budget(10**12, [LayerShape(4, 2, MIB), LayerShape(16, 2, MIB)], least=[2, 2]) == [4, 16]
 
 
 def test_a_budget_below_the_minimum_says_the_minimum():
     layers = [LayerShape(128, 8, 9 * MIB)] * 48
-    assert least_budget(layers) == 48 * 8 * 9 * MIB
+    assert least_budget(layers, [8] * 48) == 48 * 8 * 9 * MIB
     with pytest.raises(
         ValueError, match=r"--vram: expected at least 3.38 GiB for 48 layers; got 1 GiB. Raise it to 3.38"
     ):
-        share_budget(1 << 30, layers, name="--vram")
-    said = "3.38GiB"
-    assert min(share_budget(parse_size("--vram", said), layers)) >= 8, "what is said to be enough is enough"
+        share_budget(1 << 30, layers, least=[8] * 48, name="--vram")
+    enough = parse_size("--vram", "3.38GiB")
+    assert min(share_budget(enough, layers, least=[8] * 48)) >= 8, "what is said to be enough is enough"
     assert min(share_budget(432 * MIB, layers, least=[1] * 48)) == 1
-
-
-def test_a_layer_that_misses_more_gets_more_and_none_falls_below_its_minimum():
-    layers = [LayerShape(128, 4, MIB)] * 3
-    slots = share_budget(90 * MIB, layers, need=[0, 100, 200])
-    assert slots == [15, 30, 45]
-    assert share_budget(90 * MIB, layers, need=[0, 0, 0]) == [30, 30, 30]
-    assert share_budget(12 * MIB, layers, need=[0, 0, 9]) == [4, 4, 4]
 
 
 def test_no_budget_is_exceeded_or_left_unused_by_a_whole_expert():
     dice = random.Random(0)
     for _ in range(200):
         layers = [LayerShape(dice.randint(4, 40), dice.randint(1, 4), dice.randint(1, 99)) for _ in range(7)]
-        budget = least_budget(layers) + dice.randint(0, 5000)
-        slots = share_budget(budget, layers, need=dice.choice([None, [dice.randint(0, 9) for _ in layers]]))
+        budget = least_budget(layers, top_k(layers)) + dice.randint(0, 5000)
+        slots = share_budget(budget, layers, least=top_k(layers))
         assert used(slots, layers) <= budget
         for count, layer in zip(slots, layers, strict=True):
             assert layer.top_k <= count <= layer.experts
@@ -69,7 +65,7 @@ def test_no_budget_is_exceeded_or_left_unused_by_a_whole_expert():
 
 def test_a_layer_of_unknown_size_is_an_error():
     with pytest.raises(ValueError, match="layer 1: expected a known size of an expert; got 0"):
-        share_budget(9, [LayerShape(8, 1, 1), LayerShape(8, 1)])
+        share_budget(9, [LayerShape(8, 1, 1), LayerShape(8, 1)], least=[1, 1])
 
 
 @pytest.mark.parametrize(

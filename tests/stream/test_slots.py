@@ -6,16 +6,17 @@ import random
 from collections import Counter
 
 import pytest
+from lru import LRU, POLICIES
 
-from amoeba.stream.policies import LRU, POLICIES, make_policy
+from amoeba.stream.policies import LFRU, Policy
 from amoeba.stream.slots import Plan, SlotsInUse, SlotTable
 
 
 class Model:
     """What must hold of a table after every step, kept the slow way."""
 
-    def __init__(self, slots: int, experts: int, policy: str) -> None:
-        self.table = SlotTable(slots, experts, make_policy(policy))
+    def __init__(self, slots: int, experts: int, policy: type[Policy]) -> None:
+        self.table = SlotTable(slots, experts, policy())
         self.where: dict[int, int] = {}
         self.loading: set[int] = set()
         self.held: Counter[int] = Counter()
@@ -52,7 +53,7 @@ class Model:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("slots", "experts"), [(1, 1), (1, 5), (4, 4), (7, 23), (12, 40)])
 def test_random_sequences_keep_every_rule(policy, slots, experts):
-    dice = random.Random(f"{policy} {slots} {experts}")
+    dice = random.Random(f"{policy.__name__} {slots} {experts}")
     model = Model(slots, experts, policy)
     table, requests, refused = model.table, [], 0
     for _ in range(800):
@@ -212,12 +213,12 @@ def test_a_prefetch_takes_no_slot_of_the_latest_request_nor_of_another_prefetch(
 
 
 def test_what_was_prefetched_and_never_used_leaves_before_what_was_used():
-    for name in POLICIES:
-        table = SlotTable(3, 10, make_policy(name))
+    for policy in POLICIES:
+        table = SlotTable(3, 10, policy())
         settle(table, [0, 1])
         table.prefetch([5])
         table.loaded(5)
-        assert settle(table, [0, 4]).evicted == [5], name
+        assert settle(table, [0, 4]).evicted == [5], policy.__name__
 
 
 def test_request_some_takes_what_there_is_room_for():
@@ -231,7 +232,7 @@ def test_request_some_takes_what_there_is_room_for():
 
 def test_the_same_requests_end_in_the_same_slots():
     def run() -> list[Plan]:
-        dice, table = random.Random(7), SlotTable(6, 30, make_policy("lfru"))
+        dice, table = random.Random(7), SlotTable(6, 30, LFRU())
         return [settle(table, [dice.randrange(30) for _ in range(4)]) for _ in range(200)]
 
     assert run() == run()
@@ -239,8 +240,8 @@ def test_the_same_requests_end_in_the_same_slots():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_leaves_is_the_same_whether_it_was_found_out_ahead_or_not(policy):
-    dice = random.Random(policy)
-    plain, ahead = (SlotTable(5, 16, make_policy(policy)) for _ in range(2))
+    dice = random.Random(policy.__name__)
+    plain, ahead = (SlotTable(5, 16, policy()) for _ in range(2))
     for _ in range(300):
         ids, how = dice.sample(range(16), dice.randint(1, 5)), dice.choice(["request", "request_some", "prefetch"])
         if dice.random() < 0.8:
@@ -283,7 +284,7 @@ def test_slots_nobody_could_fill_are_refused(slots):
 
 
 def test_spare_slots_are_given_to_nobody_until_an_expert_is_moved_there():
-    table = SlotTable(2, 6, make_policy("lru"), spares=2)
+    table = SlotTable(2, 6, LRU(), spares=2)
     assert table.spare == [2, 3]
     for ids in ([0, 1], [2, 3], [4, 5]):
         plan = table.request(ids)

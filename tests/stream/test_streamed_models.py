@@ -349,15 +349,13 @@ def test_the_command_generates_the_same_and_tells_what_it_read(stored, tmp_path)
     recorded = read_trace(trace)
     assert recorded.complete and recorded.tokens == found["tokens"]
     assert [layer.top_k for layer in recorded.layers] == [TOP_K, TOP_K]
-    counters = replay(recorded, found["slots"], host=[0, 0], policy=found["policy"])
+    counters = replay(recorded, found["slots"], host=[0, 0])
     assert counters.top_hit_rate == found["hit_rate"]
     assert (counters.requested, counters.hits, counters.disk_bytes) == (
         found["requested"], found["hits"], found["read_bytes"],
     )  # fmt: skip
     budget = 2 * sum(layer.expert_bytes for layer in recorded.layers)
-    told = CliRunner().invoke(
-        app, ["stream", "simulate", str(trace), "--ram", f"{budget}B", "--policy", "lfru", "--json"]
-    )
+    told = CliRunner().invoke(app, ["stream", "simulate", str(trace), "--ram", f"{budget}B", "--json"])
     assert json.loads(told.stdout.splitlines()[-1])["results"][0]["hit_rate"] == found["hit_rate"]
 
 

@@ -102,10 +102,6 @@ def generate(
         bool,
         typer.Option("--prefetch", help="Beside --vram: copy what the next layer may ask for, for as long as it pays."),
     ] = False,
-    turns: Annotated[
-        bool,
-        typer.Option("--turns", help="Of --prompts, beside --vram: two halves of a batch wait for experts in turns."),
-    ] = False,
     record: Annotated[
         Path | None,
         typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram or --vram."),
@@ -148,7 +144,6 @@ def generate(
             vram=vram,
             miss=miss,
             prefetch=prefetch,
-            turns=turns,
             record=None if record is None else str(record),
             trace=None if trace is None else str(trace),
             compile=compile,

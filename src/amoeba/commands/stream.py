@@ -1,4 +1,4 @@
-"""`amoeba stream simulate`: a routing trace replayed against policies and memory budgets of the expert cache."""
+"""`amoeba stream simulate`: a routing trace replayed against memory budgets of the expert cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def simulate(
             "skew=0.5,drift=0,seed=0,experts=128,top_k=8.",
         ),
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", help="Who leaves first: some of lru, lfu, lfru.")] = "lru,lfu,lfru",
     budget: Annotated[
         str | None,
         typer.Option("--budget", help="Shares of the experts on the GPU, the rest in memory; default 10%,25%,50%."),
@@ -61,27 +60,21 @@ def simulate(
     ] = 0,
     link: Annotated[float, typer.Option("--link", help="GB/s from memory to the GPU, for the floor.")] = 55.0,
     disk: Annotated[float, typer.Option("--disk", help="GB/s from the disk, for the floor.")] = 5.0,
-    draw: Annotated[
-        Path | None, typer.Option("--draw", help="Write the hit rate over the budget as an SVG file.")
-    ] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Replay a routing trace against policies and memory budgets: hit rates, bytes per token, the time floor."""
+    """Replay a routing trace against memory budgets: hit rates, bytes per token, the time floor."""
     output = start(verbose)
     with usage():
-        from amoeba.stream.policies import make_policy
         from amoeba.stream.simulate import check_warm_up
 
-        policies = [make_policy(name).name for name in dict.fromkeys(policy.split(","))]
         if not (link > 0 and disk > 0):
             raise bad_value("--link and --disk", "more than 0 GB/s", f"{link:g} and {disk:g}", "measured ones are best")
         size = _expert_size(expert_size)
-        check_drawing(draw, budget, vram or ram)
         replayed, name = load_trace(trace, synthetic, size)
         check_warm_up(replayed, warm_up)
         settings = choose_budgets(replayed, budget, vram, ram)
-        document = run(replayed, name, policies, settings, warm_up, link * _GB, disk * _GB, draw, output)
+        document = run(replayed, name, settings, warm_up, link * _GB, disk * _GB, output)
     finish(output, document, True, json)
 
 
@@ -117,17 +110,6 @@ def load_trace(path: Path | None, synthetic: str | None, expert_bytes: int | Non
     return found, name
 
 
-def check_drawing(draw: Path | None, budget: str | None, bytes_given: str | None) -> None:
-    """Before minutes of replaying."""
-    if draw is None:
-        return
-    if bytes_given or (budget is not None and "," not in budget):
-        remedy = "leave out --vram and --ram, and give for example --budget 5%,10%,25%,50%,75%"
-        raise bad_value("--draw", "at least two --budget", "one", remedy)
-    if draw.is_dir():
-        raise bad_value("--draw", "the name of a file", f"{draw}, a folder", "give a name, such as hits.svg in it")
-
-
 def choose_budgets(trace: Trace, budget: str | None, vram: str | None, ram: str | None) -> list[Setting]:
     from amoeba.stream.simulate import slots_of_share
 
@@ -151,12 +133,10 @@ def choose_budgets(trace: Trace, budget: str | None, vram: str | None, ram: str 
 def run(
     trace: Trace,
     name: str,
-    policies: Sequence[str],
     settings: Sequence[Setting],
     warm_up: int,
     link: float,
     disk: float,
-    draw: Path | None,
     output: Output,
 ) -> dict[str, Any]:
     """link, disk: bytes/s."""
@@ -167,13 +147,12 @@ def run(
     _say_trace(trace, name, locality, output)
     results = []
     with output.working():
-        told = _Progress(output, len(policies) * len(settings) * len(trace.passes))
+        told = _Progress(output, len(settings) * len(trace.passes))
         for setting in settings:
-            for policy in policies:
-                counters = replay(trace, setting.top, setting.host, policy, warm_up=warm_up, progress=told.one_more)
-                results.append(_result(trace, setting, policy, counters, link, disk))
+            counters = replay(trace, setting.top, setting.host, warm_up=warm_up, progress=told.one_more)
+            results.append(_result(trace, setting, counters, link, disk))
     _print(results, trace, warm_up, output)
-    document = {
+    return {
         "document": "amoeba stream simulate",
         "trace": name,
         "layers": len(trace.layers),
@@ -186,11 +165,6 @@ def run(
         "disk_bytes_per_second": disk,
         "results": results,
     }
-    if draw is not None:
-        _draw(draw, trace, results)
-        output.line(f"drawn to {draw}")
-        document["drawing"] = str(draw)
-    return document
 
 
 class _Progress:
@@ -221,11 +195,8 @@ def _say_trace(trace: Trace, name: str, locality: Any, output: Output) -> None:
         output.warning(f"{name} was not closed by whoever wrote it; what is whole of it is replayed")
 
 
-def _result(
-    trace: Trace, setting: Setting, policy: str, counters: Counters, link: float, disk: float
-) -> dict[str, Any]:
+def _result(trace: Trace, setting: Setting, counters: Counters, link: float, disk: float) -> dict[str, Any]:
     return {
-        "policy": policy,
         "budget": setting.name,
         "share": setting.share(trace),
         "top_slots": setting.top,
@@ -246,14 +217,14 @@ def _print(results: Sequence[dict[str, Any]], trace: Trace, warm_up: int, output
     about = ["slots are per layer", f"after {warm_up} tokens of warm-up" if warm_up else "the cache starts empty"]
     if not sized:
         about.append("--expert-size adds bytes and the time floor")
-    output.table("; ".join(about), list(rows[0]), [list(row.values()) for row in rows], text=("budget", "policy"))
+    output.table("; ".join(about), list(rows[0]), [list(row.values()) for row in rows], text=("budget",))
 
 
 def _row(found: dict[str, Any], sized: bool) -> dict[str, str]:
     """Memory and disk only where there are such tiers: one run has the same for all its rows."""
     host = found["host_slots"]
     in_memory = host is None or any(host)
-    row = {"budget": found["budget"], "policy": found["policy"], "slots": _range(set(found["top_slots"]))}
+    row = {"budget": found["budget"], "slots": _range(set(found["top_slots"]))}
     if host is not None and in_memory:
         row["slots"] += f" + {_range(set(host))}"
     row["hits %"] = f"{100 * found['hit_rate']:.1f}"
@@ -268,16 +239,6 @@ def _row(found: dict[str, Any], sized: bool) -> dict[str, str]:
             row["written back MB/token"] = f"{found['written_bytes_per_token'] / 1e6:.1f}"
         row["floor ms/token"] = f"{1e3 * found['floor_seconds_per_token']:.2f}"
     return row
-
-
-def _draw(path: Path, trace: Trace, results: Sequence[dict[str, Any]]) -> None:
-    from amoeba.stream.hit_curve import draw
-    from amoeba.system.files import write_whole
-
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for found in results:
-        curves.setdefault(found["policy"], []).append((found["share"], found["hit_rate"]))
-    write_whole(path, draw(curves, f"{len(trace.layers)} layers, {trace.tokens} tokens"))
 
 
 def _slots(trace: Trace, option: str, size: str, least: int) -> list[int]:

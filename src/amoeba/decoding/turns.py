@@ -24,7 +24,7 @@ STEPS = 16  # at a time: at both ends of them nobody computes while another one 
 
 
 class TurnsDecoder:
-    takes_turns = True
+    is_interleaved = True
 
     def __init__(
         self,

@@ -254,7 +254,6 @@ def _padded_answers(
         new_tokens=most,
         steps=most * len(cut),
         compile=options.compile,
-        turns=options.turns,
     )
     run.steps, run.steps_reason, run.prepare_seconds = steps.kind, steps.reason, steps.seconds
     logger.info("steps %s: %s", steps.kind, steps.reason)

@@ -40,7 +40,6 @@ class GenerationOptions:
     vram: str | None = None  # the same on a GPU; ram is then for experts in pinned memory
     miss: str = "move"  # experts that a step misses on a GPU: moved there, computed by the cpu, or auto
     prefetch: bool = False  # whether a captured step on a GPU copies what the next layer may ask for
-    turns: bool = False  # whether two halves of a batch of prompts wait for their experts in turns
     record: str | None = None  # a file for the routing of streamed experts
     trace: str | None = None  # a file for a timeline of streaming
     compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
@@ -67,11 +66,6 @@ class GenerationOptions:
             raise bad_value("miss", "move, or vram beside it", repr(self.miss), "leave it out, or stream with --vram")
         if self.prefetch and self.vram is None:
             raise bad_value("prefetch", "vram beside it", "no vram", "leave it out, or stream with --vram")
-        if self.turns and self.vram is None:
-            raise bad_value("turns", "vram beside it", "no vram", "leave it out, or stream with --vram")
-        if self.turns and (self.miss != "move" or self.prefetch):
-            beside = "prefetch" if self.prefetch else f"miss {self.miss!r}"
-            raise bad_value("turns", "experts that are copied when they are asked for", beside, "leave one of both out")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out to have one drawn")
 

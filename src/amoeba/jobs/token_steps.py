@@ -28,6 +28,9 @@ Kind = Literal["compiled", "captured", "plain"]
 # millisecond or two. Not measured yet.
 STEPS_WORTH_COMPILING = 20_000
 STEPS_WORTH_LOADING = 2_000
+# Rows of a batch whose experts are streamed that are better interleaved than one batch: with two, 6 to 17 % faster
+# (docs/streaming.md). More were not measured.
+INTERLEAVED_BATCH = 2
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,9 @@ def choose_steps(
     new_tokens: int,
     steps: int | None = None,
     compile: bool | None = None,
-    turns: bool = False,
 ) -> Steps:
     """prompt_tokens: of the longest prompt. new_tokens: at most, after each prompt.
     steps: how many there will be, where it is more than one batch.
-    turns: of two halves of the batch, where its experts come while a step runs.
     compile: None for compiled where it pays. The model has its generation_config already."""
     started = time.perf_counter()
     reason = why_plain(model)
@@ -59,7 +60,7 @@ def choose_steps(
         length = prompt_tokens + new_tokens
         for compiled, why in _ways(model, batch, length, steps or new_tokens, compile):
             try:
-                decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled, turns)
+                decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled)
             except CannotCapture as refused:
                 reason = str(refused)
                 _free_memory()
@@ -68,7 +69,7 @@ def choose_steps(
                 reason = _failed("compiling" if compiled else "capturing", error)
             else:
                 why = why if reason is None else reason
-                why += "; in turns" if getattr(decoder, "takes_turns", False) else ""
+                why += "; interleaved" if getattr(decoder, "is_interleaved", False) else ""
                 return Steps("compiled" if compiled else "captured", why, decoder, time.perf_counter() - started)
             _free_memory()
     assert reason is not None
@@ -104,21 +105,21 @@ def _prepared(
     length: int,
     prompt_tokens: int,
     compiled: bool,
-    turns: bool,
 ) -> Any:
     from amoeba.decoding import compiled_code
     from amoeba.decoding.decoder import Decoder
     from amoeba.decoding.sampling import Sampling
+    from amoeba.decoding.step import replays_in
     from amoeba.decoding.turns import TurnsDecoder
 
     options: dict[str, Any] = {"batch": batch, "length": length, "sampling": Sampling(**sampling), "compiled": compiled}
     decoder: Decoder | TurnsDecoder | None = None
-    if turns and batch > 1:
+    if batch == INTERLEAVED_BATCH and replays_in(model) is not None:
         try:
             decoder = TurnsDecoder(model, **options)
             decoder.prepare(prompt_tokens)
         except CannotCapture as refused:
-            logger.info("steps are not in turns: %s", refused)
+            logger.info("steps are not interleaved: %s", refused)
             decoder = None
             _free_memory()
     if decoder is None:

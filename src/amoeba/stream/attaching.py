@@ -36,7 +36,6 @@ from amoeba.stream.gpu.placement import MOST_IDS, STREAMED_TO_GPU
 from amoeba.stream.matching import check_match
 from amoeba.stream.memory import READS, ExpertMemory
 from amoeba.stream.placement import STREAMED
-from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.quotas import least_budget, share_budget
 from amoeba.stream.recorder import Recorder
 from amoeba.stream.report import StreamReport
@@ -82,7 +81,6 @@ class Streamed:
             expert_bytes=sum(entry.experts * entry.expert_bytes for entry in memory.store.layers),
             slots=list(memory.slots),
             experts=[entry.experts for entry in memory.store.layers],
-            policy=memory.policy,
             tokens=counters.tokens,
             requested=counters.requested,
             hits=counters.hits,
@@ -126,7 +124,6 @@ def attach(
     ram: str | int = "auto",
     vram: str | int | None = None,
     store: str | Path | None = None,
-    policy: str = DEFAULT_POLICY,
     miss: str = "move",
     prefetch: bool = False,
     dtype: torch.dtype | None = None,
@@ -141,7 +138,6 @@ def attach(
     vram:   the same on a GPU, where the model then runs; None: on the CPU.
     store:  of the experts of a model that is loaded already; default where it came from. It must hold the experts that
             the model has now: others, such as those from before a merge, are refused.
-    policy: who leaves when room is needed: lfru, lru or lfu.
     miss:   what happens with experts that a captured step misses on a GPU and that are in pinned memory: they are
             moved there (the bits of resident experts), the cpu computes them, or auto: both, as is quicker.
     prefetch: whether captured steps on a GPU begin to copy what the next layer's router would choose a layer early;
@@ -172,7 +168,7 @@ def attach(
         _check_dtype(opened, dtype, vram is not None or loaded is not None)
         stored = opened.layers[0].dtype
         rest = opened.rest_bytes * (dtype or stored).itemsize // stored.itemsize
-        make, budget, on_gpu = _ways(opened, rest, ram, vram, policy, miss, prefetch, beside(opened))
+        make, budget, on_gpu = _ways(opened, rest, ram, vram, miss, prefetch, beside(opened))
         if loaded is None:
             config = unquantised(load_config(str(source), trust_remote_code=trust_remote_code))
             shape = load_without_weights(config, str(source), trust_remote_code=trust_remote_code)
@@ -206,12 +202,12 @@ def gpu() -> Device:
 
 
 def _ways(
-    store: Store, rest: int, ram: str | int, vram: str | int | None, policy: str, miss: str, early: bool, beside: int
+    store: Store, rest: int, ram: str | int, vram: str | int | None, miss: str, early: bool, beside: int
 ) -> tuple[Callable[[], ExpertMemory | DeviceMemory], int, int | None]:
     """What makes the memory, and its budgets: on the host, and on the GPU."""
     if vram is None:
         budget, slots = _share(store, rest, ram, beside)
-        return partial(ExpertMemory, store, slots, policy), budget, None
+        return partial(ExpertMemory, store, slots), budget, None
     device = gpu()
     found = share(store, rest, vram, ram, device.device, beside)
 
@@ -219,7 +215,7 @@ def _ways(
         experts = (entry.experts for entry in store.layers)
         spares = [spares_of(*each) for each in zip(found.slots, experts, strict=True)] if early else None
         try:
-            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, policy, miss, spares)
+            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, miss, spares)
         except BaseException:
             device.close()
             raise

@@ -30,7 +30,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from amoeba.core.errors import bad_value
-from amoeba.stream.policies import DEFAULT_POLICY, Policy, make_policy
+from amoeba.stream.policies import LFRU, Policy
 from amoeba.stream.slots import Plan, SlotTable
 from amoeba.stream.trace import LayerShape
 
@@ -87,8 +87,6 @@ class Counters:
 class _CopiesFirst(Policy):
     """Who leaves the host first: what the top tier has too, the hottest first; then the coldest."""
 
-    name = "copies first"
-
     def __init__(self, policy: Policy, top: SlotTable) -> None:
         self._policy, self._top = policy, top
 
@@ -108,10 +106,10 @@ class _CopiesFirst(Policy):
 
 
 class _Layer:
-    def __init__(self, shape: LayerShape, top: int, host: int | None, spares: int, policy: str) -> None:
+    def __init__(self, shape: LayerShape, top: int, host: int | None, spares: int, policy: type[Policy]) -> None:
         self.anew = partial(_Layer, shape, top, host, spares, policy)
         self.bytes = shape.expert_bytes
-        order = make_policy(policy)
+        order = policy()
         self.top = SlotTable(top, shape.experts, order, spares)
         self.host = None if host is None else SlotTable(host, shape.experts, _CopiesFirst(order, self.top))
         self.rising: set[int] = set()  # held on the host until they are on the top tier
@@ -127,7 +125,7 @@ class ExpertCache:
         layers: Sequence[LayerShape],
         top: Sequence[int],
         host: Sequence[int] | None = None,
-        policy: str = DEFAULT_POLICY,
+        policy: type[Policy] = LFRU,
         spares: Sequence[int] | None = None,
     ) -> None:
         for name, slots in (("top", top), ("host", host)):

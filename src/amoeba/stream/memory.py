@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from amoeba.core.errors import bad_value
 from amoeba.stream.cache import ExpertCache
 from amoeba.stream.experts import StreamedExperts
-from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.recorder import Recorder
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.buffers import aligned_buffer
@@ -40,11 +39,11 @@ class ExpertMemory:
     waited_seconds: for reads, while there was nothing else to compute.
     """
 
-    def __init__(self, store: Store, slots: Sequence[int], policy: str = DEFAULT_POLICY) -> None:
-        self.store, self.slots, self.policy = store, tuple(slots), policy
+    def __init__(self, store: Store, slots: Sequence[int]) -> None:
+        self.store, self.slots = store, tuple(slots)
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
         self.host_slots, self.miss = (0,) * len(shapes), "move"
-        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy)
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots)
         self._blobs = [
             aligned_buffer(count * entry.expert_bytes).view(count, -1)
             for count, entry in zip(self.slots, store.layers, strict=True)

@@ -59,7 +59,6 @@ class StreamReport:
     expert_bytes: int  # of all experts in the store
     slots: list[int]  # of each layer
     experts: list[int]
-    policy: str
     tokens: int
     requested: int  # distinct experts of a layer in a pass, over all layers and passes
     hits: int  # of them, were in memory already

@@ -3,7 +3,7 @@
 counters = replay(trace, top=slots_of_share(trace.layers, 0.25))     # the rest in host memory
 counters.top_hit_rate, counters.per_token(counters.host_bytes)
 
-Loads finish before the next request, and nothing is prefetched: hit rates are those of policy and budget alone.
+Loads finish before the next request, and nothing is prefetched: hit rates are those of the budget alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from amoeba.core.errors import bad_value
 from amoeba.stream.cache import Counters, ExpertCache, Fetch
-from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.trace import LayerShape, Trace
 
 
@@ -34,7 +33,6 @@ def replay(
     trace: Trace,
     top: Sequence[int],
     host: Sequence[int] | None = None,
-    policy: str = DEFAULT_POLICY,
     *,
     warm_up: int = 0,
     progress: Callable[[], None] = lambda: None,
@@ -45,7 +43,7 @@ def replay(
     progress: called after each pass.
     """
     check_warm_up(trace, warm_up)
-    cache = ExpertCache(trace.layers, top, host, policy)
+    cache = ExpertCache(trace.layers, top, host)
     seen = 0
     for each in trace.passes:
         for layer in range(len(trace.layers)):

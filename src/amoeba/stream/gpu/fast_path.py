@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from amoeba.cpu.build import CoreUnavailable, load, with_library
 from amoeba.stream.gpu.device import LEAST_AT_ONCE
 from amoeba.stream.gpu.early_copies import NOBODY, EarlyCopies
-from amoeba.stream.policies import POLICIES, Policy
+from amoeba.stream.policies import LFRU
 
 if TYPE_CHECKING:
     from amoeba.stream.gpu.channel import Channel
@@ -80,7 +80,6 @@ class Order(ctypes.Structure):
     """As ranking.h has it."""
 
     _fields_ = (
-        ("kind", c_int64),
         *((name, c_void_p) for name in ("now", "uses", "last", "expert_in")),
         ("places", c_int64),
     )
@@ -115,7 +114,7 @@ class _Prepared:
         self.early_of = (c_int32 * experts)(*[NOBODY] * experts)
         self.expert_in, self.kept = (c_int32 * slots)(), (c_int8 * experts)()
         self.held, self.held_ids = (c_int8 * experts)(), list[int]()
-        self.policy: Policy | None = None  # whose arrays compiled code ranks by
+        self.policy: LFRU | None = None  # whose arrays compiled code ranks by
         self.is_known = False  # who is in which slot, and which blob
         self.written: list[tuple[int, int]] = []  # experts and blobs that are being written, as far as is known
         self.parts = tiers.addresses
@@ -123,19 +122,19 @@ class _Prepared:
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
         leave, slot_of, blob_of, *of_parts = (ctypes.addressof(array) for array in arrays)
         early_of, *who_stays = (ctypes.addressof(array) for array in (self.early_of, self.kept, self.held))
-        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(-1), *who_stays)
+        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(), *who_stays)
         self.address = ctypes.addressof(self.layer)
 
-    def rank_by(self, policy: Policy) -> None:
+    def rank_by(self, policy: LFRU) -> None:
         """From now on, by what is in `expert_in`."""
         self.policy = policy
         self.layer.order = order_of(policy, self.expert_in)
 
 
-def order_of(policy: Policy, expert_in: ctypes.Array) -> Order:
+def order_of(policy: LFRU, expert_in: ctypes.Array) -> Order:
     """For compiled code: reads what the policy remembers, for as long as that and the array live."""
     places = (each.buffer_info()[0] for each in (policy.now, policy.uses, policy.last))
-    return Order(list(POLICIES).index(policy.name), *places, ctypes.addressof(expert_in), len(expert_in))
+    return Order(*places, ctypes.addressof(expert_in), len(expert_in))
 
 
 class FastPath:
@@ -202,7 +201,8 @@ class FastPath:
             return
         with memory._counting:
             table, slot_of = memory.cache.top(layer), memory._shown[layer]
-            ranks = self._compiled is not None and table.policy.name in POLICIES
+            policy = table.policy if self._compiled is not None and isinstance(table.policy, LFRU) else None
+            ranks = policy is not None
             if here.is_known and here.written:
                 self._find_blobs(layer, here.written)
             if ranks and here.is_known:
@@ -218,11 +218,11 @@ class FastPath:
                 for expert, slot in slot_of.items():
                     here.slot_of[expert], here.expert_in[slot] = slot, expert
                 here.is_known = True
-                if ranks:
+                if policy is not None:
                     ctypes.memset(here.kept, 0, ctypes.sizeof(here.kept))
                     for expert in memory.cache.not_written_back(layer):
                         here.kept[expert] = 1
-                    here.rank_by(table.policy)
+                    here.rank_by(policy)
         if not ranks:
             here.leave[: len(leave)] = leave  # type: ignore[assignment]
         here.layer.leave_count = len(leave)

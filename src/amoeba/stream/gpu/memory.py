@@ -33,7 +33,6 @@ from amoeba.stream.gpu.replays import GpuReplays
 from amoeba.stream.gpu.staging import Staging
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.memory import of_all, show_range
-from amoeba.stream.policies import DEFAULT_POLICY
 from amoeba.stream.recorder import Recorder
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.store import Store
@@ -55,17 +54,16 @@ class DeviceMemory:
         slots: Sequence[int],
         host_slots: Sequence[int],
         ids: int,
-        policy: str = DEFAULT_POLICY,
         miss: str = "move",
         spares: Sequence[int] | None = None,
     ) -> None:
         """spares: of the slots of each layer, those for copies that begin early (early_copies.py)."""
-        self.store, self.device, self.policy = store, device, policy
+        self.store, self.device = store, device
         self.spares = (0,) * len(slots) if spares is None else tuple(spares)
         self.slots = tuple(whole - spare for whole, spare in zip(slots, self.spares, strict=True))
         self.host_slots = tuple(host_slots)
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
-        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, policy=policy, spares=self.spares)
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, spares=self.spares)
         self._tiers = [LayerTiers(device, *sizes) for sizes in zip(store.layers, slots, self.host_slots, strict=True)]
         self.export = IndexExport(device, [entry.experts for entry in store.layers], slots, ids)
         self.layers = tuple(

@@ -1,4 +1,4 @@
-// Who leaves first, by what a policy remembers (stream/policies.py): the same order to the last bit, in about a
+// Who leaves first, by what the policy remembers (stream/policies.py): the same order to the last bit, in about a
 // microsecond, so that it need not be found out ahead.
 #pragma once
 #include <cstdint>
@@ -8,20 +8,15 @@
 namespace amoeba {
 namespace {
 
-enum Policy { LFRU = 0, LRU = 1, LFU = 2 };  // as POLICIES has them
-
 struct Order {
-  int64_t kind;  // below 0: it was found out ahead
   const int64_t* now;
   const double* uses;
   const int64_t* last;
   const int32_t* expert_in;  // of each place a layer has; below 0: nobody
-  int64_t places;
+  int64_t places;  // 0: it was found out ahead
 };
 
 inline double worth(const Order& order, int32_t expert) {
-  if (order.kind == LRU) return double(order.last[expert]);
-  if (order.kind == LFU) return order.uses[expert];
   const int64_t age = *order.now + 1 - order.last[expert];
   return order.uses[expert] / double(age * age);
 }

@@ -114,7 +114,7 @@ bool is_among(int32_t expert, const int32_t* experts, int64_t count) {
 int64_t who_leaves(const Layer& layer, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
   int64_t count = 0;
   const auto may = [&](int32_t expert) { return layer.held[expert] == 0 && !is_among(expert, stays, there); };
-  if (layer.order.kind >= 0) {
+  if (layer.order.places > 0) {
     const int64_t first = first_to_leave(layer.order, wanted, may, found);
     while (count < first && layer.kept[found[count]] != 0) ++count;
     return count;
