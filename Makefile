@@ -8,7 +8,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 # without a bound pip may fetch gigabytes of CUDA libraries for them, also where there is no GPU. After a change: make clean.
 TORCH ?= torch>=2.10,<2.14
 NEEDS := aMoEba needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)
-# Threads that wait give their core away instead of spinning: on a busy machine five times faster (docs/log.md).
+# Threads that wait give their core away instead of spinning: on a busy machine five times faster (dev/log/cpu.md).
 YIELDING := OMP_WAIT_POLICY=passive
 # What one process compiles, the next one finds, whatever the environment says: tests start a hundred of them.
 KEEPING := PYTHONDONTWRITEBYTECODE=
