@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -37,3 +44,30 @@ def test_a_kernel_that_waits_has_the_same_deadline() -> None:
 def test_a_deadline_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="deadline: expected seconds, more than 0; got 0"):
         Ranks(deadline=0)
+
+
+def test_ctrl_c_while_ranks_are_being_started_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "slow_import.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(3)\n"
+    )
+    program = """
+import sys
+from amoeba.parallel.processes import LocalRanks
+try:
+    LocalRanks(1, preload=["slow_import"])
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    paths = os.pathsep.join((*(path for path in sys.path if path), str(tmp_path)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 130)

@@ -13,10 +13,11 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,13 +49,15 @@ class LocalRanks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = _context(preload)
         self.processes, self._connections = [], []
-        for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, count, self._store.port, threads), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self._connections.append(ours)
+        with _interrupts_later():
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                given = theirs, rank, count, self._store.port, threads
+                process = context.Process(target=_serve, args=given, daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self._connections.append(ours)
         self._collect(list(range(count)), _SECONDS_TO_START)  # each says that it is there
 
     def run(self, function: Callable[..., Any], arguments: Sequence[tuple], *, seconds: float = 300.0) -> list[Any]:
@@ -106,6 +109,17 @@ class LocalRanks:
         self.close()
 
 
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """A process that is started here inherits that: Ctrl-C does not reach it while it imports, which would end in a
+    traceback of its own. `_serve` lets it through again."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _context(preload: Sequence[str]) -> Any:
     """torch's threads do not survive a fork. A server that imports and never computes has none: that one is forked, and
     what takes seconds is imported once for all ranks. macOS has libraries that no fork survives."""
@@ -125,6 +139,7 @@ def first_processes(count: int) -> Any:
 
 
 def _serve(connection: Connection, rank: int, count: int, port: int, threads: int) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(threads)
     # gloo would look up the machine's name, which not every machine can
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
