@@ -29,6 +29,9 @@ def _leave_at_once(*_: object) -> None:
 def main() -> None:
     before = signal.signal(signal.SIGINT, _leave_at_once)
     try:
+        from amoeba.commands.bytecode import keep_bytecode
+
+        keep_bytecode()
         from amoeba.cli import main as run
 
         signal.signal(signal.SIGINT, before)

@@ -1,6 +1,5 @@
 """The command line: parses, calls a command, prints. `amoeba --help` lists what there is.
 
-Without typer and rich it is the same command line over argparse, in plain text.
 Exit codes: 0 all is well, 1 a check failed or the reader of stdout went away, 2 the command was used wrongly,
 70 a bug, 75 another rank was lost (start it again), 130 interrupted, 143 stopped by SIGTERM.
 """
@@ -10,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from amoeba._version import __version__
 from amoeba.commands import exits
 from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.finetune import finetune
-from amoeba.commands.front import typer
 from amoeba.commands.generate import generate
 from amoeba.commands.merge import merge
 from amoeba.commands.options import (

@@ -15,8 +15,9 @@ SCRIPT = """
 import sys
 compiled = []
 sys.addaudithook(lambda event, given: compiled.append(str(given[1])) if event == "compile" else None)
-import amoeba.commands.front
-import torch
+from amoeba.commands.bytecode import keep_bytecode
+keep_bytecode()
+import torch, typer
 print(sys.pycache_prefix, sum("torch" in name for name in compiled), sum("typer" in name for name in compiled) > 0)
 """
 

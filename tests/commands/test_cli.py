@@ -22,9 +22,8 @@ from amoeba.cli import app
 from amoeba.commands import bench as bench_command
 from amoeba.commands import finetune as finetune_command
 from amoeba.commands.options import DTYPES, FROZEN_PRECISIONS, experts_in
-from amoeba.commands.output import strict_json
+from amoeba.commands.output import Output, strict_json
 from amoeba.commands.over_ranks import over_ranks
-from amoeba.commands.rich_output import RichOutput
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
@@ -262,7 +261,7 @@ def test_no_cell_is_cut_on_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
     names = [f"implementation {index}" for index in range(4)]
-    RichOutput().table("title", ["", *names], [["a", "1.234", "2.345", "3.456", "4.567"]])
+    Output().table("title", ["", *names], [["a", "1.234", "2.345", "3.456", "4.567"]])
     out = capsys.readouterr().out
     assert "\x1b" in out
     assert "…" not in out

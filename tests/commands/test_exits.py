@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
+import typer
 
 from amoeba.commands.exits import BAD_USAGE, INTERRUPTED, RANK_LOST, need, run, usage
-from amoeba.commands.front import typer
 from amoeba.core.errors import TOLD, RankLost
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import typing
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from few_cases import ENVIRONMENT, all_commands
+from few_cases import all_commands
 
 from amoeba import cli
 from amoeba.commands import exits
@@ -126,11 +125,3 @@ def test_a_check_that_failed_has_its_own_document_alone(amoeba, monkeypatch):
 def test_of_several_ranks_the_first_prints_the_document(amoeba, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert amoeba("trace", "--shape", "nowhere", "--json").out == ""
-
-
-@pytest.mark.parametrize("words", [["doctor", "--no-such-option"], ["trace", "--shape", ""]], ids=" ".join)
-def test_without_typer_there_is_a_document_too(words):
-    program = "import sys; sys.modules['typer'] = None; from amoeba.cli import main; main()"
-    command = [sys.executable, "-c", program, *words, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    check(Ended(done.returncode, done.stdout, done.stderr), exits.BAD_USAGE)

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from amoeba.commands import run_console
 from amoeba.commands.output import Output
-from amoeba.commands.rich_output import RichOutput
 from amoeba.commands.run_console import RunConsole, describe, duration
 from amoeba.commands.start import start
 
@@ -55,6 +54,7 @@ def test_durations_are_words(seconds, said):
 
 class Lines(Output):
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
 
     def progress(self, text: str) -> None:
@@ -91,7 +91,7 @@ def test_verbose_gets_every_line(clock):
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_on_a_terminal_nothing_is_wrapped_or_cut(width, clock):
-    output, screen = RichOutput(), io.StringIO()
+    output, screen = Output(), io.StringIO()
     output.progress_console = Console(file=screen, force_terminal=True, width=width, color_system=None)
     console = RunConsole(output)
     for step in (10, 20):

@@ -15,6 +15,7 @@ class Table(NamedTuple):
 
 class NotedOutput(Output):
     def __init__(self) -> None:
+        super().__init__()
         self.tables: list[Table] = []
         self.lines: list[str] = []
 

@@ -18,7 +18,6 @@ import quick_interpreter
 from amoeba import Routing
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
-from amoeba.commands.quick_transformers import quick_transformers
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import build, node, node_library, pool
 from amoeba.cpu import packed_weights as packed
@@ -31,8 +30,6 @@ from small_layer import Layer
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
-
-quick_transformers(without=()).__enter__()  # half a second for each process: it lists its models faster, all of them
 
 gc.disable()  # until all is imported and collected: two seconds of looking through what stays
 torch.set_num_threads(1)

@@ -100,6 +100,7 @@ def test_not_a_number_is_wrong_too():
 
 class Quiet(Output):
     def __init__(self) -> None:
+        super().__init__()
         self.said: list[str] = []
 
     def line(self, text: str = "", style: str | None = None) -> None:

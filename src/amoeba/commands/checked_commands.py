@@ -13,8 +13,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import typer
+
 from amoeba.commands.exits import usage
-from amoeba.commands.front import typer
 from amoeba.core.errors import bad_value
 
 Command = Callable[..., None]
@@ -47,5 +48,5 @@ def _refusing_empty_options(function: Command) -> Command:
 def _option_of(function: Command, parameter: str) -> str | None:
     """None where it is told by its place."""
     option = typing.get_args(typing.get_type_hints(function, include_extras=True)[parameter])[1]
-    names = option.names if hasattr(option, "names") else (option.default, *(option.param_decls or ()))
+    names = (option.default, *(option.param_decls or ()))
     return next((name for name in names if isinstance(name, str) and name.startswith("--")), None)

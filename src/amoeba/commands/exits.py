@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from amoeba.commands.front import typer
+import typer
+
 from amoeba.commands.options import speaks
 from amoeba.commands.output import Output
 from amoeba.core.errors import TOLD, RankLost, bad_value, is_out_of_memory, one_line
@@ -36,6 +37,7 @@ CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, RANK_LOST, INTERRUPTED = 1, 1, 2, 70,
 TRACEBACK = "AMOEBA_TRACEBACK"
 _START_AGAIN = "Run the same command again; a training run goes on with --resume."
 _OF_EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "accelerate", "yaml", "peft")
+TRAINER = ("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")  # for `need`
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write elsewhere",
     errno.EDQUOT: "free some space, or write elsewhere",
@@ -160,7 +162,7 @@ def _document_failure(code: int, left: SystemExit) -> None:
 
 
 def _parse_error(left: SystemExit) -> str | None:
-    """What is wrong with the options: typer and argparse print that, and exit while they handle the error."""
+    """What is wrong with the options: typer prints that, and exits while it handles the error."""
     error = left.__context__
     if error is None:
         return None

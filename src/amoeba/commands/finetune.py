@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from amoeba.commands.exits import finish, usage
-from amoeba.commands.front import typer
-from amoeba.commands.head_start import load_trainer
+import typer
+
+from amoeba.commands.exits import TRAINER, finish, need, usage
 from amoeba.commands.options import (
     Accumulation,
     Compile,
@@ -32,7 +32,6 @@ from amoeba.commands.options import (
     speaks,
 )
 from amoeba.commands.output import Output
-from amoeba.commands.quick_transformers import NOT_FOR_TEXT
 from amoeba.commands.start import start
 from amoeba.system.loading import loading
 from amoeba.system.shell import shell_command
@@ -138,7 +137,7 @@ def finetune(
 def run(
     settings: FinetuneSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    load_trainer(without=() if trust_remote_code else NOT_FOR_TEXT)
+    need(*TRAINER)
     with loading():
         from amoeba.commands.over_ranks import job_over_ranks
         from amoeba.jobs.finetune import finetune as finetune_model

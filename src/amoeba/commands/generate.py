@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from amoeba.commands.exits import INTERRUPTED, finish, interrupted, need, usage
-from amoeba.commands.front import typer
 from amoeba.commands.options import (
     DTYPES,
     FrozenPrecision,
@@ -25,7 +26,6 @@ from amoeba.commands.options import (
     parse_dtypes,
     speaks,
 )
-from amoeba.commands.quick_transformers import NOT_FOR_TEXT, quick_transformers
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.core.errors import bad_value, counted
 from amoeba.system.loading import loading
@@ -121,8 +121,7 @@ def generate(
     """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
     output = start(verbose, over_ranks=True)
     with usage():
-        with quick_transformers(without=() if trust_remote_code else NOT_FOR_TEXT):
-            need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
+        need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
             from amoeba.jobs.generation_options import GenerationOptions
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
+import typer
+
 from amoeba.commands.exits import finish, interrupted, need, usage
-from amoeba.commands.front import typer
 from amoeba.commands.generate import parse_dtype
 from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose
 from amoeba.commands.start import hide_loading_bars, start

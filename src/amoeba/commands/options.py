@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from amoeba.commands.front import typer
+import typer
+
 from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:

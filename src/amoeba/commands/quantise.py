@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from amoeba.commands.exits import finish, interrupted, need, usage
-from amoeba.commands.front import typer
 from amoeba.commands.options import Json, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start

@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 
 from amoeba.commands.exits import usage
-from amoeba.commands.make_output import make_output
 from amoeba.commands.options import launched_processes, speaks
 from amoeba.commands.output import Output
 from amoeba.core.errors import TOLD, bad_value
@@ -44,7 +43,7 @@ def start(verbose: bool, *, passive_waiting: bool = True, over_ranks: bool = Fal
     _show_log(verbose)
     if not verbose:
         _quieten_others()
-    return make_output(verbose)
+    return Output(verbose)
 
 
 def _check_one_process() -> None:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import typer
+
 from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
-from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start

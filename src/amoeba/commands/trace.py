@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from amoeba.commands.exits import finish, need, usage
-from amoeba.commands.front import typer
 from amoeba.commands.options import (
     Json,
     Verbose,

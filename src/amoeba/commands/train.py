@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from amoeba.commands.head_start import load_trainer
+from amoeba.commands.exits import TRAINER, need
 from amoeba.commands.output import Output
-from amoeba.commands.quick_transformers import NOT_FOR_TEXT
-from amoeba.integrations.model_folder import ADAPTER_CONFIG
 from amoeba.jobs.settings import TrainSettings
 from amoeba.system.loading import loading
 from amoeba.system.shell import shell_command
@@ -18,7 +15,7 @@ from amoeba.system.shell import shell_command
 def run(
     settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    load_trainer(without=_not_needed(settings.model, trust_remote_code))
+    need(*TRAINER)
     with loading():
         from amoeba.commands.over_ranks import job_over_ranks
         from amoeba.jobs.train import train
@@ -39,10 +36,3 @@ def run(
         ]
     )
     return asdict(report)
-
-
-def _not_needed(model: str, trust_remote_code: bool) -> tuple[str, ...]:
-    """A model's own code may want anything; transformers wants PEFT where an adapter lies beside the weights."""
-    if trust_remote_code:
-        return ()
-    return NOT_FOR_TEXT if (Path(model) / ADAPTER_CONFIG).exists() else (*NOT_FOR_TEXT, "peft")

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from amoeba.commands.exits import INTERRUPTED, finish, need, usage
-from amoeba.commands.front import typer
 from amoeba.commands.options import Json, Verbose, dtype_name, parse_dtypes
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
