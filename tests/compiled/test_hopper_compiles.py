@@ -281,6 +281,10 @@ def launches() -> dict[str, Callable[[], None]]:
         "down_backward": lambda: multiply(x, down.transpose(1, 2), table, a, order_N=order, top_k=K),
         "rows_gradient": lambda: multiply(h, gate_up.transpose(1, 2), table, y),
         "down_gradient": lambda: weight_gradient(x, order, K, a, offs, offs, down),
+        "narrow_gradient": lambda: weight_gradient(x, order, K, empty(N, 320), offs, offs, empty(E, H, 320)),
+        "narrow_gradient_transposed": lambda: weight_gradient(
+            x, order, K, empty(N, 320), offs, offs, empty(E, 320, H).transpose(1, 2)
+        ),
         "up_gradient": lambda: weight_gradient(x, order, K, h, offs, offs, gate_up.transpose(1, 2)),
         **coded("fp8", FP8_128),
         **coded("mxfp8", MXFP8),
@@ -362,7 +366,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     hopper_scaled.list_tiles = lambda table, *sizes: table  # type: ignore[assignment]
     found = {}
     for name in wanted:
-        kernel = gradient if name.endswith("_gradient") and name != "rows_gradient" else product
+        kernel = gradient if "_gradient" in name and not name.startswith("rows_gradient") else product
         kernel = activation if name.startswith("activation_backward") else kernel
         kernel = scaled if name.startswith("scaled") else kernel
         kernel = coded if name.startswith("coded") else kernel

@@ -108,5 +108,5 @@ def test_a_program_that_has_waited_in_vain_waits_no_more(monkeypatch: pytest.Mon
         monkeypatch.setattr(order.gl, "atomic_add", counter.atomic_add, raising=False)
         monkeypatch.setattr(order.gl, "num_programs", lambda axis: 132, raising=False)
         monkeypatch.setattr(order.gl, "where", lambda condition, one, other: one if condition else other, raising=False)
-        looked = order.keep_abreast.fn(None, 0, 10_000, looked, 64)
+        looked = order.sync_tiles.fn(None, 0, 10_000, looked, 64)
         assert (counter.looks, looked) == (looks, after), others

@@ -44,7 +44,7 @@ def _at_least(z, bound):
 
 
 @triton.jit
-def _brisk_sigmoid(z):
+def _fast_sigmoid(z):
     """1 / (1 + exp(-z)) in five instructions for eleven, on NVIDIA's GPUs. The bits are the same, except that what is
     below 2^-126 (z < -87.3) is zero."""
     exponential = _flushing("ex2.approx.ftz.f32 $0, $1;", z * -1.4426950408889634)
@@ -63,8 +63,8 @@ def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
         sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * z))
         value = z * sigmoid
         slope = sigmoid + ALPHA * value * (1.0 - sigmoid)
-    elif KIND == "brisk_silu":
-        sigmoid = _brisk_sigmoid(ALPHA * z)
+    elif KIND == "fast_silu":
+        sigmoid = _fast_sigmoid(ALPHA * z)
         value = z * sigmoid
         slope = sigmoid + ALPHA * value * (1.0 - sigmoid)
     elif KIND == "gelu":

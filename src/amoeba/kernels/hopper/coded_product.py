@@ -26,7 +26,6 @@ from amoeba.kernels.hopper.coded_product_kernel import CODE_STAGES, RUN, STAGES,
 from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
 from amoeba.kernels.hopper.order import IN_GROUPS, list_tiles, order_of_product
 from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, Constants
-from amoeba.kernels.hopper.ways import chosen_constants, is_thrifty
 from amoeba.kernels.launch import cdiv
 from amoeba.kernels.programs import programs, sharing
 from amoeba.precision.formats import Format
@@ -102,7 +101,7 @@ def _launch(
     width, depth = (stored_columns, stored_rows) if transposed else (stored_rows, stored_columns)
     block_rows, block_columns = matrix.format.block
     order = IN_GROUPS
-    if whole_table and is_thrifty() and sharing() == (1, 0):
+    if whole_table and sharing() == (1, 0):
         of_expert = matrix.data.shape[1] * matrix.data.shape[2]
         order = order_of_product(of_expert, cdiv(width, BLOCK_N), activation is not None)
     plan = CodedPlan(
@@ -112,7 +111,6 @@ def _launch(
         BIAS=bias_EO is not None,
         KEEP=h is not None,
         LOW=0 if addend is None else min(BLOCK_K, padded_rank(addend.rank)),
-        BRISK=chosen_constants(False)["BRISK"],
         BITS=matrix.format.element.bits,
         SCALE=matrix.format.scale,
         GROUP=min(RUN, block_columns),

@@ -180,7 +180,7 @@ def coded_product_kernel(
     row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
     matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, PLAN.MATRIX[0], PLAN.MATRIX[1]], MATRIX_LAYOUT)
     code_bufs = gl.allocate_shared_memory(gl.int32, [CODE_STAGES, PLAN.CODES[0], PLAN.CODES[1]], CODE_LAYOUT)
-    staging = gl.allocate_shared_memory(dtype, [PLAN.PARTS, BLOCK_M // 2, BLOCK_N // PLAN.PARTS], STAGE_LAYOUT)
+    staging = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 2], STAGE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     coded = gl.allocate_shared_memory(gl.int64, [CODE_STAGES, 1], mbarrier.MBarrierLayout())

@@ -30,9 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.kernels.hopper.descriptor import bulk_load, descriptor, gather, shared_layout
 from amoeba.kernels.hopper.gradient_onward import consume_onward, fill_onward
-from amoeba.kernels.hopper.gradient_rounds import consume_rounds, fill_rounds
 from amoeba.kernels.hopper.gradient_store import place_of_turn, store_gradient
-from amoeba.kernels.hopper.ways import GradientWays, gradient_ways
 from amoeba.kernels.launch import quick
 from amoeba.kernels.programs import programs
 
@@ -47,40 +45,22 @@ def _produce(
     right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
     left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
-    ONWARD: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
-    if ONWARD:
+    if TOP_K > 0:
         fill_onward(
             right_desc, left, right, order, offs_E, heaviest_E, places, left_bufs, right_bufs, full, empty, experts,
             hidden, width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, BLOCK_LAYOUT,
+            WHOLE_WIDTH,
         )  # fmt: skip
     else:
-        _produce_tiles(
-            right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
-            width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places, TOP_K,
-            BLOCK_LAYOUT,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _produce_tiles(
-    right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
-    left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    h_tiles = gl.cdiv(hidden, BLOCK_H)
-    w_tiles = gl.cdiv(width, BLOCK_W)
-    tiles = experts * h_tiles * w_tiles
-    count = 0
-    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        _, _, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-        if TOP_K > 0:
-            count = fill_rounds(
-                right_desc, left, right, order, places, left_bufs, right_bufs, full, empty, count, h, w, start, end,
-                width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT,
-            )  # fmt: skip
-        else:
+        h_tiles = gl.cdiv(hidden, BLOCK_H)
+        w_tiles = gl.cdiv(width, BLOCK_W)
+        tiles = experts * h_tiles * w_tiles
+        count = 0
+        for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
+            _, _, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
             count = fill_gradient(
                 right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden,
                 width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
@@ -166,18 +146,14 @@ def _consume_tiles(
 def _consume(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, ONWARD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WHOLE_HEIGHT: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
-    if ONWARD:
+    if WHOLE_HEIGHT:
         consume_onward(
             offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
-        )  # fmt: skip
-    elif ROUNDS:
-        consume_rounds(
-            offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WHOLE_WIDTH,
         )  # fmt: skip
     else:
         _consume_tiles(
@@ -206,9 +182,9 @@ def gradient_kernel(
     right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
-    ONWARD: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """TOP_K: where tiles go by whole turns of the ring, else 0. ONWARD: see `ways.GradientWays`."""
+    """TOP_K: where tiles are whole along H and follow one another in the ring, else 0 and top_k is read."""
     dtype: gl.constexpr = out.dtype.element_ty
     if TOP_K > 0:
         left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
@@ -232,16 +208,16 @@ def gradient_kernel(
         [
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, ONWARD,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, WHOLE_WIDTH,
             )),
             (_consume, (
                 offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, ONWARD,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, WHOLE_WIDTH,
             )),
             (_produce, (
                 right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
                 width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
-                TOP_K, BLOCK_LAYOUT, ONWARD,
+                TOP_K, BLOCK_LAYOUT, WHOLE_WIDTH,
             )),
         ],
         [4, 4],
@@ -254,8 +230,7 @@ def _staged(transposed: bool) -> tuple[int, int]:
 
 
 @cache
-def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int) -> Any:
-    top_k = top_k if ways.rounds else 0  # elsewhere it need not be known
+def _bound(transposed: bool, dtype: torch.dtype, top_k: int, whole_width: bool) -> Any:
     return gradient_kernel.bound(
         TRANSPOSED=transposed,
         LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if top_k else BLOCK_H // 2), dtype),
@@ -268,7 +243,7 @@ def _bound(transposed: bool, dtype: torch.dtype, ways: GradientWays, top_k: int)
         STAGES=STAGES,
         GROUP=GROUP,
         TOP_K=top_k,
-        ONWARD=ways.onward,
+        WHOLE_WIDTH=whole_width,
         num_warps=4,
     )
 
@@ -289,8 +264,8 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    ways = gradient_ways(whole_height=hidden % BLOCK_H == 0, whole_width=width % BLOCK_W == 0)
-    _bound(transposed, out_EHW.dtype, ways, top_k)[(programs(out_EHW.device),)](
+    known_top_k = top_k if hidden % BLOCK_H == 0 else 0  # elsewhere it need not be known
+    _bound(transposed, out_EHW.dtype, known_top_k, width % BLOCK_W == 0)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
         descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
         left_TH,

@@ -3,13 +3,12 @@
     fill_onward(...)          # all tiles' stages, by the gathering warpgroup
     consume_onward(...)       # all tiles' sums, by a multiplying one
 
-For `amoeba.kernels.hopper.gradient`, where `amoeba.kernels.hopper.gradient_rounds` begins each tile at the first stage.
-A tile begins at whichever stage comes next: the stages up to the ring's end are its head, then come whole turns of the
-ring, in which each stage has code of its own, then its tail, and last the rows that do not fill a stage, multiplied
-sixteen at a time. An expert without rows has sixteen zeros there. Where the next tile lies, and its first row numbers,
-are found on the way.
+For `amoeba.kernels.hopper.gradient`, where tiles are whole along H. A tile begins at whichever stage comes next: the
+stages up to the ring's end are its head, then come whole turns of the ring, in which each stage has code of its own,
+then its tail, and last the rows that do not fill a stage, multiplied sixteen at a time. An expert without rows has
+sixteen zeros there. Where the next tile lies, and its first row numbers, are found on the way.
 
-All tiles are whole ones.
+WHOLE_WIDTH: tiles are whole along the width, too; else the last ones are stored under a mask.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.descriptor import bulk_load, bulk_store, gather, reinterpret
-from amoeba.kernels.hopper.gradient_store import expert_of_turn, rows_of_turn, turns_of_program
+from amoeba.kernels.hopper.gradient_store import expert_of_turn, rows_of_turn, store_gradient, turns_of_program
 from amoeba.kernels.hopper.product_store import column_parts
 
 PIECE = gl.constexpr(8)  # a row begins at 16 bytes: counted in these, all places of 64 GB have a 32-bit number
@@ -56,9 +55,9 @@ def _fill_stage(
 
 @gluon.jit
 def _fill_last_rows(
-    columns, place, right, left_bufs, right_bufs, full, empty, count, row, end, w, right_stride,
+    columns, place, right, left_bufs, right_bufs, full, empty, count, row, end, w, width, right_stride,
     BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr, WHOLE_WIDTH: gl.constexpr,
 ):  # fmt: skip
     """An expert's rows that do not fill a stage, or none where it has no rows at all, and zeros behind them."""
     # The right side in blocks of 64 columns, as they lie one after the other.
@@ -74,7 +73,10 @@ def _fill_last_rows(
     mbarrier.arrive(bar, count=1)
     own = right + n.to(gl.int64)[:, None] * right_stride + (w * BLOCK_W + c)[None, :]
     first = stage * (BLOCK_W // BLOCK)
-    for block in range(BLOCK_W // BLOCK):
+    blocks = BLOCK_W // BLOCK
+    if not WHOLE_WIDTH:  # what lies behind them is not stored
+        blocks = gl.minimum(width - w * BLOCK_W, BLOCK_W) // BLOCK
+    for block in range(blocks):
         gather(right_blocks.index(first + block), own + (block * BLOCK), mask=owned)
     # The copy engine writes here again. Said once for each tile: the compiler would say it in each turn of the ring.
     fence_async_shared()
@@ -87,6 +89,7 @@ def fill_onward(
     right_desc, left, right, order, offs_E, heaviest_E, places, left_bufs, right_bufs, full, empty, experts, hidden,
     width, left_stride, right_stride, TOP_K: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free; all of a tile's columns of the left side are there."""
     TURN: gl.constexpr = STAGES * BLOCK_N
@@ -141,7 +144,7 @@ def fill_onward(
         if (filled < end) | (start == end):
             _fill_last_rows(
                 columns, place_bufs.index(count - began).load(of_stage), right, left_bufs, right_bufs, full, empty,
-                count, filled, end, w, right_stride, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, layout,
+                count, filled, end, w, width, right_stride, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, layout, WHOLE_WIDTH,
             )  # fmt: skip
             count += 1
         h, w, start, end = next_h, next_w, next_start, next_end
@@ -187,7 +190,7 @@ def _sum_last_rows(
 def consume_onward(
     offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
     WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WHOLE_WIDTH: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile along H."""
     h_tiles = gl.cdiv(hidden, BLOCK_H)
@@ -230,19 +233,24 @@ def consume_onward(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + 2 * STAGES - 2) % STAGES), count=1, pred=partial & (filled > start))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        if TRANSPOSED:
-            first = expert * width + w * BLOCK_W
-            second = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
+        if WHOLE_WIDTH:
+            if TRANSPOSED:
+                first = expert * width + w * BLOCK_W
+                second = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
+            else:
+                first = expert * hidden + h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
+                second = w * BLOCK_W
+            sums, other_sums = column_parts(acc, 2)
+            _store(sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
+            if TRANSPOSED:
+                first += BLOCK_W // 2
+            else:
+                second += BLOCK_W // 2
+            _store(other_sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
         else:
-            first = expert * hidden + h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
-            second = w * BLOCK_W
-        sums, other_sums = column_parts(acc, 2)
-        _store(sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
-        if TRANSPOSED:
-            first += BLOCK_W // 2
-        else:
-            second += BLOCK_W // 2
-        _store(other_sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
+            store_gradient(
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
+            )
         expert, h, w, start, end = next_expert, next_h, next_w, next_start, next_end
     tma.store_wait(0)
 

@@ -75,7 +75,7 @@ def _list_tiles(table, listed, column_tiles, HEIGHT: tl.constexpr, BLOCK_M: tl.c
 
 def list_tiles(table: Tensor, column_tiles: int, height: int, block_m: int) -> Tensor:
     """All tiles of a product as groups of one expert's row tiles sweep its columns: the number of row tiles, a zero for
-    `keep_abreast`, two unused places; then for each tile expert, first row, expert's end, column tile.
+    `sync_tiles`, two unused places; then for each tile expert, first row, expert's end, column tile.
 
     height: of a group, give or take a half. block_m: rows of a tile.
     """
@@ -113,7 +113,7 @@ def place_of_tile(tile, table, tiles, column_tiles, GROUP_M: gl.constexpr, ORDER
 
 
 @gluon.jit
-def keep_abreast(begun, before, tiles, looked, LOOKS: gl.constexpr):
+def sync_tiles(begun, before, tiles, looked, LOOKS: gl.constexpr):
     """Waits until most programs have come to this turn: what they share is read from memory once only if they read it
     at about the same time. Returns `looked` for the next turn.
 

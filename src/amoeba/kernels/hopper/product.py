@@ -38,7 +38,6 @@ from amoeba.kernels.hopper.product_kernel import (
     Plan,
     product_kernel,
 )
-from amoeba.kernels.hopper.ways import chosen_constants, is_thrifty
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.programs import halvings, programs, programs_in_halves, sharing
 
@@ -162,17 +161,14 @@ def _step(addend: Addend | None) -> int:
 
 
 def _chosen(matrix_EOW: Tensor, addend: Addend | None, activated: bool, whole_table: bool) -> dict[str, Any]:
-    """Of the plan, by name."""
+    """Fields of the plan that depend on the sizes."""
     _, width, depth = matrix_EOW.shape
-    chosen = chosen_constants(addend is None and depth % (STAGES * BLOCK_K) == 0)
-    if not (whole_table and is_thrifty() and sharing() == (1, 0)):
-        return {**chosen, "ABREAST": False}
+    unrolled = addend is None and depth % (STAGES * BLOCK_K) == 0
+    if not whole_table or sharing() != (1, 0):
+        return {"UNROLLED": unrolled}
     matrix_bytes = width * depth * matrix_EOW.element_size()
-    return {
-        **chosen,
-        "ORDER": order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated),
-        "ABREAST": chosen["ABREAST"] and matrix_bytes > KEPT_BYTES,
-    }
+    order = order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated)
+    return {"UNROLLED": unrolled, "ORDER": order, "TILE_SYNC": order > 0 and matrix_bytes > KEPT_BYTES}
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:

@@ -62,7 +62,7 @@ def fill_product(
 
 
 @gluon.jit
-def fill_rounds(
+def fill_unrolled(
     row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth, width, columns,
     PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from amoeba.kernels.hopper.order import IN_GROUPS, keep_abreast, place_of_tile
-from amoeba.kernels.hopper.product_fill import fill_product, fill_rounds, row_pointers
+from amoeba.kernels.hopper.order import IN_GROUPS, place_of_tile, sync_tiles
+from amoeba.kernels.hopper.product_fill import fill_product, fill_unrolled, row_pointers
 from amoeba.kernels.hopper.product_store import add_bias, column_parts, finish_tile, store_tile
 from amoeba.kernels.launch import quick
 
@@ -48,27 +48,20 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
-    # See `amoeba.kernels.hopper.ways`.
-    ROUNDS: bool = False
-    QUARTERS: bool = False
-    BRISK: bool = False
-    CARRY: bool = False
-    ABREAST: bool = False
+    UNROLLED: bool = False  # a tile is whole turns of the ring of stages: each stage has code of its own
+    TILE_SYNC: bool = False  # programs wait for one another at each tile, so that they read what they share together
     ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.order`
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.programs`
 
     @property
     def FORM(self) -> str:
         """The activation, as `amoeba.kernels.activation` names it."""
-        return "brisk_silu" if self.BRISK and self.KIND == "silu" else self.KIND
+        return "fast_silu" if self.KIND == "silu" else self.KIND
 
     @property
-    def CARRIES(self) -> bool:
-        return self.CARRY and not self.ACTIVATE and not self.GATHER
-
-    @property
-    def KEEPS_ABREAST(self) -> bool:
-        return self.ABREAST and self.ORDER > 0 and self.HALVINGS == 0
+    def OVERLAPPED(self) -> bool:
+        """Half of a tile's sums leave while the next tile's products run."""
+        return self.UNROLLED and not self.ACTIVATE and not self.GATHER
 
     @property
     def PAIRED(self) -> bool:
@@ -86,13 +79,9 @@ class Plan:
         return BLOCK_N // 2 if self.PAIRED else BLOCK_N
 
     @property
-    def PARTS(self) -> int:
-        """Of a warpgroup's sums, which are stored one after the other."""
-        return 4 if self.QUARTERS else 2
-
-    @property
     def STAGED(self) -> tuple[int, int]:
-        return BLOCK_M // 2, BLOCK_N // self.PARTS
+        """As many of a warpgroup's sums as leave at a time."""
+        return BLOCK_M // 2, BLOCK_N // 2
 
     @property
     def MATRIX(self) -> tuple[int, int]:
@@ -148,15 +137,15 @@ def _produce(
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     looked = 0
     for tile in range(first, behind, step):
-        if PLAN.KEEPS_ABREAST:
-            looked = keep_abreast(table + 1, tile - first, behind, looked, LOOKS)
+        if PLAN.TILE_SYNC:
+            looked = sync_tiles(table + 1, tile - first, behind, looked, LOOKS)
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
         if PLAN.GATHER:
             pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
         else:
             pointers = x
-        if PLAN.ROUNDS:
-            count = fill_rounds(
+        if PLAN.UNROLLED:
+            count = fill_unrolled(
                 row_desc, matrix_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, n, depth,
                 width, columns, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
@@ -199,12 +188,12 @@ def multiply_stage(
 
 
 @gluon.jit
-def _begin_rounds(
+def _begin_unrolled(
     acc, row_bufs, matrix_bufs, full, empty, count, begin, depth, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
     HEIGHT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`_multiply_tile` from `begin` on where a tile is whole turns of the ring, but for `_end_rounds`: the last product
-    is begun. count: of these turns."""
+    """`_multiply_tile` from `begin` on where a tile is whole turns of the ring, but for `_end_unrolled`: the last
+    product is begun. count: of these turns."""
     for first in range(begin, depth, STAGES * BLOCK_K):
         for stage in gl.static_range(STAGES):
             more = True if stage > 0 else first > 0
@@ -216,7 +205,7 @@ def _begin_rounds(
 
 
 @gluon.jit
-def _end_rounds(acc, empty, STAGES: gl.constexpr):
+def _end_unrolled(acc, empty, STAGES: gl.constexpr):
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(STAGES - 1), count=1)
     return acc
@@ -259,11 +248,11 @@ def _consume_whole(
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
-        if PLAN.ROUNDS:
-            acc, count = _begin_rounds(
+        if PLAN.UNROLLED:
+            acc, count = _begin_unrolled(
                 acc, row_bufs, matrix_bufs, full, empty, count, 0, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
             )
-            acc = _end_rounds(acc, empty, STAGES)
+            acc = _end_unrolled(acc, empty, STAGES)
         else:
             acc, count = _multiply_tile(
                 acc, row_bufs, matrix_bufs, full, empty, count, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
@@ -276,7 +265,7 @@ def _consume_whole(
 
 
 @gluon.jit
-def _consume_carrying(
+def _consume_overlapped(
     table, row_bufs, matrix_bufs, full, empty, staging, out_desc, bias, out, depth, width, out_stride,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -295,16 +284,16 @@ def _consume_carrying(
     carried_row, carried_end, carried_column, count = 0, 0, 0, 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
-        acc, count = _begin_rounds(
+        acc, count = _begin_unrolled(
             acc, row_bufs, matrix_bufs, full, empty, count, 0, TURN, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
         if tile > first:
             store_tile(carried, out, out_desc, own, out_stride, carried_row, carried_end, carried_column, width, 0)
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
-        acc, count = _begin_rounds(
+        acc, count = _begin_unrolled(
             acc, row_bufs, matrix_bufs, full, empty, count, TURN, depth, WARPGROUP, PLAN, HEIGHT, BLOCK_K, STAGES
         )
-        acc = _end_rounds(acc, empty, STAGES)
+        acc = _end_unrolled(acc, empty, STAGES)
         row += WARPGROUP * HEIGHT
         column = n * BLOCK_N
         left, right = column_parts(acc, 2)
@@ -327,8 +316,8 @@ def consume(
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each tile's rows."""
-    if PLAN.CARRIES:
-        _consume_carrying(
+    if PLAN.OVERLAPPED:
+        _consume_overlapped(
             table, row_bufs, matrix_bufs, full, empty, staging, out_desc, bias, out, depth, width, out_stride,
             WARPGROUP, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
         )  # fmt: skip
@@ -353,7 +342,7 @@ def product_kernel(
         matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], MATRIX_LAYOUT)
     else:
         matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
-    staging = gl.allocate_shared_memory(dtype, [PLAN.PARTS, BLOCK_M // 2, BLOCK_N // PLAN.PARTS], STAGE_LAYOUT)
+    staging = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 2], STAGE_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -376,5 +365,5 @@ def product_kernel(
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],
-        [216, 72 if PLAN.GATHER else (40 if PLAN.ROUNDS else 24)],
+        [216, 72 if PLAN.GATHER else (40 if PLAN.UNROLLED else 24)],
     )  # fmt: skip

@@ -101,42 +101,31 @@ def finish_tile(
     acc, buffers, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Add the bias, activate, store. A part goes through another buffer than the one before, where there are two: then
-    it waits for the one before that, and the activation is computed while two parts leave."""
-    PART: gl.constexpr = BLOCK_N // PLAN.PARTS
-    BUFFERS: gl.constexpr = PLAN.PARTS // 2
-    STORES: gl.constexpr = 3 if PLAN.KEEP else 1
-    PENDING: gl.constexpr = BUFFERS - 1
-    OWN: gl.constexpr = WARPGROUP * BUFFERS
+    """Add the bias, activate, store: the left half, then the right one, through the warpgroup's buffer."""
+    HALF: gl.constexpr = BLOCK_N // 2
     column = n * PLAN.COLUMNS
     bias_row = bias + expert.to(gl.int64) * width
-    parts = column_parts(acc, PLAN.PARTS)
+    halves = column_parts(acc, 2)
     if PLAN.PAIRED:
-        for i in gl.static_range(BUFFERS):
-            gate, up = parts[i], parts[i + BUFFERS]
-            at = column + i * PART
-            first = buffers.index(OWN + i * STORES % BUFFERS)
-            second = buffers.index(OWN + (i * STORES + 1) % BUFFERS)
-            if PLAN.BIAS:
-                gate = add_bias(gate, bias_row, at, columns, PART)
-                up = add_bias(up, bias_row + columns, at, columns, PART)
-            if PLAN.KEEP:
-                store_tile(gate, h, h_desc, first, h_stride, row, end, at, columns, 0, PENDING)
-                store_tile(up, h, h_desc, second, h_stride, row, end, at, columns, columns, PENDING)
-            a = gated(gate, up, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            store_tile(a, out, out_desc, first, out_stride, row, end, at, columns, 0, PENDING)
+        gate, up = halves
+        buffer = buffers.index(WARPGROUP)
+        if PLAN.BIAS:
+            gate = add_bias(gate, bias_row, column, columns, HALF)
+            up = add_bias(up, bias_row + columns, column, columns, HALF)
+        if PLAN.KEEP:
+            store_tile(gate, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
+            store_tile(up, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
+        a = gated(gate, up, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+        store_tile(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
     else:
-        for i in gl.static_range(PLAN.PARTS):
-            value = parts[i]
-            at = column + i * PART
+        for i in gl.static_range(2):
+            value = halves[i]
+            at = column + i * HALF
             if PLAN.BIAS:
-                value = add_bias(value, bias_row, at, width, PART)
+                value = add_bias(value, bias_row, at, width, HALF)
+            buffer = buffers.index(WARPGROUP)
             if PLAN.ACTIVATE:
-                buffer = buffers.index(OWN)
                 if PLAN.KEEP:
                     store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
                 value = plain(value, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)
-            else:
-                buffer = buffers.index(OWN + i % BUFFERS)
-                store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0, PENDING)
+            store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)

@@ -1,4 +1,4 @@
-"""Ways of Hopper's weight gradients: the same bits on a GPU; elsewhere their names and their registers.
+"""Variants of Hopper's weight gradients: the same bits on a GPU; elsewhere parts of the ring, and registers.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · W width of the sorted rows
 """
@@ -14,27 +14,13 @@ from test_hopper_compiles import compiled
 from torch import Tensor
 
 from amoeba.core.layout import build_layout
+from amoeba.kernels.hopper import gradient
 from amoeba.kernels.hopper.gradient_onward import ring_parts
-from amoeba.kernels.hopper.ways import GRADIENT_VARIABLE, GradientWays, gradient_ways
 from amoeba.kernels.weight_gradient import heaviest_first
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 # Rows of an expert: none, less than a stage of 64, whole stages and turns of 256, one more and one less.
 COUNTS = (0, 1, 63, 64, 65, 128, 191, 192, 193, 255, 256, 257, 320, 511, 512, 513, 0, 1000, 3)
-
-
-def test_ways_are_taken_where_tiles_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(GRADIENT_VARIABLE, raising=False)
-    assert gradient_ways(True, True) == GradientWays(rounds=True, onward=True)
-    assert gradient_ways(True, False) == GradientWays(rounds=True)
-    assert gradient_ways(False, True) == GradientWays()
-    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds")
-    assert gradient_ways(True, True) == GradientWays(rounds=True)
-    monkeypatch.setenv(GRADIENT_VARIABLE, "")
-    assert gradient_ways(True, True) == GradientWays()
-    monkeypatch.setenv(GRADIENT_VARIABLE, "brisk")
-    with pytest.raises(ValueError, match=r"AMOEBA_GRADIENT_WAYS.*rounds.*'brisk'"):
-        gradient_ways(True, True)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 256, 300, 511, 512, 777])
@@ -54,17 +40,9 @@ def test_parts_of_a_tile_fill_the_ring_from_where_the_tile_before_it_ended(
 
 
 @pytest.mark.thorough
-def test_rounds_put_nothing_aside_but_the_number_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds")
-    for name, found in compiled(("down_gradient", "up_gradient"), tmp_path).items():
-        assert found["wgmma"] == 40, f"{name}: four stages with code of their own and one for the rest, twice"
-        assert found["local_accesses"] <= found["stack_bytes"] <= 8, f"{name} does not keep all in registers"
-
-
-@pytest.mark.thorough
-def test_tiles_in_a_row_keep_their_sums_in_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GRADIENT_VARIABLE, "rounds,onward")
-    for name, found in compiled(("down_gradient", "up_gradient"), tmp_path).items():
+def test_tiles_in_a_row_keep_their_sums_in_registers(tmp_path: Path) -> None:
+    names = "down_gradient", "up_gradient", "narrow_gradient", "narrow_gradient_transposed"
+    for name, found in compiled(names, tmp_path).items():
         assert found["wgmma"] == 56, f"{name}: head, four stages with code of their own, tail and last rows, twice"
         assert found["stack_bytes"] == 0, f"{name} does not keep all in registers"
         assert found["local_accesses_in_steps"] == 0, f"{name} puts sums aside"
@@ -74,30 +52,25 @@ def test_tiles_in_a_row_keep_their_sums_in_registers(tmp_path: Path, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
 @pytest.mark.parametrize(
-    ("way", "hidden", "width", "top_k"),
-    [
-        *(("rounds", *sizes) for sizes in ((256, 320, 2), (384, 192, 3), (320, 192, 2))),
-        *(("rounds,onward", *sizes) for sizes in ((256, 512, 2), (384, 256, 3), (256, 320, 2))),
-    ],
+    ("hidden", "width", "top_k"), [(256, 320, 2), (384, 192, 3), (320, 192, 2), (256, 512, 2), (384, 256, 3)]
 )
-def test_each_way_has_the_bits_of_the_plain_one(
-    way: str, hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_tiles_one_behind_the_other_have_the_bits_of_tiles_one_by_one(
+    hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(GRADIENT_VARIABLE, "")
-    plain = gradients(hidden, width, top_k, device)
+    with monkeypatch.context() as patch:
+        bound = gradient._bound
+        patch.setattr(gradient, "_bound", lambda transposed, dtype, top_k, whole: bound(transposed, dtype, 0, whole))
+        plain = gradients(hidden, width, top_k, device)
     assert all(one[: len(COUNTS)].isfinite().all() for one in plain.values())
-    monkeypatch.setenv(GRADIENT_VARIABLE, way)
     for programs in (None, 3, 528):
         if programs is not None:
-            monkeypatch.setattr("amoeba.kernels.hopper.gradient.programs", lambda device, count=programs: count)
+            monkeypatch.setattr(gradient, "programs", lambda device, count=programs: count)
         for name, one in gradients(hidden, width, top_k, device).items():
             assert torch.equal(plain[name].view(torch.int16), one.view(torch.int16)), (name, programs)
 
 
 def gradients(hidden: int, width: int, top_k: int, device: torch.device) -> dict[str, Tensor]:
     """Stored (H, W) and (W, H). Rows and tokens of nobody are NaN, and so is what is not written."""
-    from amoeba.kernels.hopper.gradient import weight_gradient
-
     generator = torch.Generator().manual_seed(3)
     owner_N = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
     owner_N = owner_N[torch.randperm(len(owner_N), generator=generator)]
@@ -116,5 +89,5 @@ def gradients(hidden: int, width: int, top_k: int, device: torch.device) -> dict
     for name, shape in (("plain", (hidden, width)), ("turned", (width, hidden))):
         made[name] = torch.full((len(COUNTS) + 1, *shape), math.nan, dtype=torch.bfloat16, device=device)
         out_EHW = made[name][:-1] if name == "plain" else made[name][:-1].transpose(1, 2)
-        weight_gradient(left_TH, order_N, top_k, right_NW, offs_E, heaviest_first(offs_E), out_EHW)
+        gradient.weight_gradient(left_TH, order_N, top_k, right_NW, offs_E, heaviest_first(offs_E), out_EHW)
     return made

@@ -1,4 +1,4 @@
-"""Ways of Hopper's product: the same bits on a GPU; elsewhere their names and their registers.
+"""Variants of Hopper's products, chosen by their sizes: the same bits on a GPU; elsewhere which one, and registers.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 """
@@ -15,57 +15,33 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.layout import build_layout
+from amoeba.kernels.addend import Addend
 from amoeba.kernels.hopper import product
 from amoeba.kernels.hopper.order import BY_COLUMNS, TALL
-from amoeba.kernels.hopper.ways import TAKEN, VARIABLE, Ways, chosen_constants, ways_named
 from amoeba.kernels.programs import share_the_gpu
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-ALL = ",".join(Ways._fields)
-PLAIN_ROUNDS, IN_GROUPS_ALL = "rounds,brisk", "rounds,brisk,carry"
 LARGE = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
 COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
 K = 2
 
 
-def test_names_are_parted_by_commas() -> None:
-    assert ways_named("quarters,brisk") == Ways(quarters=True, brisk=True)
-    assert ways_named("") == Ways()
-    with pytest.raises(ValueError, match=r"rounds, quarters.*'rounds,quick'"):
-        ways_named("rounds,quick")
+def test_stages_are_unrolled_only_where_a_tile_is_whole_turns_of_the_ring() -> None:
+    assert product._chosen(matrix(512, 768), None, False, True)["UNROLLED"]
+    assert not product._chosen(matrix(512, 320), None, False, True)["UNROLLED"]
+    low_NR, factor_EOR = torch.empty(4, 16), torch.empty(8, 512, 16)
+    assert not product._chosen(matrix(512, 768), Addend(low_NR, factor_EOR, 16), False, True)["UNROLLED"]
 
 
-def test_rounds_are_taken_only_where_a_tile_is_whole_turns_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert taken(whole_turns=True) == {"ROUNDS", "BRISK", "CARRY", "ABREAST"}
-    assert taken(whole_turns=False) == {"BRISK", "ABREAST"}
-    monkeypatch.setenv(VARIABLE, "")
-    assert not taken(whole_turns=True)
-
-
-def test_what_needs_rounds_or_the_whole_buffer_is_left_out_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "rounds,carry")
-    assert taken(whole_turns=True) == {"ROUNDS", "CARRY"}
-    assert not taken(whole_turns=False)
-    monkeypatch.setenv(VARIABLE, "rounds,quarters,carry")
-    assert taken(whole_turns=True) == {"ROUNDS", "QUARTERS"}
-
-
-@pytest.mark.parametrize(
-    ("ways", "whole_table", "order"), [("rounds", True, None), ("thrifty", True, TALL), ("thrifty", False, None)]
-)
-def test_parts_of_a_table_keep_the_usual_order(
-    ways: str, whole_table: bool, order: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, ways)
+@pytest.mark.parametrize(("whole_table", "order"), [(True, TALL), (False, None)])
+def test_parts_of_a_table_keep_the_usual_order(whole_table: bool, order: int | None) -> None:
     assert product._chosen(LARGE, None, True, whole_table).get("ORDER") == order
 
 
 def test_programs_wait_for_one_another_only_with_large_matrices() -> None:
-    small = torch.empty(8, 1536, 2048, device="meta", dtype=torch.bfloat16)
-    assert not product._chosen(small, None, True, True)["ABREAST"]
-    assert product._chosen(LARGE, None, True, True)["ABREAST"]
-    assert not product._chosen(LARGE, None, True, False)["ABREAST"]
+    assert not product._chosen(matrix(1536, 2048), None, True, True)["TILE_SYNC"]
+    assert product._chosen(LARGE, None, True, True)["TILE_SYNC"]
+    assert "TILE_SYNC" not in product._chosen(LARGE, None, True, False)
 
 
 @pytest.mark.parametrize("halvings", [0, 5])
@@ -73,48 +49,38 @@ def test_where_the_gpu_is_shared_tiles_keep_their_order_and_nobody_waits(halving
     share_the_gpu(True, halvings)
     found = product._chosen(LARGE, None, True, True)
     share_the_gpu(False)
-    assert "ORDER" not in found and not found["ABREAST"]
+    assert found.keys() == {"UNROLLED"}
 
 
-def taken(whole_turns: bool) -> set[str]:
-    return {name for name, value in chosen_constants(whole_turns).items() if value}
+def matrix(width: int, depth: int) -> Tensor:
+    return torch.empty(8, width, depth, device="meta", dtype=torch.bfloat16)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("ways", "turns"), [(PLAIN_ROUNDS, (1, 1)), (ALL, (1, 1)), (TAKEN, (1, 2))])
-def test_all_stays_in_registers(
-    ways: str, turns: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_stays_in_registers(tmp_path: Path) -> None:
     """A turn has four stages of four products each, of two warpgroups; the first ones may have code of their own."""
-    monkeypatch.setenv(VARIABLE, ways)
-    for (name, found), count in zip(compiled(("up", "down"), tmp_path).items(), turns, strict=True):
+    for (name, found), count in zip(compiled(("up", "down"), tmp_path).items(), (1, 2), strict=True):
         assert found["wgmma"] == 32 * count, name
         assert found["local_accesses_between_products"] == 0, f"{name} does not keep its sums in registers"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
-@pytest.mark.parametrize(
-    ("ways", "order"),
-    [
-        *((ways, None) for ways in ("rounds", "quarters", "brisk", PLAIN_ROUNDS, IN_GROUPS_ALL, TAKEN, ALL)),
-        *((TAKEN, order) for order in (BY_COLUMNS, 2, TALL)),
-    ],
-)
+@pytest.mark.parametrize("order", [None, BY_COLUMNS, 2, TALL])
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (768, 512), (320, 192)])
-def test_each_way_has_the_bits_of_the_plain_one(
-    ways: str, order: int | None, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_each_variant_has_the_bits_of_the_plain_one(
+    order: int | None, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """order: of tiles, where it is not what their bytes ask for."""
-    monkeypatch.setenv(VARIABLE, "")
-    plain = products(hidden, inner, device)
-    monkeypatch.setenv(VARIABLE, ways)
+    with monkeypatch.context() as patch:
+        patch.setattr(product, "_chosen", lambda *sizes: {})
+        plain = products(hidden, inner, device)
     if order is not None:
-        monkeypatch.setattr("amoeba.kernels.hopper.product.order_of_product", lambda *sizes: order)
-        monkeypatch.setattr("amoeba.kernels.hopper.product.KEPT_BYTES", 0)  # so that programs wait for one another
+        monkeypatch.setattr(product, "order_of_product", lambda *sizes: order)
+        monkeypatch.setattr(product, "KEPT_BYTES", 0)  # so that programs wait for one another
     for programs in (None, 3):
         if programs is not None:
-            monkeypatch.setattr("amoeba.kernels.hopper.product.programs", lambda device: 3)
+            monkeypatch.setattr(product, "programs", lambda device: 3)
         found = products(hidden, inner, device)
         for name, one in plain.items():
             assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), name
