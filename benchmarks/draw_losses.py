@@ -108,8 +108,8 @@ def _frame(lowest: float, highest: float, last: int, widest: float) -> Iterator[
     middle = (BELOW_TOP + BELOW_BOTTOM) / 2
     for line in (BOTTOM, middle):
         yield f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{line:g}" y2="{line:g}"/>'
-    for value, at in ((highest, TOP), (lowest, BOTTOM)):
-        yield f'<text class="muted right" x="{LEFT - 8}" y="{at + 4}">{value:.2f}</text>'
+    for value, at in ((highest, float(TOP)), (lowest, BOTTOM)):
+        yield f'<text class="muted right" x="{LEFT - 8}" y="{at + 4:g}">{value:.2f}</text>'
     for value, at in ((widest, BELOW_TOP), (0.0, middle), (-widest, BELOW_BOTTOM)):
         yield f'<text class="muted right" x="{LEFT - 8}" y="{at + 4:g}">{value:+.1f} %</text>'
     yield f'<text class="muted" x="{LEFT}" y="{BELOW_TOP - 14}">{BELOW}</text>'

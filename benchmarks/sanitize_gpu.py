@@ -74,8 +74,8 @@ def run_layer(
     expert_TK = torch.rand(T, E, device="cuda", generator=generator).topk(K, 1).indices
     expert_TK[::7, 0] = E
     J = activation.width(I)
-    biases = (normal(E, J), normal(E, H)) if bias else (None, None)
-    weights = ExpertWeights(normal(E, J, H), normal(E, H, I), *biases, activation)
+    of_up, of_down = (normal(E, J), normal(E, H)) if bias else (None, None)
+    weights = ExpertWeights(normal(E, J, H), normal(E, H, I), of_up, of_down, activation)
     routing = Routing(expert_TK, torch.rand(T, K, device="cuda", generator=generator).requires_grad_(train))
     with torch.set_grad_enabled(train):
         y_TH = experts(normal(T, H), routing, weights, backend=backend)
@@ -105,6 +105,7 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
     with the factors and without. many_rows: experts are dequantised, three of them at a time."""
     from amoeba import LoraFactors
     from amoeba.backends import block_scaled_rows
+    from amoeba.core.weights import LORA_NAMES
     from amoeba.kernels.hopper import coded_product
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.formats import FORMATS
@@ -118,7 +119,8 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
         block_scaled_rows.MANY_ROWS = block_scaled_rows.MANY_ROWS_OF_NVFP4 = 0
         block_scaled_rows.DEQUANTISED_BYTES = 3 * 2 * 192 * 320 * 2
     shapes = [(8, 16, 320), (8, 192, 16)] * 2 + [(8, 16, 192), (8, 320, 16)]
-    lora = LoraFactors(*(normal(*shape).float().detach().requires_grad_() for shape in shapes), scaling=2.0)
+    drawn = (normal(*shape).float().detach().requires_grad_() for shape in shapes)
+    lora = LoraFactors(**dict(zip(LORA_NAMES, drawn, strict=True)), scaling=2.0)
     experts(normal(300, 320), routing, weights, lora=lora, backend="triton").sum().backward()
     with torch.no_grad():
         for tokens in (1, 5, 64, 120):

@@ -131,18 +131,13 @@ def bench(
     ] = None,
     suite: Annotated[
         str | None,
-        typer.Option("--suite", help="small, cpu, gpu, products, model, stream (streamed experts) or ranks."),
+        typer.Option("--suite", help="Several shapes: small, cpu or gpu."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", help="With --suite ranks: processes; default 2.")] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
     passes: Annotated[
         str,
-        typer.Option(
-            "--pass",
-            help="forward, training (forward and backward) or both; models: training, lora, decode; stream: decode, "
-            "disk, lora, prefetch, turns.",
-        ),
+        typer.Option("--pass", help="forward, training (forward and backward) or both."),
     ] = "both",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="At least so many rounds.")] = 20,
     peer: Annotated[
@@ -171,55 +166,8 @@ def bench(
     """Check each implementation on the problem itself, then time those that are right, in turns."""
     output = start(verbose, passive_waiting=False)  # measured as the environment is, which the document holds
     from amoeba.commands import bench as bench_command
+    from amoeba.commands.bench_run import free_path
 
-    with usage():
-        bench_command.check_suite(suite, ranks, passes)
-        bench_command.check_graphs(graphs, suite, passes, device)
-    if suite == "model":
-        with usage():
-            from amoeba.commands import bench_models
-
-            place = parse_device(device)
-            bench_models.check_options(dtype or [], sustained)
-            problems = bench_models.choose_problems(shape or [], passes, place)
-            candidates = bench_models.choose_candidates(problems, ours or [], peer or [])
-            path = bench_command.free_path(out)
-        document, ok = bench_models.run(problems, repeats, candidates, path, output)
-        finish(output, document, ok, json)
-        return
-    if suite == "stream":
-        with usage():
-            from amoeba.commands import bench_stream
-
-            bench_stream.check_options(dtype or [], ours or [], peer or [], sustained)
-            problem = bench_stream.choose_problem(shape or [], passes, parse_device(device))
-            path = bench_command.free_path(out)
-        document, ok = bench_stream.run(problem, repeats, path, output)
-        finish(output, document, ok, json)
-        return
-    if suite == "ranks":
-        with usage():
-            from amoeba.commands import bench_ranks
-
-            place = parse_device(device)
-            others = {"--peer": peer, "--sustained": sustained}
-            dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
-            job = bench_ranks.choose_job(shape or [], ranks, place, dtypes, others, ours or [])
-            path = bench_command.free_path(out)
-        document, ok = bench_ranks.run(job, repeats, path, output)
-        finish(output, document, ok, json)
-        return
-    if suite == "products":
-        with usage():
-            from amoeba.commands import bench_products
-
-            place = parse_device(device)
-            others = {"--peer": peer, "--dtype": dtype, "--sustained": sustained}
-            layers = bench_products.choose_shapes(shape or [], place, others)
-            path = bench_command.free_path(out)
-        document, ok = bench_products.run(layers, place, repeats, path, output, ours or [])
-        finish(output, document, ok, json)
-        return
     with usage():
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
@@ -228,7 +176,8 @@ def bench(
         peers = bench_command.choose_peers(peer or [])
         chosen = bench_command.choose_ours(ours or [])
         bench_command.check_sustained(sustained, place)
-        path = bench_command.free_path(out)
+        bench_command.check_graphs(graphs, passes, place)
+        path = free_path(out)
     document, ok = bench_command.run(
         shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen, sustained=sustained, graphs=graphs
     )

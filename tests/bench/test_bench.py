@@ -266,7 +266,7 @@ def test_a_bad_shape_says_what_was_expected(text):
 
 def test_the_document_is_complete_and_names_no_place(tmp_path):
     reports = run_suite([TINY], CPU, [torch.float32], ["training"], repeats=2)
-    document = make_document(reports, "amoeba bench --shape tiny", load_before=0.5)
+    document = make_document("amoeba bench --shape tiny", load_before=0.5, results=reports)
     text = json.dumps(document, allow_nan=False)
     assert {"date", "commit", "command", "machine", "versions", "load_before", "results"} <= set(document)
     assert {"model", "cores", "threads", "instruction_sets"} <= set(document["machine"]["cpu"])
@@ -283,13 +283,13 @@ def test_the_document_is_complete_and_names_no_place(tmp_path):
 
 def test_the_document_has_the_ceilings_or_says_that_there_are_none():
     ceilings = Ceilings("cpu", {"float32": Product(2048, 1e11)}, copied_bytes=4096, copy_bytes_per_second=1e10)
-    assert make_document([], "amoeba bench", ceilings=ceilings)["ceilings"] == {
+    assert make_document("amoeba bench", ceilings=ceilings)["ceilings"] == {
         "device": "cpu",
         "matmul": {"float32": {"size": 2048, "flops_per_second": 1e11}},
         "copied_bytes": 4096,
         "copy_bytes_per_second": 1e10,
     }
-    assert make_document([], "amoeba bench")["ceilings"] is None
+    assert make_document("amoeba bench")["ceilings"] is None
 
 
 def test_ceilings_count_two_operations_per_product_and_both_sides_of_a_copy(monkeypatch):

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from amoeba.bench import fused_libraries, timing
 from amoeba.bench.document import make_document
 from amoeba.bench.implementations import PEERS, implementations
-from amoeba.bench.models.candidates import candidates_for
-from amoeba.bench.models.problem import SIZES, Problem
 from amoeba.bench.shapes import Shape
 from amoeba.bench.suite import run_suite
 from amoeba.bench.workload import make_workload
@@ -174,17 +172,6 @@ def test_the_document_has_the_versions_of_the_peers_that_are_installed(tmp_path,
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-kernel\nVersion: 1.2.3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = make_document([], "amoeba bench")["peer_versions"]
+    found = make_document("amoeba bench")["peer_versions"]
     assert found["liger-kernel"] == "1.2.3"
     assert "sonic-moe" not in found
-
-
-def test_without_peft_its_lora_is_left_out_with_the_command_that_installs_it(monkeypatch):
-    problem = Problem(SIZES["1b"], "lora", torch.device("cuda"))
-    plain, compiled = candidates_for(problem, ours=[], peers=["PEFT"])
-    assert compiled.name == f"{plain.name}, compiled"
-    monkeypatch.setitem(sys.modules, "peft", ModuleType("peft"))
-    sys.modules["peft"].__spec__ = SimpleNamespace()
-    assert plain.why_not(problem) is None
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert all("pip install peft" in each.why_not(problem) for each in (plain, compiled))

@@ -235,7 +235,7 @@ def test_the_rests_of_a_gpu_are_stated(monkeypatch):
     assert [line for line in output.lines if "rests of 4 ms before each pass" in line]
     bench_command._print(report, None, output := NotedOutput())
     assert not [line for line in output.lines if "rests" in line]
-    assert make_document([report], "amoeba bench")["results"][0]["rest_ms"] == 0.0
+    assert make_document("amoeba bench", results=[report])["results"][0]["rest_ms"] == 0.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 1e9])

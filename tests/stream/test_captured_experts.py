@@ -33,7 +33,6 @@ from test_gpu_streamed_experts import (
 from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
-from amoeba.bench.stream.stores import FileStore
 from amoeba.core.config import Activation, RouterConfig
 from amoeba.core.replays import CannotCapture
 from amoeba.stream.gpu.device import CudaDevice
@@ -43,6 +42,7 @@ from amoeba.stream.placement import MemoryStore
 from amoeba.stream.store import compiled_reads
 from amoeba.stream.store.layers import layer_entry
 from amoeba.stream.store.store import Store
+from benchmarks.stream.stores import FileStore
 from selection import quick
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.

@@ -19,7 +19,6 @@ from served_layers import Served, drawn_ids
 from simulated_device import LiveDevice
 from test_device_memory import E
 
-from amoeba.bench.stream.waits import DISK, TABLES_FIRST, WaitRecord
 from amoeba.core.config import Activation
 from amoeba.stream.gpu.device import Calls
 from amoeba.stream.gpu.expert_reads import PASSING
@@ -31,6 +30,7 @@ from amoeba.stream.store.reading import Range, Reader
 from amoeba.stream.store.store import Store
 from amoeba.stream.timed import DIRECT_ROW, time_calls
 from amoeba.stream.timeline import Timeline
+from benchmarks.stream.waits import DISK, TABLES_FIRST, WaitRecord
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 

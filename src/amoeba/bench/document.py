@@ -1,6 +1,6 @@
 """The benchmark written down: one JSON document that says what was run, on what, by which code, with what result.
 
-document = make_document(reports, command="amoeba bench --shape small")
+document = make_document("amoeba bench --shape small", results=reports)
 path = result_path(Path("benchmarks/results"))     # raises FileExistsError rather than lose an earlier result
 write_new(path, document)
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amoeba.bench.ceilings import Ceilings
 from amoeba.bench.suite import Report
@@ -23,32 +23,25 @@ from amoeba.core.errors import bad_value
 from amoeba.system import files
 from amoeba.system.machine import commit, machine, machine_kind, versions
 
-if TYPE_CHECKING:
-    from amoeba.bench.models.suite import ModelReport  # needs more than torch
-    from amoeba.bench.products.suite import ProductsReport
-    from amoeba.bench.ranks.suite import RanksReport
-    from amoeba.bench.stream.suite import StreamSuiteReport
-
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
 FORMAT = 2
+# Of the suites in the repository's benchmarks/.
+TABLES = ("models", "streams", "ranks", "products")
 # Whose speed is measured beside ours, or on which that depends; transformers and peft are among `versions`.
 PEER_PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "kt-kernel")
 
 
 def make_document(
-    reports: Sequence[Report],
     command: str,
     load_before: float | None = None,
     ceilings: Ceilings | None = None,
     finished: bool = True,
-    models: Sequence[ModelReport] = (),
-    streams: Sequence[StreamSuiteReport] = (),
-    ranks: Sequence[RanksReport] = (),
-    products: Sequence[ProductsReport] = (),
+    results: Sequence[Report] = (),
+    **tables: Sequence[Any],
 ) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times.
 
-    models, streams, ranks, products: the reports of --suite model, stream, ranks and products, which have no others.
+    results, tables: the reports of the suite that was run, `results` those of layers; one of TABLES.
     finished: False while the run goes on, and for good where it was stopped.
     """
     return {
@@ -64,11 +57,8 @@ def make_document(
         "versions": versions(),
         "peer_versions": _peer_versions(),
         "ceilings": None if ceilings is None else asdict(ceilings),
-        "results": [_plain(report) for report in reports],
-        "models": [asdict(report) for report in models],
-        "streams": [asdict(report) for report in streams],
-        "ranks": [asdict(report) for report in ranks],
-        "products": [asdict(report) for report in products],
+        "results": [_plain(report) for report in results],
+        **{table: [asdict(report) for report in tables.get(table, ())] for table in TABLES},
     }
 
 

@@ -120,6 +120,8 @@ SUITES: dict[str, tuple[str, ...]] = {
         "qwen3_decode",
     ),
 }
+# Suites that are in the repository's benchmarks/, by the names that --suite had for them.
+_MOVED = {"model": "models", "models": "models", "stream": "stream", "ranks": "ranks", "products": "products"}
 
 
 def check_memory(problems: Iterable[tuple[torch.dtype, Shape]], device: torch.device, training: bool) -> None:
@@ -147,12 +149,10 @@ def default_suite(device: torch.device) -> str:
 
 def parse_suite(name: str) -> list[Shape]:
     if name not in SUITES:
-        raise bad_value(
-            "--suite",
-            f"one of {', '.join(SUITES)}, products, model, stream, ranks",
-            repr(name),
-            "see the names in docs/benchmarks.md",
-        )
+        remedy = "see the names in docs/benchmarks.md"
+        if (moved := _MOVED.get(name)) is not None:
+            remedy = f"in a checkout of the repository, run: python -m benchmarks {moved}"
+        raise bad_value("--suite", f"one of {', '.join(SUITES)}", repr(name), remedy)
     return [SHAPES[shape] for shape in SUITES[name]]
 
 

@@ -10,41 +10,30 @@ from typing import Any
 import torch
 
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
-from amoeba.bench.document import make_document, result_path, write_again, write_new
 from amoeba.bench.implementations import PEERS, names_of_ours
 from amoeba.bench.nvml import MeterError, open_meter
 from amoeba.bench.shapes import Shape, check_memory, default_suite, parse_shape, parse_suite
 from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
 from amoeba.bench.sustained import TURNS, Sustained
 from amoeba.commands.bench_captured import print_captured
-from amoeba.commands.options import dtype_name, parse_device
-from amoeba.commands.output import Output, strict_json
-from amoeba.commands.start import with_seconds
+from amoeba.commands.bench_run import BenchRun, three_digits
+from amoeba.commands.options import dtype_name
+from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
-from amoeba.system.machine import load_average, usable_cores
 
 PASSES: dict[str, list[Pass]] = {
     "forward": ["forward"],
     "training": ["training"],
     "both": ["forward", "training"],
 }
-# A machine this busy (per core) before the first measurement distorts the times.
-_BUSY = 0.5
 _MOST_SUSTAINED_SECONDS = 600.0
 
 
 def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device) -> list[Shape]:
+    of_suite = parse_suite(suite or default_suite(device))
     if shapes and suite:
         raise bad_value("--suite", "either --shape or --suite", "both", "leave one of them out")
-    return [parse_shape(text) for text in shapes] if shapes else parse_suite(suite or default_suite(device))
-
-
-def check_suite(suite: str | None, ranks: int | None, passes: str) -> None:
-    """Options that are for some suites alone."""
-    if suite in ("ranks", "products") and passes != "both":
-        raise bad_value("--pass", f"none with --suite {suite}", passes, "it measures all of a step")
-    if ranks is not None and suite != "ranks":
-        raise bad_value("--ranks", "--suite ranks with it", f"--ranks {ranks} alone", "add --suite ranks")
+    return [parse_shape(text) for text in shapes] or of_suite
 
 
 def choose_peers(names: Sequence[str]) -> Sequence[str]:
@@ -87,17 +76,11 @@ def check_sustained(seconds: float | None, device: torch.device) -> None:
         ) from error
 
 
-def check_graphs(graphs: bool, suite: str | None, passes: str, device: str) -> None:
-    if not graphs:
-        return
-    if suite in ("model", "stream", "ranks", "products"):
-        raise bad_value(
-            "--graphs", f"none with --suite {suite}", "--graphs", "name layers, such as --shape qwen3_small"
-        )
-    if passes == "forward":
+def check_graphs(graphs: bool, passes: str, device: torch.device) -> None:
+    if graphs and passes == "forward":
         raise bad_value("--graphs", "--pass training or both", "--pass forward", "leave one of them out")
-    if (found := parse_device(device).type) != "cuda":
-        raise bad_value("--graphs", "a GPU: CUDA graphs are replayed there", found, "leave it out")
+    if graphs and device.type != "cuda":
+        raise bad_value("--graphs", "a GPU: CUDA graphs are replayed there", device.type, "leave it out")
 
 
 def default_dtypes(device: torch.device) -> list[torch.dtype]:
@@ -106,11 +89,6 @@ def default_dtypes(device: torch.device) -> list[torch.dtype]:
 
 def check_shapes_fit(shapes: Sequence[Shape], device: torch.device, dtypes: Sequence[torch.dtype], passes: str) -> None:
     check_memory(problems(shapes, dtypes), device, "training" in choose_passes(passes))
-
-
-def free_path(directory: Path | None) -> Path | None:
-    """Where the document will go; raises before anything is measured if there is an earlier one."""
-    return None if directory is None else result_path(directory)
 
 
 def command_line(
@@ -157,53 +135,40 @@ def run(
 
     With ceilings=None they are not measured, and the tables have no shares of them.
     """
-    load = warn_if_busy(output)
-    limits = None
+    measured = BenchRun(
+        command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained, graphs), "results", path, output
+    )
     if ceilings is not None:
-        progress_of(output)("measuring the ceilings of this device: a dense product and a copy")
-        limits = ceilings(device, list(dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))))
-        output.line(limits.line())
-    command = command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained, graphs)
+        computed = dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))
+        measured.measure_ceilings(device, list(computed), ceilings)
     reports: list[Report] = []
-
-    def document_of(finished: bool) -> dict[str, Any]:
-        return strict_json(make_document(reports, command, load, limits, finished))
 
     def keep(report: Report) -> None:
         reports.append(report)
-        _print(report, limits, output)
-        if path is not None:
-            (write_new if len(reports) == 1 else write_again)(path, document_of(finished=False))
+        _print(report, measured.limits, output)
+        measured.keep(report)
 
-    # Lines and no spinner: a spinner is a thread that would run while others are timed.
-    told = progress_of(output)
-    detail = told if output.verbose else _untold
+    detail = measured.progress if output.verbose else _untold
     run_suite(
-        shapes, device, dtypes, choose_passes(passes), repeats, told, peers, keep, ours, sustained, graphs, detail
+        shapes,
+        device,
+        dtypes,
+        choose_passes(passes),
+        repeats,
+        measured.progress,
+        peers,
+        keep,
+        ours,
+        sustained,
+        graphs,
+        detail,
     )
-    document = document_of(finished=True)
-    if path is not None:
-        write_again(path, document)
-        output.heading(f"written to {path}")
     wrong = [m for report in reports for m in report.measurements if m.ours and m.status == "refused"]
-    return document, not wrong
-
-
-def progress_of(output: Output) -> Callable[[str], None]:
-    """Lines of progress; with -v each with the seconds since the command began."""
-    return (lambda line: output.progress(with_seconds(line))) if output.verbose else output.progress
+    return measured.finish(), not wrong
 
 
 def _untold(line: str) -> None:
     """For what is told with -v only."""
-
-
-def warn_if_busy(output: Output) -> float | None:
-    """The machine's load, which goes into the document."""
-    load = load_average()
-    if load is not None and load > _BUSY * usable_cores():
-        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are not to be trusted")
-    return load
 
 
 def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
@@ -324,11 +289,6 @@ def _row(
 
 def _rate_unit(timed: Sequence[Measurement]) -> str:
     return "TFLOP/s" if max((m.flops_per_second or 0 for m in timed), default=0) >= 1e12 else "GFLOP/s"
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _mib(size: int | None) -> str:

@@ -1,0 +1,130 @@
+"""The command line of the benchmarks: `python -m benchmarks --help`, from the root of the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from amoeba.commands import exits
+from amoeba.commands.checked_commands import Typer
+from amoeba.commands.exits import finish, need, usage
+from amoeba.commands.options import Json, Verbose, parse_device, parse_dtypes
+from amoeba.commands.start import start
+
+app = Typer(
+    name="benchmarks",
+    help="Benchmarks of whole models, streamed experts, experts over ranks and single kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+Shapes = Annotated[list[str] | None, typer.Option("--shape", help="A name, or T,H,I,E,K where a layer is measured.")]
+Passes = Annotated[str | None, typer.Option("--pass", help="Only this part; default: all.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Measure at least this many rounds.")]
+Ours = Annotated[list[str] | None, typer.Option("--ours", help="Of ours only these, by a part of the name.")]
+Peers = Annotated[list[str] | None, typer.Option("--peer", help="Of the peers only these, by a part of the name.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")]
+
+
+@app.command()
+def models(
+    shape: Shapes = None,
+    passes: Passes = None,
+    device: Device = "auto",
+    repeats: Repeats = 20,
+    ours: Ours = None,
+    peer: Peers = None,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Training steps, LoRA steps and decodes of whole models, compared with transformers and PEFT."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.models import tables
+
+        problems = tables.choose_problems(shape or [], passes, parse_device(device))
+        chosen = tables.choose_candidates(problems, ours or [], peer or [])
+        path = free_path(out)
+    finish(output, *tables.run(problems, repeats, chosen, path, output), json)
+
+
+@app.command()
+def stream(
+    shape: Shapes = None,
+    passes: Passes = None,
+    device: Device = "auto",
+    repeats: Repeats = 20,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Streamed experts compared with resident ones: decode, disk, lora, prefetch and turns."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.stream import tables
+
+        problem = tables.choose_problem(shape or [], passes, parse_device(device))
+        path = free_path(out)
+    finish(output, *tables.run(problem, repeats, path, output), json)
+
+
+@app.command()
+def ranks(
+    shape: Shapes = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="Processes of this machine.")] = 2,
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", help="Default: bfloat16 on a GPU, float32 else.")
+    ] = None,
+    device: Device = "auto",
+    repeats: Repeats = 20,
+    ours: Annotated[list[str] | None, typer.Option("--ours", help="A recipe by which the experts train: fp8.")] = None,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Experts over processes of this machine: what each exchange costs, and how much of it is hidden."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        from amoeba.commands.bench import default_dtypes
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.ranks import tables
+
+        place = parse_device(device)
+        dtypes = parse_dtypes(dtype or [], default_dtypes(place))
+        job = tables.choose_job(shape or [], ranks, place, dtypes, ours or [])
+        path = free_path(out)
+    finish(output, *tables.run(job, repeats, path, output), json)
+
+
+@app.command()
+def products(
+    shape: Shapes = None,
+    device: Device = "auto",
+    repeats: Repeats = 20,
+    ours: Ours = None,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Each kernel of a training step by itself on a GPU, compared with torch's grouped products."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.products import tables
+
+        place = parse_device(device)
+        shapes = tables.choose_shapes(shape or [], place)
+        path = free_path(out)
+    finish(output, *tables.run(shapes, place, repeats, path, output, ours or []), json)
+
+
+if __name__ == "__main__":
+    exits.run(lambda **_: app(prog_name="python -m benchmarks"))

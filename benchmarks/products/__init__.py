@@ -1,0 +1,1 @@
+"""`python -m benchmarks products`: each kernel of the GPU path by itself, beside torch's grouped products."""

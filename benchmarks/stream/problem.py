@@ -1,0 +1,194 @@
+"""Layers whose experts are streamed, without a model around them: sizes by name, and the numbers that they get.
+
+problem = choose_problem(["qwen3_30b"], None, torch.device("cuda"))
+problem.resident(2)          # random experts of the first two layers
+problem.trace(24, 200)       # expert ids of 200 tokens, as often repeated as a model does
+problem.routes(trace)        # the same as tensors, (layers, 1, K) each
+problem.hints(routes)        # inputs of these tokens, by which the routers of `problem.routers` guess most of the ids
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value
+from amoeba.core.weights import ExpertWeights
+from amoeba.cpu.pointers import CPU
+from amoeba.precision.experts import quantise_experts
+from amoeba.precision.formats import Format, format_named
+from amoeba.stream.sizes import show_size
+from amoeba.stream.store.layers import LayerEntry, StoredExperts, layer_entry
+from amoeba.stream.synthetic import Locality, synthetic_trace
+from amoeba.stream.trace import LayerShape, Trace
+from amoeba.system.machine import available_memory
+
+Part = Literal["decode", "disk", "lora", "prefetch", "turns"]
+PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch", "turns")
+OVER_A_LINK: tuple[Part, ...] = ("prefetch", "turns")
+
+# Of what the next layer's router says of a token a layer ahead, the share that it chooses then: others saw 72 to 77 %.
+RIGHT = 0.75
+_LATELY = 16  # tokens
+
+
+@dataclass(frozen=True)
+class StreamSize:
+    """
+    layers:      of a token; disk_layers: of those that are read from the disk as well.
+    lora_layers, lora_tokens, rank: of the fine-tuning step.
+    format:      in which experts are codes; None: they are bf16 on a GPU, fp32 elsewhere.
+    """
+
+    name: str
+    layers: int
+    disk_layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    lora_layers: int
+    lora_tokens: int
+    rank: int = 16
+    format: str | None = None
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        StreamSize("tiny", 2, 2, 16, 2, 32, 16, lora_layers=2, lora_tokens=9, rank=2),
+        StreamSize("small", 4, 4, 32, 4, 512, 256, lora_layers=2, lora_tokens=256),
+        StreamSize("qwen3_30b", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096),
+        # 29 GB on the disk, and as much again pinned where all parts are measured
+        StreamSize("qwen3_30b_24", 24, 24, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096),
+        StreamSize("qwen3_30b_fp8", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="fp8-128"),
+        StreamSize("qwen3_30b_mxfp4", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="mxfp4"),
+        StreamSize("qwen3_30b_nvfp4", 16, 6, 128, 8, 2048, 768, lora_layers=8, lora_tokens=4096, format="nvfp4"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class StreamProblem:
+    size: StreamSize
+    device: torch.device
+    parts: tuple[Part, ...] = PARTS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def entry(self) -> LayerEntry:
+        size, format = self.size, self.format
+        sizes = size.experts, size.hidden, size.intermediate
+        row_parts = 1 if format is None else 2  # gate and up have blocks of their own
+        return layer_entry("experts", *sizes, Activation(), self.dtype, False, format, row_parts)
+
+    @property
+    def format(self) -> Format | None:
+        return None if self.size.format is None else format_named(self.size.format)
+
+    def resident(self, layers: int) -> list[StoredExperts]:
+        size, format = self.size, self.format
+        found: list[StoredExperts] = []
+        for layer in range(layers):
+            generator = torch.Generator(self.device).manual_seed(layer)
+            gate_up_EJH = torch.empty(
+                size.experts, 2 * size.intermediate, size.hidden, device=self.device, dtype=self.dtype
+            )
+            down_EHI = torch.empty(size.experts, size.hidden, size.intermediate, device=self.device, dtype=self.dtype)
+            for matrix in (gate_up_EJH, down_EHI):
+                matrix.normal_(0, matrix.shape[2] ** -0.5, generator=generator)
+            weights = ExpertWeights(gate_up_EJH, down_EHI, activation=Activation())
+            found.append(weights if format is None else quantise_experts(weights, format))
+        return found
+
+    def trace(self, layers: int, tokens: int, seed: int = 0) -> Trace:
+        size = self.size
+        return synthetic_trace(Locality(), [LayerShape(size.experts, size.top_k, 1)] * layers, tokens, seed)
+
+    def routes(self, trace: Trace) -> list[Tensor]:
+        shape = len(trace.layers), 1, self.size.top_k
+        return [
+            torch.tensor(list(each.ids), dtype=torch.int64, device="cpu").view(shape).to(self.device)
+            for each in trace.passes
+        ]
+
+    @property
+    def hinted_layers(self) -> int:
+        """Layers whose experts all have a number of x to themselves."""
+        return min(self.size.layers, self.size.hidden // self.size.experts)
+
+    def routers(self, layers: int) -> list[Tensor]:
+        """The score of each expert is a number of x."""
+        e, h = self.size.experts, self.size.hidden
+        every = torch.eye(h, dtype=self.dtype, device=self.device)
+        return [every[layer * e : (layer + 1) * e] for layer in range(layers)]
+
+    def hints(self, routes: Sequence[Tensor]) -> list[Tensor]:
+        """x_TH of each token: 1 for experts that are expected. Of those so many are chosen (`RIGHT`); instead of the
+        others come some that the layer chose lately, since a router that errs prefers its favourites."""
+        experts, generator, lately = self.size.experts, random.Random(3), list[list[list[int]]]()
+        found = []
+        for ids in routes:
+            x_TH = torch.zeros(1, self.size.hidden, dtype=self.dtype, device="cpu")
+            lately.append(ids.flatten(1).tolist())
+            for layer, chosen in enumerate(lately[-1]):
+                others = {each for token in lately[-_LATELY:] for each in token[layer]}.difference(chosen)
+                if len(others) < len(chosen):
+                    others = {*range(experts)}.difference(chosen)
+                wrong = generator.sample(sorted(others), len(chosen))
+                for expert, other in zip(chosen, wrong, strict=True):
+                    x_TH[0, layer * experts + (expert if generator.random() < RIGHT else other)] = 1
+            found.append(x_TH.to(self.device))
+        return found
+
+
+def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
+    """Refuses what cannot fit: resident experts and slots on the device, as much again pinned on the host, files in
+    the folder that they are written to."""
+    size, of_layer = problem.size, problem.size.experts * problem.entry.expert_bytes
+    has_link = problem.device.type == "cuda"
+    of_part = {
+        "decode": size.layers if has_link else size.disk_layers,
+        "disk": size.disk_layers,
+        "prefetch": size.layers,
+        "turns": size.layers,
+    }
+    layers = max(of_part.get(part, size.lora_layers) for part in problem.parts)
+    needs = {"memory on the device": (2 * layers * of_layer, available_memory(problem.device))}
+    if has_link:
+        needs["memory on the host"] = layers * of_layer, available_memory(CPU)
+    if "disk" in problem.parts or not has_link:
+        files = Path(tempfile.gettempdir()) if folder is None else folder
+        needs[f"room on the disk ({files})"] = size.disk_layers * of_layer, shutil.disk_usage(files).free
+    for where, (needed, free) in needs.items():
+        if free is not None and needed > free:
+            expected = f"{show_size(needed)} of {where} for {size.name}"
+            raise bad_value("--shape", expected, f"{show_size(free)} free", "--shape small needs a few hundred MiB")
+
+
+def choose_problem(shapes: Sequence[str], passes: str | None, device: torch.device) -> StreamProblem:
+    name = shapes[0] if shapes else "qwen3_30b" if device.type == "cuda" else "small"
+    if len(shapes) > 1 or name not in SIZES:
+        raise bad_value("--shape", f"one of {', '.join(SIZES)}", ", ".join(shapes), "give one name")
+    parts = [part for part in PARTS if passes in (None, part)]
+    if not parts:
+        raise bad_value("--pass", f"one of {', '.join(PARTS)}", repr(passes), "leave it out for all")
+    if passes in OVER_A_LINK and device.type != "cuda":
+        there = ", ".join(part for part in PARTS if part not in OVER_A_LINK)
+        expected = f"a GPU: it times copies from pinned memory to slots (on a CPU there are {there})"
+        raise bad_value(f"--pass {passes}", expected, f"--device {device.type}", "run it on a GPU, or leave --pass out")
+    problem = StreamProblem(SIZES[name], device, tuple(parts))
+    check_room(problem)
+    return problem

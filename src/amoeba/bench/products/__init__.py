@@ -1,1 +1,0 @@
-"""`amoeba bench --suite products`: each kernel of the GPU path by itself, beside torch's grouped products."""
