@@ -171,7 +171,6 @@ def random_case(seed: int) -> ScheduleCase:
         kept=draw.randint(1, 3),
         behind=draw.choice((0, 0, 1, 3)),
         bundle=draw.choice((1, 1, 2, 3)),
-        in_place=draw.random() < 0.3,
     )
     passes = draw.choice((1, 1, 3)) if ranks > 1 else 1
     tokens = [[draw.choice((0, 1, 2, 3, 5)) for _ in range(ranks)] for _ in range(passes)]

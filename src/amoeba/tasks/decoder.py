@@ -50,7 +50,6 @@ class Layout(NamedTuple):
     group: int
     kept: int = 1
     behind: int = 0
-    in_place: bool = False
 
     @property
     def late(self) -> int:
@@ -74,7 +73,6 @@ class Layout(NamedTuple):
             "WAVES": waves,
             "LATE": self.late,
             "BEHIND": self.behind,
-            "IN_PLACE": self.in_place,
             "BLOCK_G": next_power_of_2(waves),
             "GROUP": self.group,
         }
@@ -178,7 +176,6 @@ def decode_ticket(
     WAVES,
     LATE,
     BEHIND,
-    IN_PLACE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """(kind, item, part) of a ticket, as `Task` has them. wave_G: 0 to BLOCK_G, which Gluon wants laid out."""
@@ -206,13 +203,8 @@ def decode_ticket(
             tile, part = grouped_order(product_index, next_tiles, TN, GROUP)
             kind, item = 0 * index + DOWN, tile_end + tile
     elif index < beside + tiles * TNX + experts * DOWN_PARTS:
-        if IN_PLACE:
-            is_product = index >= beside + experts * DOWN_PARTS
-            product_index, weight_index = index - beside - experts * DOWN_PARTS, index - beside
-        else:
-            is_product = index < beside + tiles * TNX
-            product_index, weight_index = index - beside, index - beside - tiles * TNX
-        if is_product:
+        product_index, weight_index = index - beside, index - beside - tiles * TNX
+        if index < beside + tiles * TNX:
             tile, part = grouped_order(product_index, tiles, TNX, GROUP)
             kind, item = 0 * index + UP, tile_begin + tile
         else:
@@ -278,7 +270,6 @@ def _decode(
     WAVES: tl.constexpr,
     LATE: tl.constexpr,
     BEHIND: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -301,7 +292,6 @@ def _decode(
             WAVES,
             LATE,
             BEHIND,
-            IN_PLACE,
             GROUP,
         )
         line = out + 3 * index

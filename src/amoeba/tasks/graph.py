@@ -76,7 +76,6 @@ class Counter(NamedTuple):
     """
     rows (a row tile):   its tiles of dA', its row pass, its tiles of dx: FlashMoE's tQS.
     expert:              row passes of an expert.
-    down:                tasks of an expert's gradient of down, where dx is written over what they read.
     tokens (a block):    1 as soon as its dx is combined.
     router:              blocks of tokens whose d_logits are there.
     done:                tasks of the rank.
@@ -150,15 +149,6 @@ class Graph(Reach):
         """And after its last tile of dx: FlashMoE's tN + tNx, with the row pass."""
         return self.tN + 1 + self.tNx
 
-    @property
-    def in_place(self) -> bool:
-        """As in `Tiling`, where no other rank loads dx: the next pass's dA' would take its place."""
-        return self.tiling.in_place and self.ranks == 1
-
-    def takes_place(self, task: Task) -> bool:
-        """Whether a tile of dx lies where s·a of its rows does."""
-        return self.in_place and task.part * self.tiling.up_columns < self.sizes.intermediate
-
     def parts(self, kind: Kind) -> int:
         """Tiles of columns of a row tile, or bundles of tiles of an expert's matrix."""
         tiling = self.tiling
@@ -191,8 +181,7 @@ class Graph(Reach):
         runs: list[tuple[Lane, ...]] = [(self._lane(Kind.SEND),)]
         for wave in range(-1, waves):
             runs.append((self._lane(Kind.ACTIVATE, wave), self._lane(Kind.DOWN, wave + 1)))
-            up, down = self._lane(Kind.UP, wave), self._lane(Kind.DOWN_WEIGHTS, wave)
-            runs += [(down,), (up,)] if self.in_place else [(up,), (down,)]
+            runs += [(self._lane(Kind.UP, wave),), (self._lane(Kind.DOWN_WEIGHTS, wave),)]
             if wave < first_kept:
                 runs.append((self._lane(Kind.UP_WEIGHTS, wave),))
         runs.append((self._lane(Kind.RETURN),))  # before all that waits for what peers return
@@ -310,8 +299,6 @@ class Graph(Reach):
             for peer in self.peers:
                 if not self.is_remote(peer):  # and may still load the ds and dx that this tile overwrites
                     yield self._cell_is_free(peer, epoch)
-        elif kind == Kind.UP and self.takes_place(task):  # behind all row passes of the expert, then
-            yield self._at("down", self.rows.tiles[item].expert, self.parts(Kind.DOWN_WEIGHTS))
         elif kind == Kind.UP:
             yield self._at("rows", item, self.activated)
         elif kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
@@ -349,8 +336,6 @@ class Graph(Reach):
                 yield Signal(Counter(self.rank, "expert", (self.rows.tiles[item].expert,)))
             if kind == Kind.UP:
                 yield Signal(Counter(self.rank, "ready", (item,)), once=Gate(rows, self.complete))
-        elif kind == Kind.DOWN_WEIGHTS and self.in_place:
-            yield Signal(Counter(self.rank, "down", (item,)))
         elif kind == Kind.RETURN:
             yield Signal(Counter(item, "returned", (self.rank, part)))
         elif kind == Kind.COMBINE:
@@ -365,8 +350,6 @@ class Graph(Reach):
         found = {Counter(self.rank, "rows", (tile,)): self.complete for tile in range(len(self.rows.tiles))}
         experts = range(self.rows.experts)
         found |= {Counter(self.rank, "expert", (expert,)): self.tiles_of_expert(expert) for expert in experts}
-        if self.in_place:
-            found |= {Counter(self.rank, "down", (expert,)): self.parts(Kind.DOWN_WEIGHTS) for expert in experts}
         found |= {Counter(self.rank, "tokens", (block,)): 1 for block in range(self.token_blocks)}
         found[Counter(self.rank, "router")] = self.token_blocks if self.router else 0
         found[Counter(self.rank, "done")] = self.tickets

@@ -32,10 +32,9 @@ from amoeba.tasks.decoder import Layout, make_table
 from amoeba.tasks.hopper_arrivals import write_letter
 from amoeba.tasks.hopper_kernel import backward_kernel
 from amoeba.tasks.listing import make_list
-from amoeba.tasks.orders import LEAST_WAVE, MEASURED, SUMMED_TOKENS, Order, bundle_of, chosen_order, tiling_of
 from amoeba.tasks.own_first import make_own_table
 from amoeba.tasks.plain import GROUP, Scheduled
-from amoeba.tasks.sizes import Sizes
+from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, bundle_of, is_small, tiling_of
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
@@ -65,34 +64,23 @@ class Plan:
     # Over ranks, where dy of others is still on its way: how many, and the transport's programs that take rows.
     RANKS: int = 1
     TAKERS: int = 1
-    # See `Order`.
+    # Of layers with few rows, see `is_small` and `bundle_of`.
     SMALL: bool = False
     BUNDLED: bool = False
-    IN_PLACE: bool = False
-    LISTED: bool = False
 
     @property
     def J(self) -> int:
         return 2 * self.I
 
     @property
-    def DA_STRIDE(self) -> int:
-        """Of dA' and s·a; one behind the other with dx they have the rows of either."""
-        return max(self.H, self.I) if self.IN_PLACE else self.I
-
-    @property
-    def DX_STRIDE(self) -> int:
-        return max(self.H, self.I) if self.IN_PLACE else self.H
-
-    @property
-    def DX_AT(self) -> int:
-        """Of each row so many numbers come before dx of the first."""
-        return 0 if self.IN_PLACE else self.I
+    def LISTED(self) -> bool:
+        """Whether tasks come from a list; over ranks each ticket is decoded."""
+        return self.RANKS == 1
 
     @property
     def ROW_COUNTERS(self) -> int:
-        """Behind the ticket: the experts' counters; where dx is in place, those of their gradients of down."""
-        return 1 + self.EXPERTS * (2 if self.IN_PLACE else 1)
+        """Behind the ticket and the experts' counters."""
+        return 1 + self.EXPERTS
 
     @property
     def H_TILES(self) -> int:
@@ -199,9 +187,9 @@ class Plan:
         warps = min(4, self.BLOCK // (8 * lanes))
         return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4 // warps, warps], [1, 0])
 
-    def layout(self, tokens: int, rows: int, programs: int, order: Order = MEASURED) -> Layout:
+    def layout(self, tokens: int, rows: int, programs: int) -> Layout:
         """programs: so many draw tickets."""
-        tiling = tiling_of(Sizes(self.H, self.I, self.EXPERTS, self.TOP_K), tokens, rows, programs, order)
+        tiling = tiling_of(Sizes(self.H, self.I, self.EXPERTS, self.TOP_K), rows, programs, self.SMALL)
         parts = (self.TN, self.TNX, cdiv(self.DOWN_TILES, tiling.bundle), cdiv(self.UP_TILES, tiling.bundle))
         return Layout(
             self.EXPERTS,
@@ -212,7 +200,6 @@ class Plan:
             tiling.group,
             tiling.kept,
             tiling.behind,
-            tiling.in_place,
         )
 
 
@@ -244,32 +231,31 @@ def hopper_backward(
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
-    order: Order | None = None,
+    small: bool | None = None,
 ) -> Scheduled:
-    """As `scheduled_backward`; the rows of dy and x begin at multiples of 16 bytes. order: None for `chosen_order`."""
+    """As `scheduled_backward`; the rows of dy and x begin at multiples of 16 bytes. small: None for `is_small`."""
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, _, intermediate) = x_TH.shape, down_EHI.shape
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
-    if order is None:
-        order = chosen_order(rows, hidden, intermediate, over_ranks=arrival is not None)
-    bundle = bundle_of(rows, experts, order)
-    plan = plan_of(hidden, intermediate, experts, top_k, activation, order, bundle > 1)
+    if small is None:
+        small = is_small(rows, hidden, intermediate, over_ranks=arrival is not None)
+    bundle = bundle_of(rows, experts, small)
+    plan = plan_of(hidden, intermediate, experts, top_k, activation, small, bundle > 1)
     most_tiles = slots(rows, experts, BLOCK_M)
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, letter, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
-        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers, LISTED=False)
+        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
         own = make_own_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
         letter, sends = write_letter(arrival, own), arrival.sends
     programs = multiprocessors(device)
-    layout = plan.layout(tokens, rows, programs, order)
+    layout = plan.layout(tokens, rows, programs)
     most_tickets, records = layout.most_tickets(most_tiles), offs_E
     if plan.LISTED:
-        records = make_list(
-            table, offs_E, layout, most_tickets, row_counters=plan.ROW_COUNTERS, columns=BLOCK_N, intermediate=plan.I
-        )
+        records = make_list(table, offs_E, layout, most_tickets, row_counters=plan.ROW_COUNTERS)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
-    da_NI, dx_NH = _rows_of_both(h_NJ, plan)
+    both = h_NJ.new_empty(rows * (intermediate + hidden))  # dA', and dx behind it, where the kernel looks for them
+    da_NI, dx_NH = both[: rows * intermediate].view(rows, -1), both[rows * intermediate :].view(rows, -1)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
     if arrival is not None:
@@ -314,20 +300,11 @@ def hopper_backward(
     return found
 
 
-def _rows_of_both(h_NJ: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """dA' and dx, where the kernel looks for them: dx behind dA', or in its place."""
-    rows, before = h_NJ.shape[0], h_NJ.shape[0] * plan.DX_AT
-    both = h_NJ.new_empty(before + rows * plan.DX_STRIDE)
-    da_NI = both[: rows * plan.DA_STRIDE].view(rows, -1)[:, : plan.I]
-    return da_NI, both[before:].view(rows, -1)[:, : plan.H]
-
-
 @cache
 def plan_of(
-    hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, order: Order, bundled: bool
+    hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, small: bool, bundled: bool
 ) -> Plan:
-    plan = Plan(hidden, intermediate, experts, top_k, **constants(activation))  # type: ignore[arg-type]
-    return replace(plan, SMALL=order.small, BUNDLED=bundled, IN_PLACE=order.in_place, LISTED=order.listed)
+    return Plan(hidden, intermediate, experts, top_k, **constants(activation), SMALL=small, BUNDLED=bundled)  # type: ignore[arg-type]
 
 
 @cache

@@ -38,7 +38,7 @@ def fill_task(
     elif kind == DOWN_WEIGHTS:
         count = fill_gradients(
             scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-            PLAN.I, PLAN.DA_STRIDE, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
+            PLAN.I, PLAN.I, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
         )  # fmt: skip
     elif kind == UP_WEIGHTS:
         count = fill_gradients(
@@ -50,6 +50,6 @@ def fill_task(
             da_lines_desc, h_lines_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN
         )
     elif kind == COMBINE:
-        dx = da + rows.to(gl.int64) * PLAN.DX_AT  # they lie one behind the other: fewer pointers in registers
+        dx = da + rows.to(gl.int64) * PLAN.I  # they lie one behind the other: fewer pointers in registers
         count = fill_tokens(item, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN)
     return count

@@ -73,8 +73,6 @@ from amoeba.tasks.hopper_queue import (
     STAGES,
     STOP,
     TASKS,
-    draw,
-    drawn_ticket,
     is_there,
     pass_on,
     take,
@@ -106,7 +104,7 @@ def _produce_decoding(
     descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """... where each ticket's task is found out by arithmetic."""
+    """... over ranks, where each ticket's task is found out by arithmetic."""
     _, _, _, _, expert_TK = sources
     order, slot_row, offs_E, heaviest_E, _ = maps
     wave, late, behind, bundle = schedule
@@ -117,48 +115,32 @@ def _produce_decoding(
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
     places = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
     token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
-    if PLAN.BUNDLED:
-        down_parts = gl.cdiv(PLAN.DOWN_TILES, bundle)
-        up_parts = gl.cdiv(PLAN.UP_TILES, bundle)
-    else:
-        down_parts: gl.constexpr = PLAN.DOWN_TILES  # type: ignore[no-redef]
-        up_parts: gl.constexpr = PLAN.UP_TILES  # type: ignore[no-redef]
-    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, down_parts, up_parts, token_blocks)
-    sends = 0 * total
-    if PLAN.RANKS > 1:
-        sends = number(letter, SENDS)
+    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_TILES, PLAN.UP_TILES, token_blocks)
+    sends = number(letter, SENDS)
     total += sends
     count = 0
     passed = 0
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
-        if PLAN.SMALL:  # on its way while this one's task is found out and waits at its gates
-            drawn = draw(counters, tokens)
         kind, item, part = decode_ticket(
             gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
-            down_parts, up_parts, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, behind, PLAN.IN_PLACE,
-            PLAN.GROUP,
+            PLAN.DOWN_TILES, PLAN.UP_TILES, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, behind, PLAN.GROUP,
         )  # fmt: skip
-        if PLAN.RANKS > 1:
-            if ticket < sends:
-                kind, item, part = decode_send(
-                    ticket, number(letter, MOST_TOKENS), number(letter, RANK), 2 * HALF, PLAN.RANKS
-                )
-            elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-                first_own = numbers_at(letter, FIRST_OWN, gl.int32)
-                item = own_tiles_first(
-                    item, places, first_tile, first_own, first_own + PLAN.EXPERTS, PLAN.EXPERTS, wave
-                )
+        if ticket < sends:
+            kind, item, part = decode_send(
+                ticket, number(letter, MOST_TOKENS), number(letter, RANK), 2 * HALF, PLAN.RANKS
+            )
+        elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
+            first_own = numbers_at(letter, FIRST_OWN, gl.int32)
+            item = own_tiles_first(item, places, first_tile, first_own, first_own + PLAN.EXPERTS, PLAN.EXPERTS, wave)
         expert = item
         row = 0 * item
         end = 0 * item
         if kind == COMBINE:
             wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
-            if PLAN.RANKS > 1:
-                wait_for_received(letter, item, tokens, PLAN)
+            wait_for_received(letter, item, tokens, PLAN)
         elif kind == SEND:
-            if PLAN.RANKS > 1:
-                wait_until_taken(letter, item, ROWS, PLAN.RANKS, PLAN.TAKERS)
+            wait_until_taken(letter, item, ROWS, PLAN.RANKS, PLAN.TAKERS)
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
             end = gl.load(offs_E + item)
@@ -168,24 +150,15 @@ def _produce_decoding(
             if kind == ACTIVATE:
                 wait(row_counters + item, PLAN.MULTIPLIED)
             elif kind == UP:
-                if PLAN.IN_PLACE:
-                    if part * BLOCK_N < PLAN.I:  # until nobody reads s·a any more
-                        wait(expert_counters + PLAN.EXPERTS + expert, 2 * down_parts)
-                    else:
-                        wait(row_counters + item, PLAN.ACTIVATED)
-                else:
-                    wait(row_counters + item, PLAN.ACTIVATED)
-            elif PLAN.RANKS > 1:
+                wait(row_counters + item, PLAN.ACTIVATED)
+            else:
                 wait_for_tile(letter, order, row, end, PLAN)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
         count = fill_task(
             descriptors, sources, order, slot_row, ring, count, kind, item, part, expert, row, end, tokens, rows,
             intermediate, bundle, PLAN,
         )  # fmt: skip
-        if PLAN.SMALL:
-            ticket = drawn_ticket(drawn)
-        else:
-            ticket = gl.atomic_add(counters, 1, sem="relaxed")
+        ticket = gl.atomic_add(counters, 1, sem="relaxed")
     pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
 
 
@@ -197,7 +170,7 @@ def _consume(
     """One warpgroup's half of each task."""
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
-    dx = da + rows.to(gl.int64) * PLAN.DX_AT
+    dx = da + rows.to(gl.int64) * PLAN.I
     weight, order, slot_row = sources
     _, _, _, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
@@ -256,9 +229,6 @@ def _consume(
                     WARPGROUP, PLAN,
                 )  # fmt: skip
             untold = -1
-            if PLAN.IN_PLACE:  # noqa: SIM102 - known when it is compiled, unlike the next
-                if kind == DOWN_WEIGHTS:
-                    untold = (1 + PLAN.EXPERTS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif kind == ACTIVATE:
             count = activate(
                 da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row,

@@ -100,7 +100,7 @@ def _activate_lines(
         gl.store(dh_at, dgate.to(dtype), mask=inside)
         gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
         dot += d * a
-        gl.store(da + n_64 * PLAN.DA_STRIDE + column, (scale * a).to(dtype), mask=inside)
+        gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
     gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
     return count
 
@@ -118,7 +118,7 @@ def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, row
         k = at // PLAN.TOGETHER
         row = gl.load(slot_row + token * PLAN.TOP_K + k, mask=(token < tokens) & (k < PLAN.TOP_K), other=rows)
         owned = (row < rows)[:, None]
-        pointers = dx + row.to(gl.int64)[:, None] * PLAN.DX_STRIDE + c[None, :]
+        pointers = dx + row.to(gl.int64)[:, None] * PLAN.H + c[None, :]
         for column in range(0, PLAN.H, BLOCK_N):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)

@@ -73,9 +73,9 @@ def multiply(
         column = part * 256 + quarter * 64
         buffer = buffers.index(WARPGROUP * 2 + quarter % 2)
         if kind == DOWN:
-            store_tile(quarters[quarter], da, da_desc, buffer, PLAN.DA_STRIDE, first_row, end, column, PLAN.I, 0, 1)
+            store_tile(quarters[quarter], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0, 1)
         else:
-            store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.DX_STRIDE, first_row, end, column, PLAN.H, 0, 1)
+            store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0, 1)
     return count, ahead, next_task
 
 

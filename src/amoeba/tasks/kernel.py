@@ -106,9 +106,6 @@ def backward_kernel(
     I: tl.constexpr,
     J: tl.constexpr,
     TOP_K: tl.constexpr,
-    A_STRIDE: tl.constexpr,
-    DX_STRIDE: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     EXPERTS: tl.constexpr,
     TN: tl.constexpr,
     TNX: tl.constexpr,
@@ -155,8 +152,7 @@ def backward_kernel(
     ON_GPU: tl.constexpr,
 ):
     expert_counters = counters + 1
-    down_counters = expert_counters + EXPERTS  # where dx is in place
-    row_counters = expert_counters + (2 * EXPERTS if IN_PLACE else EXPERTS)
+    row_counters = expert_counters + EXPERTS
     total = sends + count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
@@ -176,7 +172,6 @@ def backward_kernel(
             WAVES,
             LATE,
             BEHIND,
-            IN_PLACE,
             GROUP,
         )
         if RANKS > 1:
@@ -223,12 +218,12 @@ def backward_kernel(
                 if RANKS > 1:
                     if tl.load(comes_R + token) != 0:
                         combine_tile(
-                            token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, TOP_K, H, DX_STRIDE, H,
+                            token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, TOP_K, H, H, H,
                             False, AT_ONCE, COMBINE_BLOCK,
                         )  # fmt: skip
                 else:
                     combine_tile(
-                        token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, d_x, rows, TOP_K, H, DX_STRIDE, H,
+                        token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, d_x, rows, TOP_K, H, H, H,
                         False, AT_ONCE, COMBINE_BLOCK,
                     )  # fmt: skip
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
@@ -247,7 +242,7 @@ def backward_kernel(
                         started = now(trace, INTERPRETED)
                 down_backward_tile(
                     expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,
-                    order_N, rows, H, 1, H * I, I, 1, J, J, A_STRIDE, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
+                    order_N, rows, H, 1, H * I, I, 1, J, J, I, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
                     ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_M, DOWN_N, DOWN_K,
                 )  # fmt: skip
             elif kind == ACTIVATE:
@@ -261,18 +256,12 @@ def backward_kernel(
                     ds_M += tl.load(part_CN + column * rows.to(tl.int64) + row_M, mask=valid_M, other=0.0)
                 tl.store(ds_N + row_M, ds_M, mask=valid_M)
             else:
-                if IN_PLACE:
-                    if part * UP_N < I:  # until nobody reads s·a any more
-                        _wait(down_counters + expert, DOWN_PARTS)
-                    else:
-                        _wait(row_counters + item, TN + 1)
-                else:
-                    _wait(row_counters + item, TN + 1)
+                _wait(row_counters + item, TN + 1)
                 if trace is not None:
                     started = now(trace, INTERPRETED)
                 multiply_tile(
                     expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, J, 1,
-                    J * H, H, 1, DX_STRIDE, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
+                    J * H, H, 1, H, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
                 )  # fmt: skip
             _signal(row_counters + item)
             if kind == ACTIVATE:
@@ -293,11 +282,9 @@ def backward_kernel(
                 DOWN_WIDTH: tl.constexpr = (I + DOWN_WEIGHTS_N - 1) // DOWN_WEIGHTS_N
                 weight_gradient_tile(
                     item, part // DOWN_WIDTH, part % DOWN_WIDTH, dy_TH, scaled_a_NI, offs_E, d_down, None, order_N,
-                    None, H, 1, A_STRIDE, 1, H * I, I, 1, 0, 0, 0, H, H, I, TOP_K, DOWN_WEIGHTS_M, DOWN_WEIGHTS_N,
+                    None, H, 1, I, 1, H * I, I, 1, 0, 0, 0, H, H, I, TOP_K, DOWN_WEIGHTS_M, DOWN_WEIGHTS_N,
                     DOWN_WEIGHTS_K,
                 )  # fmt: skip
-                if IN_PLACE:
-                    _signal(down_counters + item)
             else:
                 UP_WIDTH: tl.constexpr = (H + UP_WEIGHTS_N - 1) // UP_WEIGHTS_N
                 weight_gradient_tile(

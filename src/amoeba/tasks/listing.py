@@ -2,7 +2,7 @@
 
 N = T·K routed rows · E experts · H hidden · I intermediate
 
-    records = make_list(table, offs_E, layout, tickets=most, row_counters=129, columns=256, intermediate=768)
+    records = make_list(table, offs_E, layout, tickets=most, row_counters=129)
 
 A ticket is then a line of eight numbers (`FIELDS`), one load, where `decode_ticket` takes a chain of loads, sums and
 divisions; many programs make the list at once. What it says is what `Graph.decode` says; a test compares the two.
@@ -37,18 +37,15 @@ _SMALL = tl.constexpr(46340)  # squares up to here fit 32 bits
 _BLOCK = 128  # tickets of a program
 
 
-def make_list(
-    table: Table, offs_E: Tensor, layout: Layout, tickets: int, *, row_counters: int, columns: int, intermediate: int
-) -> Tensor:
-    """(tickets, 8); tickets: so many at most. row_counters: the first row tile's counter. columns: of a tile of dx, of
-    which those up to `intermediate` wait for the gradient of down where dx is in place."""
+def make_list(table: Table, offs_E: Tensor, layout: Layout, tickets: int, *, row_counters: int) -> Tensor:
+    """(tickets, 8); tickets: so many at most. row_counters: the first row tile's counter."""
     records = torch.empty((tickets, len(FIELDS)), dtype=torch.int32, device=offs_E.device)
     _make_list[(cdiv(tickets, _BLOCK),)](
         table.heaviest_E, table.first_tile, offs_E, records, layout.token_blocks, layout.down_weight_parts,
         layout.up_weight_parts, layout.wave, cdiv(layout.experts, layout.wave), layout.late, layout.behind,
-        IN_PLACE=layout.in_place, EXPERTS=layout.experts, TN=layout.down_parts, TNX=layout.up_parts, GROUP=layout.group,
+        EXPERTS=layout.experts, TN=layout.down_parts, TNX=layout.up_parts, GROUP=layout.group,
         STEPS=(layout.experts - 1).bit_length(), BLOCK_G=next_power_of_2(cdiv(layout.experts, layout.wave)),
-        BLOCK_M=layout.row_block, ROW_COUNTERS=row_counters, BESIDE=cdiv(intermediate, columns), BLOCK=_BLOCK,
+        BLOCK_M=layout.row_block, ROW_COUNTERS=row_counters, BLOCK=_BLOCK,
     )  # fmt: skip
     return records
 
@@ -74,7 +71,7 @@ def _in_plane(index, inside, tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def _decode(
     ticket, heaviest_E, first_tile, token_blocks, down_parts, up_parts, wave_size, waves, late, behind,
-    IN_PLACE: tl.constexpr, EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """(kind, item, part) of many tickets: `decode_ticket`, without branches."""
@@ -100,10 +97,7 @@ def _decode(
     index -= beside
     planes, weights = tiles * TNX, experts * down_parts
     in_second = index < planes + weights
-    if IN_PLACE:
-        is_up, up_index, weight_index = index >= weights, index - weights, index
-    else:
-        is_up, up_index, weight_index = index < planes, index, index - planes
+    is_up, up_index, weight_index = index < planes, index, index - planes
     up_tile, up_part = _in_plane(up_index, in_second & ~in_first & is_up, tiles, TNX, GROUP)
     weight_index = tl.where(in_second & ~in_first & ~is_up, weight_index, 0)
     down_place, weight_part = begin + weight_index // down_parts, weight_index % down_parts
@@ -138,16 +132,16 @@ def _decode(
 @triton.jit(do_not_specialize=["token_blocks", "down_parts", "up_parts", "wave", "waves", "late", "behind"])
 def _make_list(
     heaviest_E, first_tile, offs_E, records, token_blocks, down_parts, up_parts, wave, waves, late, behind,
-    IN_PLACE: tl.constexpr, EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, ROW_COUNTERS: tl.constexpr,
-    BESIDE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     ticket = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = count_tickets(first_tile, EXPERTS, TN, TNX, down_parts, up_parts, token_blocks)
     if tl.program_id(0) * BLOCK < total:
         kind, item, part = _decode(
             tl.minimum(ticket, total - 1), heaviest_E, first_tile, token_blocks, down_parts, up_parts, wave, waves,
-            late, behind, IN_PLACE, EXPERTS, TN, TNX, GROUP, BLOCK_G,
+            late, behind, EXPERTS, TN, TNX, GROUP, BLOCK_G,
         )  # fmt: skip
         of_weights = (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS)
         of_tokens = kind == COMBINE
@@ -165,9 +159,6 @@ def _make_list(
         row = start + tl.where(of_tile, tile, 0) * BLOCK_M
         # Its gate. Each of the two warpgroups adds to a counter.
         gate, least = ROW_COUNTERS + item, 2 * (TN + (kind == UP).to(tl.int32))
-        if IN_PLACE:
-            early = (kind == UP) & (part < BESIDE)
-            gate, least = tl.where(early, 1 + EXPERTS + expert, gate), tl.where(early, 2 * down_parts, least)
         gate = tl.where(of_weights, 1 + item, gate)
         least = tl.where(of_weights, 2 * tl.cdiv(end - start, BLOCK_M), least)
         least = tl.where((kind == DOWN) | of_tokens, 0, least)

@@ -56,12 +56,10 @@ def scheduled_backward(
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
-    in_place: bool = False,
 ) -> Scheduled:
     """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
 
     arrival: dy of other ranks' rows is still on its way, and this rank's is sent on from here.
-    in_place: dx takes the place of s·a, see `Tiling`.
     trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.device_trace`.
     """
     order_N, slot_row_N, offs_E = maps
@@ -83,10 +81,9 @@ def scheduled_backward(
         cdiv(tokens, TOKENS),
         WAVE,
         GROUP,
-        in_place=in_place,
     )
     most_tiles = slots(rows, experts, down.block_m)
-    counters = torch.empty(1 + (2 if in_place else 1) * experts + most_tiles, dtype=torch.int32, device=device)
+    counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
     table = make_table(offs_E, layout.row_block, counters)
     own: tuple[Tensor | None, ...] = (None, None)
     if arrival is not None:
@@ -94,8 +91,7 @@ def scheduled_backward(
     sends = 0 if arrival is None else arrival.sends
     at_once, block = combine_block(hidden, top_k)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
-    dx_NH = h_NJ.new_empty((rows, max(hidden, intermediate) if in_place else hidden))
-    scaled_a_NI = dx_NH if in_place else h_NJ.new_empty((rows, intermediate))
+    dx_NH, scaled_a_NI = h_NJ.new_empty((rows, hidden)), h_NJ.new_empty((rows, intermediate))
     part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
@@ -130,8 +126,6 @@ def scheduled_backward(
         I=intermediate,
         J=width,
         TOP_K=top_k,
-        A_STRIDE=scaled_a_NI.shape[1],
-        DX_STRIDE=dx_NH.shape[1],
         **layout.constants(),
         BLOCK_E=next_power_of_2(experts),
         INTERLEAVED=activation.interleaved,

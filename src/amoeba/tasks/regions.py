@@ -1,7 +1,7 @@
-"""What each task reads and writes, and what is gone then.
+"""What each task reads and writes.
 
 regions = Regions(graph, epoch)
-regions.reads(task), regions.writes(task), regions.replaces(task)
+regions.reads(task), regions.writes(task)
 """
 
 from __future__ import annotations
@@ -73,13 +73,6 @@ class Regions:
             return [self._here(name, item, tile) for tile in self.graph.bundled(task)]
         return [self._here("da" if kind == Kind.DOWN else "d_gate", item, part)]
 
-    def replaces(self, task: Task) -> list[Region]:
-        """What lay where it writes."""
-        if task.kind != Kind.UP or not self.graph.takes_place(task):
-            return []
-        columns = (self._here("da", task.item, column) for column in range(self.graph.tN))
-        return [self._here("scaled_a", task.item), *columns]
-
     def _here(self, name: str, *at: int) -> Region:
         return Region(self.rank, name, at)
 
@@ -92,16 +85,3 @@ class Regions:
 
     def _dy_cells(self, tile: int) -> list[Region]:
         return [self._cell(self.rank, "dy", *cell) for cell in self.graph.sources(tile)]
-
-
-class NoRegions(Regions):
-    """Tasks that wait for each other and touch nothing: for the order alone."""
-
-    def reads(self, task: Task) -> list[Region]:
-        return []
-
-    def writes(self, task: Task) -> list[Region]:
-        return []
-
-    def replaces(self, task: Task) -> list[Region]:
-        return []

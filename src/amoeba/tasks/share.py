@@ -34,10 +34,6 @@ class ShareGraph(Graph):
         super().__init__(rank, rows, sizes, tiling, router=False)
 
     @property
-    def in_place(self) -> bool:
-        return self.tiling.in_place
-
-    @property
     def combined(self) -> int:
         return len(self.rows.received)
 

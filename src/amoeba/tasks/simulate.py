@@ -21,15 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.tasks.computation import Computation
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Signal, Task
-from amoeba.tasks.regions import Region, Regions
-
-_NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
+from amoeba.tasks.regions import Region
 
 
 class ScheduleFault(RuntimeError):
@@ -48,16 +45,12 @@ class Step(NamedTuple):
     signals: list[Signal]
     reads: list[Region]
     writes: list[Region]
-    replaces: list[Region]
 
 
 class Script:
-    """One rank's pass: its steps by ticket, and what they computed. Serves any number of schedules.
+    """One rank's pass: its steps by ticket, and what they computed. Serves any number of schedules."""
 
-    regions: a `Computation`; or no more than regions, then nothing is computed, and only the order is tried.
-    """
-
-    def __init__(self, regions: Regions) -> None:
+    def __init__(self, regions: Computation) -> None:
         self.regions, self.graph = regions, regions.graph
         self._found: dict[Task, tuple[list[Tensor], Sequence[Tensor]]] = {}
 
@@ -76,15 +69,12 @@ class Script:
                 list(graph.signals(task, epoch)),
                 regions.reads(task),
                 regions.writes(task),
-                regions.replaces(task),
             )
             for task in tasks
         ]
 
     def compute(self, task: Task, values: list[Tensor]) -> Sequence[Tensor]:
         """A result is a function of the values alone: from the same ones it is computed once."""
-        if not isinstance(self.regions, Computation):
-            return [_NOTHING] * len(self.regions.writes(task))
         found = self._found.get(task)
         if found is not None and len(found[0]) == len(values) and all(map(_same, found[0], values)):
             return found[1]
@@ -125,26 +115,15 @@ def all_tasks(graph: Graph) -> Iterator[Task]:
 
 
 class Pace:
-    """How long things take, at random. slowness: of each rank. latency: of what travels, on average.
+    """How long things take, at random. slowness: of each rank, 1 where a task takes a unit of time on average.
+    latency: of what travels, on average."""
 
-    work: of a task, in the unit of time. even: every task takes its work, instead of a random time around it.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        slowness: Sequence[float],
-        *,
-        latency: float = 1.0,
-        even: bool = False,
-        work: Callable[[Graph, Task], float] = lambda graph, task: 1.0,
-    ) -> None:
+    def __init__(self, seed: int, slowness: Sequence[float], *, latency: float = 1.0) -> None:
         self.random = random.Random(seed)
-        self._slowness, self._latency, self._even, self._work = slowness, latency, even, work
+        self._slowness, self._latency = slowness, latency
 
-    def task(self, graph: Graph, task: Task) -> float:
-        drawn = 1.0 if self._even else self.random.expovariate(1.0)
-        return self._slowness[graph.rank] * drawn * self._work(graph, task)
+    def task(self, rank: int) -> float:
+        return self._slowness[rank] * self.random.expovariate(1.0)
 
     def arrival(self) -> float:
         return self._latency * self.random.expovariate(1.0)
@@ -172,19 +151,11 @@ class Ran(NamedTuple):
     arrows: list[tuple[Record, Record]]
 
 
-def simulate(
-    job: Sequence[Sequence[Script]],
-    workers: int,
-    pace: Pace,
-    *,
-    ahead: bool = True,
-    progress: Callable[[int], None] = lambda begun: None,
-) -> Ran:
-    """job: by pass, by rank. workers: of each rank. ahead: whether a worker draws its next ticket as a task begins.
-    progress: is told how many tasks have begun."""
+def simulate(job: Sequence[Sequence[Script]], workers: int, pace: Pace, *, ahead: bool = True) -> Ran:
+    """job: by pass, by rank. workers: of each rank. ahead: whether a worker draws its next ticket as a task begins."""
     if workers < 1:
         raise bad_value("workers", "at least 1 for each rank", workers, "132 is what an H200 has")
-    return _Simulation(job, workers, pace, ahead, progress).run()
+    return _Simulation(job, workers, pace, ahead).run()
 
 
 class _Rank:
@@ -201,7 +172,6 @@ class _Rank:
         self.memory.append({})
         self.counters: Multiset[Counter] = Multiset()
         self.ran: set[Task] = set()
-        self.replaced: set[Region] = set()
         self.next_ticket = 0
 
 
@@ -218,15 +188,8 @@ class _Worker:
 
 
 class _Simulation:
-    def __init__(
-        self,
-        job: Sequence[Sequence[Script]],
-        workers: int,
-        pace: Pace,
-        ahead: bool,
-        progress: Callable[[int], None],
-    ) -> None:
-        self.pace, self.ahead, self.progress = pace, ahead, progress
+    def __init__(self, job: Sequence[Sequence[Script]], workers: int, pace: Pace, ahead: bool) -> None:
+        self.pace, self.ahead = pace, ahead
         self.ranks = [_Rank(rank, [scripts[rank] for scripts in job], workers) for rank in range(len(job[0]))]
         self.heap: dict[Region, tuple[int, Tensor]] = {}
         self.flags: Multiset[Counter] = Multiset()
@@ -328,9 +291,8 @@ class _Simulation:
         rank.ran.add(step.task)
         values = [self.read(rank, region, step.task) for region in step.reads]
         results = rank.script.compute(step.task, values)
-        self.replace(rank, step)
         self.reading.update(step.reads)
-        duration = self.pace.task(rank.script.graph, step.task)
+        duration = self.pace.task(rank.rank)
         record = Record(
             rank.rank, worker.index, rank.epoch, ticket, step.task, worker.came, self.now, self.now + duration
         )
@@ -340,7 +302,6 @@ class _Simulation:
             self.arrows.append((max(openers, key=lambda opener: opener.ended), record))
         worker.held = self.ticket(rank) if self.ahead else None
         self.later(duration, lambda: self.end(worker, step, record, results))
-        self.progress(len(self.records))
 
     def read(self, rank: _Rank, region: Region, task: Task) -> Tensor:
         if region.heap:
@@ -348,18 +309,9 @@ class _Simulation:
         else:
             written, value = rank.epoch, rank.memory[-1].get(region)
         if value is None or written != rank.epoch:
-            gone = written > rank.epoch or region in rank.replaced
-            rule = "overwritten too early" if gone else "read too early"
+            rule = "overwritten too early" if written > rank.epoch else "read too early"
             raise ScheduleFault(rule, f"{task} of rank {rank.rank} in pass {rank.epoch} reads {region}")
         return value
-
-    def replace(self, rank: _Rank, step: Step) -> None:
-        """From a task's start on, what lay where it writes is gone."""
-        for region in step.replaces:
-            if self.reading[region] > 0 or region not in rank.memory[-1].keys() | rank.replaced:
-                raise ScheduleFault("overwritten too early", f"{step.task} of rank {rank.rank} writes over {region}")
-            rank.memory[-1].pop(region, None)
-            rank.replaced.add(region)
 
     def end(self, worker: _Worker, step: Step, record: Record, results: Sequence[Tensor]) -> None:
         rank = worker.rank
