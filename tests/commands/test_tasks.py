@@ -78,7 +78,7 @@ def test_a_schedule_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--shape", "4096,2048,768,128,8"), "lower T, H, I or --passes"),
+        (("--shape", "4096,2048,768,128,8"), "Lower T, H, I or --passes"),
         (("--remote", "2"), "ranks from 0 to 1; got 2"),
         (("--remote", "one"), "Count them from 0"),
         (("--trace", "."), "a folder"),

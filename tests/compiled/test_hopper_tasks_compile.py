@@ -90,8 +90,8 @@ def test_the_launch_that_lists_tasks_keeps_all_in_registers(found):
 
 def main(names: list[str]) -> dict[str, dict]:
     from amoeba.core.config import Activation
-    from amoeba.tasks import hopper
-    from amoeba.tasks.decoder import Table
+    from amoeba.tasks.hopper.backward import backward as hopper
+    from amoeba.tasks.triton.tickets import Table
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -101,7 +101,7 @@ def main(names: list[str]) -> dict[str, dict]:
 
     hopper.multiprocessors = lambda device: 132
     kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
-    hopper.make_own_table, hopper.write_letter = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
+    hopper.make_local_table, hopper.write_peer_context = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
     hopper.make_list = lambda *told, **besides: numbers(8)
     hopper.make_table = lambda offs_E, block, counters: Table(numbers(8), numbers(9), numbers(8))
     made = {}
@@ -203,7 +203,7 @@ def list_stack() -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.tasks.listing import _make_list
+    from amoeba.tasks.hopper.task_list import _make_list
 
     values = {"EXPERTS": 128, "TN": 3, "TNX": 8, "GROUP": 8, "STEPS": 7, "BLOCK_G": 16}
     values |= {"BLOCK_M": 128, "ROW_COUNTERS": 129, "BLOCK": 128}
@@ -223,7 +223,7 @@ def lines_of(intermediate: int) -> tuple[list, list]:
     from amoeba.core.config import Activation
     from amoeba.kernels.activate import BACKWARD_TILE, WARPS, _activate_backward
     from amoeba.kernels.activation import constants
-    from amoeba.tasks.hopper import Plan
+    from amoeba.tasks.hopper.backward import Plan
 
     plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
     values = {"I": intermediate, "DA_STRIDE": intermediate, "H_STRIDE": plan.J, "DH_STRIDE": plan.J}

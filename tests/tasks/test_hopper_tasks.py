@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.activation import constants
-from amoeba.tasks.hopper import Plan, hopper_backward, plan_of
+from amoeba.tasks.hopper.backward import Plan, hopper_backward, plan_of
 from amoeba.tasks.sizes import bundle_of, is_small
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -144,9 +144,9 @@ class TestOnHopper:
         assert not differ and whole[3, -1] == 60
 
     def test_its_tickets_are_those_of_the_list_each_once_behind_its_gates(self):
-        from amoeba.tasks.decoder import make_table
-        from amoeba.tasks.device_trace import DeviceTrace
-        from amoeba.tasks.listing import make_list
+        from amoeba.tasks.hopper.task_list import make_list
+        from amoeba.tasks.timeline import DeviceTrace
+        from amoeba.tasks.triton.tickets import make_table
 
         tokens, hidden, intermediate, experts, top_k, _ = CASES["skew"]
         problem, dy_TH = make_problem(*CASES["skew"])
@@ -167,7 +167,7 @@ class TestOnHopper:
 
     def test_the_backend_takes_it_and_the_plain_kernel_where_it_does_not_serve(self):
         from amoeba.backends.tasks import kernel_for
-        from amoeba.tasks.plain import scheduled_backward
+        from amoeba.tasks.triton.backward import scheduled_backward
 
         problem = make_problem(*CASES["one row"])[0]
         assert kernel_for(problem) is hopper_backward
@@ -186,7 +186,7 @@ class TestOnHopper:
     ],
 )
 def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
-    from amoeba.tasks.hopper import why_not
+    from amoeba.tasks.hopper.backward import why_not
 
     found = why_not(top_k, activation)
     assert found is None if reason is None else found is not None and reason in found
@@ -194,7 +194,7 @@ def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
 
 def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
     from amoeba.kernels.hopper import gradient, product
-    from amoeba.tasks import hopper_queue
+    from amoeba.tasks.hopper.backward import queue as hopper_queue
 
     bytes_of_stage = hopper_queue.STAGE_BYTES.value
     assert bytes_of_stage == 2 * product.BLOCK_K * (product.BLOCK_M + product.BLOCK_N)
@@ -232,7 +232,7 @@ def test_a_wave_is_two_turns_of_all_programs_and_some_weights_are_left_for_the_s
 
 
 def test_a_stage_holds_whole_tokens_for_their_sums():
-    from amoeba.tasks.hopper import MOST_SLOTS, Plan
+    from amoeba.tasks.hopper.backward import MOST_SLOTS, Plan
 
     for top_k in range(1, MOST_SLOTS + 1):
         plan = Plan(512, 256, 32, top_k, **constants(Activation()))

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from amoeba.tasks.decoder import Layout, _merged, count_tickets, decode_ticket, make_table
+from amoeba.tasks.triton.tickets import Layout, _merged, count_tickets, decode_ticket, make_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

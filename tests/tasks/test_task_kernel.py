@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.sort import sort_rows
-from amoeba.tasks.device_trace import DeviceTrace
 from amoeba.tasks.graph import Kind
-from amoeba.tasks.plain import scheduled_backward
+from amoeba.tasks.timeline import DeviceTrace
+from amoeba.tasks.triton.backward import scheduled_backward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

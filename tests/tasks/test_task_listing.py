@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from test_task_decoder import layout_of, random_graph
 
-from amoeba.tasks.decoder import make_table
 from amoeba.tasks.graph import Graph, Kind
-from amoeba.tasks.listing import make_list
+from amoeba.tasks.hopper.task_list import make_list
+from amoeba.tasks.triton.tickets import make_table
 from selection import quick
 
 FIRST_ROW_COUNTER = 1000  # any number that is no other counter's

@@ -9,9 +9,9 @@ import pytest
 from test_task_schedules import NAMED, run_at_random
 
 from amoeba.proof.schedules import TOLERANCE, ScheduleCase, random_case
+from amoeba.tasks.computation import Region, Regions
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Lane, Signal, Task
-from amoeba.tasks.regions import Region, Regions
-from amoeba.tasks.simulate import ScheduleFault
+from amoeba.tasks.simulator import ScheduleFault
 from selection import quick
 
 GATES = [

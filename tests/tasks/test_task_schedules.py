@@ -10,7 +10,7 @@ import pytest
 
 from amoeba.proof.schedules import TOLERANCE, ScheduleCase, make_case, random_case
 from amoeba.tasks.graph import Kind
-from amoeba.tasks.simulate import Pace, Script, simulate
+from amoeba.tasks.simulator import Pace, Script, simulate
 from amoeba.tasks.sizes import Sizes, Tiling
 from selection import quick
 

@@ -17,8 +17,8 @@ from amoeba.core.errors import bad_value, counted
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape
-    from amoeba.tasks.simulate import Ran
-    from amoeba.tasks.summary import Summary
+    from amoeba.tasks.simulator import Ran
+    from amoeba.tasks.timeline import Summary
 
 tasks = Typer(name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True)
 
@@ -100,9 +100,9 @@ def _prove(
     output: Output,
 ) -> tuple[dict[str, Any], bool, Ran | None]:
     from amoeba.proof.schedules import TOLERANCE, make_case
-    from amoeba.tasks.simulate import Pace, ScheduleFault, simulate
+    from amoeba.tasks.simulator import Pace, ScheduleFault, simulate
     from amoeba.tasks.sizes import Sizes, Tiling
-    from amoeba.tasks.summary import summarise
+    from amoeba.tasks.timeline import summarise
 
     sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
     draw = random.Random(seed)
@@ -190,7 +190,7 @@ def print_summary(summary: Summary, output: Output, title: str, unit: str = UNIT
 
 
 def _say_travelled(ran: Ran, workers: int, output: Output) -> dict[str, Any]:
-    from amoeba.tasks.summary import travelled
+    from amoeba.tasks.timeline import travelled
 
     found = travelled(ran.records, workers)
     if found is None:
@@ -218,7 +218,7 @@ def _written(
 ) -> dict[str, str]:
     from amoeba.system.files import write_whole
     from amoeba.tasks.picture import draw
-    from amoeba.tasks.trace import trace_text
+    from amoeba.tasks.timeline import trace_text
 
     written = {}
     if trace is not None:

@@ -243,7 +243,7 @@ class Graph(Reach):
             return Task(kind, self.rows.heaviest[begin + index // self.parts(kind)], index % self.parts(kind))
         tiles = self.rows.first_tile[end] - self.rows.first_tile[begin]
         tile, part = grouped(index, tiles, self.parts(kind), self.tiling.group)
-        return Task(kind, self._own_first(begin, end, tile), part)
+        return Task(kind, self._local_first(begin, end, tile), part)
 
     def _experts_of(self, kind: Kind, wave: int) -> tuple[int, int]:
         """Places in `heaviest`; none for a wave before the first or after the last."""
@@ -272,14 +272,14 @@ class Graph(Reach):
             before.append(before[-1] + len(own))
         return first, before
 
-    def _own_first(self, begin: int, end: int, index: int) -> int:
+    def _local_first(self, begin: int, end: int, index: int) -> int:
         """The index-th row tile of these experts: tiles of own rows, then those that wait for rows of peers."""
         first, before = self._own
         own = before[end] - before[begin]
         if index < own:
             place = bisect_right(before, before[begin] + index) - 1
             return first[place] + before[begin] + index - before[place]
-        others = [tile - own_before for tile, own_before in zip(self.rows.first_tile, before, strict=True)]
+        others = [tile - local_before for tile, local_before in zip(self.rows.first_tile, before, strict=True)]
         index += others[begin] - own
         place = bisect_right(others, index) - 1
         tile = self.rows.first_tile[place] + index - others[place]
@@ -354,6 +354,48 @@ class Graph(Reach):
         found[Counter(self.rank, "router")] = self.token_blocks if self.router else 0
         found[Counter(self.rank, "done")] = self.tickets
         return found
+
+
+class ShareGraph(Graph):
+    """One rank's share of a layer over ranks, as its kernel runs it: dy starts from here and is used as it arrives.
+
+    rows: of tokens that have a place everywhere, `divide_rows(..., everywhere=True)`.
+
+    What goes out is a task, and a product waits for the cells that its rows come in, as in `Graph`. COMBINE sums up
+    what the experts of this rank gave to each received row; the kernel writes that into the memory of the row's rank,
+    and the transport adds up there (docs/parallel.md). There is one cell, not two, so what is sent waits until its
+    reader has finished the pass before, with all that came in it.
+    """
+
+    def __init__(
+        self, rank: int, rows: Sequence[RankRows], sizes: Sizes, tiling: Tiling, *, remote: frozenset[int] = frozenset()
+    ) -> None:
+        super().__init__(rank, rows, sizes, tiling, router=False)
+
+    @property
+    def combined(self) -> int:
+        return len(self.rows.received)
+
+    def loaded(self, block: int) -> Iterator[tuple[int, int, int, int]]:
+        """(this rank, row tile, received row, slot)."""
+        for received in self.tokens_of(block):
+            for slot in range(self.sizes.top_k):
+                if (received, slot) in self.rows.tile_of_slot:
+                    yield self.rank, self.rows.tile_of_slot[received, slot], received, slot
+
+    def gates(self, task: Task, epoch: int) -> Iterator[Gate]:
+        for gate in super().gates(task, epoch):
+            if task.kind != Kind.ACTIVATE or gate.counter.name != "finished":  # nobody loads ds and dx from here
+                yield gate
+        if task.kind == Kind.COMBINE:  # also rows that no expert here reads: the next pass is sent to the same cell
+            for cell in self.cells_of(self.tokens_of(task.item)):
+                yield Gate(Counter(self.rank, "arrived", cell), epoch)
+
+    def _cell_is_free(self, reader: int, epoch: int) -> Gate:
+        return super()._cell_is_free(reader, epoch + 1)
+
+    def signals(self, task: Task, epoch: int) -> Iterator[Signal]:
+        return (signal for signal in super().signals(task, epoch) if signal.counter.name != "ready")
 
 
 def merged(run: Sequence[Lane], index: int) -> tuple[Lane, int]:

@@ -27,14 +27,14 @@ from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.programs import multiprocessors
 from amoeba.kernels.row_tiles import column_block
 from amoeba.kernels.tiles import slots
-from amoeba.tasks.arrivals import Arrival
-from amoeba.tasks.decoder import Layout, make_table
-from amoeba.tasks.hopper_arrivals import write_letter
-from amoeba.tasks.hopper_kernel import backward_kernel
-from amoeba.tasks.listing import make_list
-from amoeba.tasks.own_first import make_own_table
-from amoeba.tasks.plain import GROUP, Scheduled
+from amoeba.tasks.hopper.arrivals import write_peer_context
+from amoeba.tasks.hopper.kernel import backward_kernel
+from amoeba.tasks.hopper.task_list import make_list
 from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, bundle_of, is_small, tiling_of
+from amoeba.tasks.triton.arrivals import Arrival
+from amoeba.tasks.triton.backward import GROUP, Scheduled
+from amoeba.tasks.triton.local_first import make_local_table
+from amoeba.tasks.triton.tickets import Layout, make_table
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
 MOST_SLOTS = 16  # of a token: 4 tokens' rows are a stage
@@ -243,11 +243,11 @@ def hopper_backward(
     plan = plan_of(hidden, intermediate, experts, top_k, activation, small, bundle > 1)
     most_tiles = slots(rows, experts, BLOCK_M)
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
-    table, letter, sends = make_table(offs_E, BLOCK_M, counters), None, 0
+    table, peers, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
         plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
-        own = make_own_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
-        letter, sends = write_letter(arrival, own), arrival.sends
+        own = make_local_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
+        peers, sends = write_peer_context(arrival, own), arrival.sends
     programs = multiprocessors(device)
     layout = plan.layout(tokens, rows, programs)
     most_tickets, records = layout.most_tickets(most_tiles), offs_E
@@ -287,7 +287,7 @@ def hopper_backward(
         table.heaviest_E,
         records,
         counters,
-        letter,
+        peers,
         None if trace is None else trace(sends + most_tickets, BLOCK_M),
         tokens,
         rows,

@@ -25,10 +25,10 @@ from amoeba.kernels.combine import combine_block
 from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.tiles import slots
-from amoeba.tasks.arrivals import NO_RANKS, NOTHING, Arrival
-from amoeba.tasks.decoder import Layout, make_table
-from amoeba.tasks.kernel import backward_kernel
-from amoeba.tasks.own_first import make_own_table
+from amoeba.tasks.triton.arrivals import NO_RANKS, NOTHING, Arrival
+from amoeba.tasks.triton.kernel import backward_kernel
+from amoeba.tasks.triton.local_first import make_local_table
+from amoeba.tasks.triton.tickets import Layout, make_table
 
 # Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one
 # task. Not measured yet.
@@ -60,7 +60,7 @@ def scheduled_backward(
     """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
 
     arrival: dy of other ranks' rows is still on its way, and this rank's is sent on from here.
-    trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.device_trace`.
+    trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.timeline`.
     """
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
@@ -87,7 +87,7 @@ def scheduled_backward(
     table = make_table(offs_E, layout.row_block, counters)
     own: tuple[Tensor | None, ...] = (None, None)
     if arrival is not None:
-        own = make_own_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
+        own = make_local_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
     sends = 0 if arrival is None else arrival.sends
     at_once, block = combine_block(hidden, top_k)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)

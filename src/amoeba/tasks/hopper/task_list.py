@@ -17,7 +17,7 @@ from torch import Tensor
 
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.tiles import grouped_order
-from amoeba.tasks.decoder import (
+from amoeba.tasks.triton.tickets import (
     ACTIVATE,
     COMBINE,
     DOWN,
@@ -52,7 +52,7 @@ def make_list(table: Table, offs_E: Tensor, layout: Layout, tickets: int, *, row
 
 @triton.jit
 def _merged(index, first, second):
-    """`amoeba.tasks.decoder._merged`, of many."""
+    """`amoeba.tasks.triton.tickets._merged`, of many."""
     both = tl.maximum(first + second, 1)
     if tl.max(tl.maximum(index, first), 0) <= _SMALL:
         before = index * first // both

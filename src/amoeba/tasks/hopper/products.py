@@ -1,6 +1,6 @@
 """The products of the kernel for Hopper: a task's tiles of dA', of dx and of weights' gradients, and their stages.
 
-See `amoeba.tasks.hopper_kernel`. The tiles are the functions of the kernels that do nothing else.
+See `amoeba.tasks.hopper.kernel`. The tiles are the functions of the kernels that do nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_st
 from amoeba.kernels.hopper.product_kernel import multiply_stage
 from amoeba.kernels.hopper.product_store import column_parts, store_tile
 from amoeba.kernels.tiles import grouped_order
-from amoeba.tasks.decoder import DOWN, DOWN_WEIGHTS
-from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, take, tell
+from amoeba.tasks.hopper.queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, take, tell
+from amoeba.tasks.triton.tickets import DOWN, DOWN_WEIGHTS
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
 # microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.

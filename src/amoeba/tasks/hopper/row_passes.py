@@ -1,6 +1,6 @@
 """The row passes of the kernel for Hopper, from the ring of stages: the activation's backward, the sums over tokens.
 
-See `amoeba.tasks.hopper_kernel`.
+See `amoeba.tasks.hopper.kernel`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
-from amoeba.tasks.hopper_arrivals import COMES, numbers_at, room_for_sums
-from amoeba.tasks.hopper_queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
+from amoeba.tasks.hopper.arrivals import COMES, numbers_at, room_for_sums
+from amoeba.tasks.hopper.queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
 
 
 @gluon.jit
@@ -137,7 +137,7 @@ def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, row
 
 @gluon.jit
 def combine(
-    block, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count, tokens, rows,
+    block, ds, slot_row, d_x, d_weight, peers, counters, untold, token_bufs, full, empty, count, tokens, rows,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """d_x of a block of tokens, this warpgroup's half of each stage's columns; d_weight of its half of the tokens."""
@@ -154,9 +154,9 @@ def combine(
     c = WARPGROUP * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     sums = d_x
     if PLAN.RANKS > 1:  # straight to the rank whose tokens they are
-        address = room_for_sums(letter, block, d_x, PLAN.TOKENS, PLAN.H)
+        address = room_for_sums(peers, block, d_x, PLAN.TOKENS, PLAN.H)
         sums = gl.multiple_of(address.to(gl.pointer_type(d_x.dtype.element_ty)), 16)
-        comes = numbers_at(letter, COMES, gl.uint8)
+        comes = numbers_at(peers, COMES, gl.uint8)
     for group in range(0, PLAN.TOKENS, PLAN.TOGETHER):
         token = block.to(gl.int64) * PLAN.TOKENS + group + gl.arange(0, PLAN.TOGETHER, gl.SliceLayout(1, layout))
         mine = (token < tokens)[:, None]

@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 
-See `amoeba.tasks.hopper`, which launches it. Three warpgroups: the producer draws tickets, waits at gates, tells the
-other two what to do and fills the stages; those compute and signal. A stage holds 48 KB, whatever the task is:
+See `amoeba.tasks.hopper.backward`, which launches it. Three warpgroups: the producer draws tickets, waits at gates,
+tells the other two what to do and fills the stages; those compute and signal. A stage holds 48 KB for every task:
 
     DOWN, UP                   128 rows of 64 of the depth, and 64 lines of 256 columns of the matrix
     DOWN_WEIGHTS, UP_WEIGHTS   64 gathered rows, 128 wide in two halves, and the same sorted rows, 256 wide
@@ -34,37 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.descriptor import reinterpret
 from amoeba.kernels.launch import quick
-from amoeba.tasks.clock import note_task, now
-from amoeba.tasks.decoder import (
-    ACTIVATE,
-    COMBINE,
-    DOWN,
-    DOWN_WEIGHTS,
-    SEND,
-    UP,
-    UP_WEIGHTS,
-    count_tickets,
-    decode_send,
-    decode_ticket,
-    rows_of_row_tile,
-)
-from amoeba.tasks.hopper_arrivals import (
-    FIRST_OWN,
-    HALF,
-    MOST_TOKENS,
-    RANK,
-    ROWS,
-    SENDS,
-    number,
-    numbers_at,
+from amoeba.tasks.hopper.arrivals import (
     send_half,
-    wait_for_received,
-    wait_for_tile,
-    wait_until_taken,
 )
-from amoeba.tasks.hopper_fill import fill_task
-from amoeba.tasks.hopper_listed import produce_listed
-from amoeba.tasks.hopper_queue import (
+from amoeba.tasks.hopper.producer import produce
+from amoeba.tasks.hopper.products import multiply, pass_over, sum_tile
+from amoeba.tasks.hopper.queue import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
@@ -74,97 +49,25 @@ from amoeba.tasks.hopper_queue import (
     STOP,
     TASKS,
     is_there,
-    pass_on,
     take,
     tell,
-    wait,
-    wait_for_tokens,
 )
-from amoeba.tasks.hopper_row_passes import activate, combine
-from amoeba.tasks.hopper_tiles import multiply, pass_over, sum_tile
-from amoeba.tasks.own_first import own_tiles_first
-
-
-@gluon.jit
-def _produce(
-    descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule,
-    PLAN: gl.constexpr,
-):  # fmt: skip
-    """Draws tickets, waits at gates, passes tasks on and fills their stages."""
-    if PLAN.LISTED:
-        produce_listed(descriptors, sources, maps, counters, queue, ring, tokens, rows, intermediate, schedule[3], PLAN)
-    else:
-        _produce_decoding(
-            descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule, PLAN
-        )
-
-
-@gluon.jit
-def _produce_decoding(
-    descriptors, sources, maps, counters, queue, ring, letter, tokens, rows, intermediate, schedule,
-    PLAN: gl.constexpr,
-):  # fmt: skip
-    """... over ranks, where each ticket's task is found out by arithmetic."""
-    _, _, _, _, expert_TK = sources
-    order, slot_row, offs_E, heaviest_E, _ = maps
-    wave, late, behind, bundle = schedule
-    first_tile = heaviest_E + PLAN.EXPERTS  # see `make_table`
-    place_E = first_tile + PLAN.EXPERTS + 1
-    expert_counters = counters + 1
-    row_counters = counters + PLAN.ROW_COUNTERS
-    wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
-    places = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
-    token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
-    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_TILES, PLAN.UP_TILES, token_blocks)
-    sends = number(letter, SENDS)
-    total += sends
-    count = 0
-    passed = 0
-    ticket = gl.atomic_add(counters, 1, sem="relaxed")
-    while ticket < total:
-        kind, item, part = decode_ticket(
-            gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
-            PLAN.DOWN_TILES, PLAN.UP_TILES, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, behind, PLAN.GROUP,
-        )  # fmt: skip
-        if ticket < sends:
-            kind, item, part = decode_send(
-                ticket, number(letter, MOST_TOKENS), number(letter, RANK), 2 * HALF, PLAN.RANKS
-            )
-        elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-            first_own = numbers_at(letter, FIRST_OWN, gl.int32)
-            item = own_tiles_first(item, places, first_tile, first_own, first_own + PLAN.EXPERTS, PLAN.EXPERTS, wave)
-        expert = item
-        row = 0 * item
-        end = 0 * item
-        if kind == COMBINE:
-            wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
-            wait_for_received(letter, item, tokens, PLAN)
-        elif kind == SEND:
-            wait_until_taken(letter, item, ROWS, PLAN.RANKS, PLAN.TAKERS)
-        elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
-            row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
-            end = gl.load(offs_E + item)
-            wait(expert_counters + item, 2 * gl.cdiv(end - row, BLOCK_M))
-        else:
-            expert, row, end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, PLAN.EXPERTS, BLOCK_M)
-            if kind == ACTIVATE:
-                wait(row_counters + item, PLAN.MULTIPLIED)
-            elif kind == UP:
-                wait(row_counters + item, PLAN.ACTIVATED)
-            else:
-                wait_for_tile(letter, order, row, end, PLAN)
-        passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
-        count = fill_task(
-            descriptors, sources, order, slot_row, ring, count, kind, item, part, expert, row, end, tokens, rows,
-            intermediate, bundle, PLAN,
-        )  # fmt: skip
-        ticket = gl.atomic_add(counters, 1, sem="relaxed")
-    pass_on(queue, passed, STOP, 0, 0, 0, 0, 0, 0)
+from amoeba.tasks.hopper.row_passes import activate, combine
+from amoeba.tasks.triton.clock import note_task, now
+from amoeba.tasks.triton.tickets import (
+    ACTIVATE,
+    COMBINE,
+    DOWN,
+    DOWN_WEIGHTS,
+    SEND,
+    UP,
+    UP_WEIGHTS,
+)
 
 
 @gluon.jit
 def _consume(
-    descriptors, results, sources, counters, queue, ring, staging, letter, trace, tokens, rows, intermediate,
+    descriptors, results, sources, counters, queue, ring, staging, peers, trace, tokens, rows, intermediate,
     bundle, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's half of each task."""
@@ -237,7 +140,7 @@ def _consume(
             untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
-                item, ds, slot_row, d_x, d_weight, letter, counters, untold, token_bufs, full, empty, count,
+                item, ds, slot_row, d_x, d_weight, peers, counters, untold, token_bufs, full, empty, count,
                 tokens, rows, WARPGROUP, PLAN,
             )  # fmt: skip
             untold = -1
@@ -245,7 +148,7 @@ def _consume(
             if kind == SEND:
                 tell(untold, counters, PLAN)
                 untold = -1
-                send_half(letter, item, part, da, WARPGROUP, PLAN)
+                send_half(peers, item, part, da, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
             if working:
@@ -259,7 +162,7 @@ def _consume(
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, records, counters, letter, trace, tokens, rows, intermediate, wave, late, behind,
+    slot_row, offs_E, heaviest_E, records, counters, peers, trace, tokens, rows, intermediate, wave, late, behind,
     bundle, PLAN: gl.constexpr,
     ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
@@ -299,15 +202,15 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                stores, results, (weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
+                stores, results, (weight, order, slot_row), counters, queue, ring, staging, peers, trace, tokens, rows,
                 intermediate, bundle, gl.constexpr(0), PLAN,
             )),
             (_consume, (
-                stores, results, (weight, order, slot_row), counters, queue, ring, staging, letter, trace, tokens, rows,
+                stores, results, (weight, order, slot_row), counters, queue, ring, staging, peers, trace, tokens, rows,
                 intermediate, bundle, gl.constexpr(1), PLAN,
             )),
-            (_produce, (
-                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, letter, tokens, rows, intermediate,
+            (produce, (
+                loads, (dy, x, da, dh, expert_TK), maps, counters, queue, ring, peers, tokens, rows, intermediate,
                 (wave, late, behind, bundle), PLAN,
             )),
         ],

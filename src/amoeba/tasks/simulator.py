@@ -24,9 +24,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.tasks.computation import Computation
+from amoeba.tasks.computation import Computation, Region
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Signal, Task
-from amoeba.tasks.regions import Region
 
 
 class ScheduleFault(RuntimeError):

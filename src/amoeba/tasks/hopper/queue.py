@@ -1,6 +1,6 @@
 """What the parts of the kernel for Hopper tell each other, and what programs do: tasks, gates, signals.
 
-See `amoeba.tasks.hopper_kernel`.
+See `amoeba.tasks.hopper.kernel`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Row tiles of own tokens before those that wait for rows of other ranks: `Graph._own_first` on the device.
+"""Row tiles of own tokens before those that wait for rows of other ranks: `Graph._local_first` on the device.
 
 N = T·K routed rows · E experts · K experts per token
 
-    own = make_own_table(order_N, offs_E, table, row_block, top_k, first_row, end_row)
-    item = own_tiles_first(item, places, first_tile, *own, EXPERTS, WAVE)          # in a kernel
+    own = make_local_table(order_N, offs_E, table, row_block, top_k, first_row, end_row)
+    item = local_tiles_first(item, places, first_tile, *own, EXPERTS, WAVE)          # in a kernel
 
 Rows of an expert are sorted by the rank that they came from: those of own tokens (first_row to end_row) lie together.
 """
@@ -18,33 +18,33 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.launch import next_power_of_2, quick
-from amoeba.tasks.decoder import Table
+from amoeba.tasks.triton.tickets import Table
 
 _MOST = tl.constexpr(2147483647)
 
 
-class OwnTable(NamedTuple):
+class LocalTable(NamedTuple):
     """Of each expert, the heaviest first: its first tile of own rows alone (where there is none, its end), and how many
     such tiles come before it; of the latter also the end."""
 
-    first_own: Tensor
-    own_before: Tensor
+    first_local: Tensor
+    local_before: Tensor
 
 
-def make_own_table(
+def make_local_table(
     order_N: Tensor, offs_E: Tensor, table: Table, row_block: int, top_k: int, first_row: int, end_row: int
-) -> OwnTable:
+) -> LocalTable:
     experts = offs_E.shape[0]
     made = torch.empty(2 * experts + 1, dtype=torch.int32, device=offs_E.device)
-    first_own, own_before = made[:experts], made[experts:]
+    first_local, local_before = made[:experts], made[experts:]
     block = next_power_of_2(experts)
     part = min(block, 32)
-    _make_own_table[(block // part,)](
-        order_N, offs_E, table.first_tile, table.place_E, first_own, own_before, first_row * top_k, end_row * top_k,
+    _make_local_table[(block // part,)](
+        order_N, offs_E, table.first_tile, table.place_E, first_local, local_before, first_row * top_k, end_row * top_k,
         EXPERTS=experts, BLOCK_E=block, BLOCK_PART=part, BLOCK_M=row_block,
         STEPS=max(order_N.shape[0], 1).bit_length(),
     )  # fmt: skip
-    return OwnTable(first_own, own_before)
+    return LocalTable(first_local, local_before)
 
 
 @triton.jit
@@ -77,8 +77,8 @@ def _own_tiles(order_N, offs_E, expert_E, first_slot, end_slot, EXPERTS, BLOCK_M
 
 @quick
 @triton.jit(do_not_specialize=["first_slot", "end_slot"])
-def _make_own_table(
-    order_N, offs_E, first_tile, place_E, first_own, own_before, first_slot, end_slot,
+def _make_local_table(
+    order_N, offs_E, first_tile, place_E, first_local, local_before, first_slot, end_slot,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_PART: tl.constexpr, BLOCK_M: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     expert_E = tl.arange(0, BLOCK_E)
@@ -90,25 +90,25 @@ def _make_own_table(
     place_P = tl.load(place_E + expert_P, mask=known_P, other=0)
     before = (all_places_E[None, :] < place_P[:, None]).to(tl.int32)
     tile_P = tl.load(first_tile + place_P, mask=known_P, other=0)
-    tl.store(first_own + place_P, tile_P + tl.where(count_P > 0, first_P, tiles_P), mask=known_P)
-    tl.store(own_before + place_P, tl.sum(before * count_E[None, :], 1), mask=known_P)
+    tl.store(first_local + place_P, tile_P + tl.where(count_P > 0, first_P, tiles_P), mask=known_P)
+    tl.store(local_before + place_P, tl.sum(before * count_E[None, :], 1), mask=known_P)
     if tl.program_id(0) == 0:
-        tl.store(own_before + EXPERTS, tl.sum(count_E, 0))
+        tl.store(local_before + EXPERTS, tl.sum(count_E, 0))
 
 
 @triton.jit
-def own_tiles_first(
-    item, places, first_tile, first_own, own_before, EXPERTS: tl.constexpr, WAVE
+def local_tiles_first(
+    item, places, first_tile, first_local, local_before, EXPERTS: tl.constexpr, WAVE
 ):  # fmt: skip
     """The row tile in place of this one, which is counted from the beginning of its wave of experts. places: 0 to a
     power of two, at least EXPERTS."""
     known = places < EXPERTS
     first_P = tl.load(first_tile + places, mask=known, other=_MOST)
-    before_P = tl.load(own_before + places, mask=known, other=_MOST)
+    before_P = tl.load(local_before + places, mask=known, other=_MOST)
     begin = (tl.sum((first_P <= item).to(tl.int32), 0) - 1) // WAVE * WAVE
     end = tl.minimum(begin + WAVE, EXPERTS)
-    before_begin = tl.load(own_before + begin)
-    own = tl.load(own_before + end) - before_begin
+    before_begin = tl.load(local_before + begin)
+    own = tl.load(local_before + end) - before_begin
     index = item - tl.load(first_tile + begin)
     is_own = index < own
     others_P = tl.where(known, first_P - before_P, _MOST)
@@ -116,7 +116,7 @@ def own_tiles_first(
     wanted_other = tl.load(first_tile + begin) - before_begin + index - own
     at_most_P = tl.where(is_own, before_P, others_P)
     place = tl.sum((at_most_P <= tl.where(is_own, wanted_own, wanted_other)).to(tl.int32), 0) - 1
-    first, before = tl.load(first_own + place), tl.load(own_before + place)
+    first, before = tl.load(first_local + place), tl.load(local_before + place)
     other = wanted_other + before
-    other = tl.where(other < first, other, other + tl.load(own_before + place + 1) - before)
+    other = tl.where(other < first, other, other + tl.load(local_before + place + 1) - before)
     return tl.where(is_own, first + wanted_own - before, other)

@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I
 
-See `amoeba.tasks.plain`, which launches it. The tasks are those of `Graph` and `ShareGraph`; here a tile of dA' takes
-its activation back in its epilogue, and ACTIVATE adds up what the tiles of a row left of ds, in their order.
+See `amoeba.tasks.triton.backward`, which launches it. The tasks are those of `Graph` and `ShareGraph`; here a tile of
+dA' takes its activation back in its epilogue, and ACTIVATE adds up what the tiles of a row left of ds, in their order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from amoeba.kernels.combine import combine_tile, slot_gradient_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.product_tiles import multiply_tile
 from amoeba.kernels.weight_gradient import weight_gradient_tile
-from amoeba.tasks.arrivals import room_for_sums, send_block, wait_for_rows
-from amoeba.tasks.clock import note_task, now
-from amoeba.tasks.decoder import (
+from amoeba.tasks.triton.arrivals import room_for_sums, send_block, wait_for_rows
+from amoeba.tasks.triton.clock import note_task, now
+from amoeba.tasks.triton.local_first import local_tiles_first
+from amoeba.tasks.triton.tickets import (
     ACTIVATE,
     COMBINE,
     DOWN,
@@ -30,7 +31,6 @@ from amoeba.tasks.decoder import (
     decode_ticket,
     rows_of_row_tile,
 )
-from amoeba.tasks.own_first import own_tiles_first
 
 
 @triton.jit
@@ -82,8 +82,8 @@ def backward_kernel(
     trace,
     tokens,
     rows,
-    first_own,
-    own_before,
+    first_local,
+    local_before,
     sent_dy,
     goes_WT,
     addresses,
@@ -178,7 +178,9 @@ def backward_kernel(
             if ticket < sends:
                 kind, item, part = decode_send(ticket, most_tokens, rank, SENT, RANKS)
             elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-                item = own_tiles_first(item, tl.arange(0, BLOCK_E), first_tile, first_own, own_before, EXPERTS, WAVE)
+                item = local_tiles_first(
+                    item, tl.arange(0, BLOCK_E), first_tile, first_local, local_before, EXPERTS, WAVE
+                )
         if trace is not None:
             came = now(trace, INTERPRETED)
             started = came
