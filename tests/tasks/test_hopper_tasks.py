@@ -194,7 +194,7 @@ def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
 
 def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
     from amoeba.kernels.hopper import gradient, product
-    from amoeba.tasks.hopper.backward import queue as hopper_queue
+    from amoeba.tasks.hopper import queue as hopper_queue
 
     bytes_of_stage = hopper_queue.STAGE_BYTES.value
     assert bytes_of_stage == 2 * product.BLOCK_K * (product.BLOCK_M + product.BLOCK_N)
