@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
-from amoeba.data.answers import AnswerRows, Row, pad_rows
-from amoeba.data.packed_answers import PackedAnswers, pack
+from amoeba.data.answers import AnswerRows, PackedAnswers, Row, pack, pad_rows
 from amoeba.data.token_rows import NO_LABEL, document_arguments, stack
 from tiny_models import build
 

@@ -221,8 +221,7 @@ def _many(
 ) -> PromptsReport:
     with loading():
         from amoeba.data.prompts import read_prompts
-        from amoeba.jobs.generate_prompts import BatchOptions, generate_prompts
-        from amoeba.jobs.prompt_results import Results
+        from amoeba.jobs.generate_prompts import BatchOptions, Results, generate_prompts
 
     batches = BatchOptions(batching, batch_size)  # type: ignore[arg-type]  # it checks the word
     of = model if adapter is None else f"{model} with {adapter}"

@@ -22,10 +22,9 @@ import torch
 from amoeba import lora
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import Load
-from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, check_answers, pad_rows
+from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, PackedAnswers, check_answers, pad_rows
 from amoeba.data.corpus import Corpus, load_corpus
 from amoeba.data.documents import Conversation
-from amoeba.data.packed_answers import PackedAnswers
 from amoeba.data.token_rows import stack
 from amoeba.data.tokenizer import check_understands
 from amoeba.integrations.coverage import check_coverage

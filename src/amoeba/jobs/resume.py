@@ -29,8 +29,7 @@ from amoeba.data.documents import Document, characters
 from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
-from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings
-from amoeba.jobs.settings_file import read_settings
+from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
 from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.store.index import INDEX, is_store
 from amoeba.system.files import sampled_hash

@@ -12,11 +12,13 @@ import errno
 import logging
 import math
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,13 +46,15 @@ from amoeba.jobs.run_folder import (
     unfinished_checkpoint,
 )
 from amoeba.jobs.settings import RunSettings
-from amoeba.jobs.signals import stop_at_signals
 from amoeba.jobs.time_budget import TimeBudget
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.shards import local_part
 from amoeba.parallel.together import ALONE, Together
 from amoeba.system.files import replace_folder
 from amoeba.system.shell import shell_command, shell_words
+
+if TYPE_CHECKING:
+    from amoeba.jobs.metrics import RunLog
 
 CHECKPOINTS_KEPT = 2
 logger = logging.getLogger("amoeba")
@@ -410,3 +414,34 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         exit_code=0 if log.stopped_by is None else 128 + log.stopped_by,
     )
     return report, str(result)
+
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_at_signals(run_log: RunLog) -> Iterator[None]:
+    came = False  # to this process: another rank may have asked for the end already
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal came
+        if came:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            sys.exit(128 + number)
+        came = True
+        if run_log.stopped_by is not None:
+            return
+        run_log.stopped_by = number
+        with suppress(RuntimeError):  # the signal may have come in the middle of another line
+            run_log.console.say("stopping after this step; once more to stop at once")
+
+    before = {}
+    try:
+        for number in STOPPING:
+            with suppress(ValueError):  # not the main thread
+                before[number] = signal.signal(number, ask)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
