@@ -4,7 +4,8 @@
     results = Results(Path("answers.jsonl"), prompts, "models/base")
     report = generate_prompts("models/base", results, GenerationOptions(), BatchOptions())
 
-Prompts that have a result already are left out.
+Results are one JSON object per line. Prompts that have one already are left out, so a later run continues an earlier
+one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What a training run is told: one frozen record, from flags, from a YAML file, or from both (flags win).
 
 settings = load_settings("run.yaml", {"steps": 500})
+
+YAML takes 1e-3 for a word and `on` for true; here they are what was meant.
 """
 
 from __future__ import annotations
