@@ -27,7 +27,7 @@ from amoeba.parallel.transports import peers
 
 E, H, I = 5, 16, 24
 # what the jobs below need, and takes seconds in each process
-PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train", "amoeba.jobs.finetune")
+PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train.train", "amoeba.jobs.finetune.finetune")
 
 
 def sharded_layer(

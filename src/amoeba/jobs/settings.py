@@ -78,7 +78,7 @@ class RunSettings:
     balance:  "aux" adds a load-balancing loss for each layer, "bias" shifts selection biases where the architecture
               has them, "none" leaves the router alone.
     z_loss_coefficient: of the loss that keeps router logits small, in any balance.
-    minutes:  stop after these: the pace of the machine decides how many steps that is (jobs/time_budget.py).
+    minutes:  stop after these: the pace of the machine decides how many steps that is (jobs/train/time_budget.py).
     compile:  decoder layers by torch.compile; "auto" where there is a GPU and the run is long enough.
     optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
     expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of so many ranks share

@@ -17,8 +17,8 @@ import torch
 
 from amoeba.core.errors import one_line
 from amoeba.data.prompts import Prompt
-from amoeba.jobs.generation_options import end_ids
-from amoeba.jobs.token_steps import Steps
+from amoeba.jobs.generate.options import end_ids
+from amoeba.jobs.generate.token_steps import Steps
 
 logger = logging.getLogger("amoeba")
 

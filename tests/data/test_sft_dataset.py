@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
-from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, Row, check_answers, pad_rows, rows_of
 from amoeba.data.documents import Completion, Conversation, Message, Text
+from amoeba.data.sft_dataset import PLAIN_TEMPLATE, Row, SftDataset, check_answers, pad_rows, rows_of
 from amoeba.data.token_rows import NO_LABEL
 from amoeba.data.tokenizer import train_tokenizer
 
@@ -110,13 +110,13 @@ def test_a_token_across_the_border_is_cut_there() -> None:
 def test_rows_are_cut_and_those_without_an_answer_left_out_with_a_word() -> None:
     tokenizer = tokenizer_with(None)
     documents = [Completion("a" * 10, "b" * 30), Completion("a" * 30, "b"), Text("It is 2.")]
-    rows = AnswerRows(documents, tokenizer, most_tokens=16)
+    rows = SftDataset(documents, tokenizer, most_tokens=16)
     assert len(rows) == 2
     assert max(len(rows[i]["input_ids"]) for i in range(2)) <= 16
     assert "2 are cut at 16 tokens" in rows.description
     assert "left out: 1 whose answer begins after the cut" in rows.description
     with pytest.raises(ValueError, match=r"data: expected an answer within the first 16 tokens.*Raise sequence_length"):
-        AnswerRows(documents[1:2], tokenizer, most_tokens=16)
+        SftDataset(documents[1:2], tokenizer, most_tokens=16)
 
 
 def test_a_batch_is_padded_without_labels_and_masked() -> None:
@@ -130,7 +130,7 @@ def test_a_batch_is_padded_without_labels_and_masked() -> None:
 
 
 def test_the_longest_row_of_a_batch_is_expected_by_the_lengths_of_all() -> None:
-    rows = AnswerRows.__new__(AnswerRows)
+    rows = SftDataset.__new__(SftDataset)
     rows.rows = [Row([0] * length, []) for length in (4, 1, 3, 2)]
     assert rows.longest == 4
     assert rows.expected_longest(1) == 2.5

@@ -7,7 +7,7 @@
 - documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.attention`),
   from one projection with norms and rotations by our kernels, where a layer has those (`integrations.fused_attention`),
 - the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
-- forward and backward of a step are captured in a CUDA graph (`jobs.captured_step`).
+- forward and backward of a step are captured in a CUDA graph (`jobs.train.captured_step`).
 
 A CPU takes the second, or the third where it is asked for: attention by documents is other code for each batch there,
 which no compiled layer can hold. Where one of them does not serve a model the run goes on without it, and a sentence

@@ -13,8 +13,9 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'amo
 import torch
 
 import amoeba
-from amoeba.jobs import kept_measurements, stream_parts
-from amoeba.jobs.stream_parts import StreamParts
+from amoeba.jobs import measurement_cache as kept_measurements
+from amoeba.jobs import streaming_report as stream_parts
+from amoeba.jobs.streaming_report import StreamParts
 from amoeba.stream.attaching import Streamed
 from amoeba.stream.bandwidth import Rate
 from amoeba.stream.report import StreamReport

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from amoeba.jobs.kept_measurements import keep, kept
+from amoeba.jobs.measurement_cache import keep, kept
 from amoeba.stream.attaching import Streamed
 from amoeba.stream.bandwidth import Rate, copy_rate, read_rate
 from amoeba.stream.cache import Counters

@@ -20,8 +20,8 @@ from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.integrations.fully_sharded import shard_fully
 from amoeba.integrations.own_tensors import own_tensors
-from amoeba.jobs.captured_step import CapturedStep, on_stream
 from amoeba.jobs.model_cost import training_flops_per_token
+from amoeba.jobs.train.captured_step import CapturedStep, on_stream
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
 from amoeba.parallel.gradients import add_up_gradients, clip_gradients

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from amoeba.core.errors import bad_value
-from amoeba.jobs.resume import settings_of_run
-from amoeba.jobs.run_folder import Console
 from amoeba.jobs.settings import RunSettings
+from amoeba.jobs.train.resume import settings_of_run
+from amoeba.jobs.train.run_folder import Console
 from amoeba.parallel.mesh import RankMesh, check_expert_ranks, make_mesh
 from amoeba.parallel.together import Together
 from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED

@@ -22,9 +22,9 @@ import torch
 from amoeba import lora
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import Load
-from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, PackedAnswers, check_answers, pad_rows
 from amoeba.data.corpus import Corpus, load_corpus
 from amoeba.data.documents import Conversation
+from amoeba.data.sft_dataset import PLAIN_TEMPLATE, PackedSftDataset, SftDataset, check_answers, pad_rows
 from amoeba.data.token_rows import stack
 from amoeba.data.tokenizer import check_understands
 from amoeba.integrations.coverage import check_coverage
@@ -33,10 +33,13 @@ from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import Placed, check_placement
 from amoeba.integrations.text_model import text_config
 from amoeba.jobs.cpu_dtype import dtype_to_load
-from amoeba.jobs.fast_paths import why_not_by_documents
-from amoeba.jobs.fast_trainer import Rows
 from amoeba.jobs.placed_model import attach_in, load_placed
-from amoeba.jobs.resume import (
+from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
+from amoeba.jobs.settings import FinetuneSettings
+from amoeba.jobs.sharded_model import count_parameters, load_share
+from amoeba.jobs.streaming_report import StreamParts
+from amoeba.jobs.train.fast_paths import why_not_by_documents
+from amoeba.jobs.train.resume import (
     Earlier,
     began_with,
     check_data,
@@ -46,13 +49,10 @@ from amoeba.jobs.resume import (
     go_on,
     weights_of,
 )
-from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.run_mesh import check_ranks, mesh_of, shared_batches
-from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
-from amoeba.jobs.settings import FinetuneSettings
-from amoeba.jobs.sharded_model import count_parameters, load_share
-from amoeba.jobs.stream_parts import StreamParts
-from amoeba.jobs.training_loop import make_trainer, run_to_end
+from amoeba.jobs.train.run_folder import Console, RunReport, describe_run, run_folder
+from amoeba.jobs.train.run_mesh import check_ranks, mesh_of, shared_batches
+from amoeba.jobs.train.trainer import Rows
+from amoeba.jobs.train.training_loop import make_trainer, run_to_end
 from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.lora.targets import in_one_line
@@ -62,8 +62,8 @@ from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
 
 COMMAND = "amoeba finetune"
-# On a GPU all batches have one length, and with it one captured pass (`jobs.captured_step`), where the longest row of a
-# batch has on average at least this share of it. Not measured yet.
+# On a GPU all batches have one length, and with it one captured pass (`train.captured_step`), where the longest row
+# of a batch has on average at least this share of it. Not measured yet.
 WORTH_PADDING = 0.8
 # Rows are packed where so many steps of an epoch are left: a small set of short conversations would be over in one or
 # two steps, and learn nothing from them. Not measured yet.
@@ -317,7 +317,7 @@ def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneS
         console.say(
             f"rows have {most} tokens at most and not {settings.sequence_length}: the model's positions end there"
         )
-    train, held_out = (AnswerRows(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
+    train, held_out = (SftDataset(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
     check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
     console.say(f"to train on: {train.description}; held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -337,7 +337,7 @@ def _packed(
     if began is False:
         return rows, False
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    train, held_out = (PackedAnswers(each, rows.longest, padding) for each in (rows.train, rows.held_out))
+    train, held_out = (PackedSftDataset(each, rows.longest, padding) for each in (rows.train, rows.held_out))
     if began is None and len(train) < LEAST_PACKED_STEPS * settings.batch_size * settings.accumulation:
         return rows, False
     reason = why_not_by_documents(model)

@@ -24,9 +24,9 @@ from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
 from amoeba.integrations.placement import Placed, check_placement
+from amoeba.jobs.convert.merged_adapters import check_not_merged
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
-from amoeba.jobs.generation_options import GenerationOptions
-from amoeba.jobs.merged_adapters import check_not_merged
+from amoeba.jobs.generate.options import GenerationOptions
 from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share

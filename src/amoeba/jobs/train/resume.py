@@ -26,10 +26,10 @@ import torch
 from amoeba.core.errors import bad_value
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, characters
-from amoeba.jobs.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.presets import PRESETS
-from amoeba.jobs.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
+from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
+from amoeba.jobs.train.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.store.index import INDEX, is_store
 from amoeba.system.files import sampled_hash
@@ -100,7 +100,7 @@ def go_on(
 
 def settings_of(kind: type[Settings], resume: str | None, config: str | None, given: dict[str, Any]) -> Settings:
     """Of a new run, or of the one in the folder `resume`: then what is neither given nor in the file `config` is the
-    run's own, and whether the rest may be another is seen when it goes on (`amoeba.jobs.resume`)."""
+    run's own, and whether the rest may be another is seen when it goes on (`amoeba.jobs.train.resume`)."""
     if resume is None:
         return load_settings(config, given, kind)
     if not (Path(resume) / "config.json").is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import GenerationConfig
 
-from amoeba.jobs.generation_options import GenerationOptions, sampling_of
+from amoeba.jobs.generate.options import GenerationOptions, sampling_of
 
 WHOLE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 OWN = {"do_sample": True, "top_k": 7}

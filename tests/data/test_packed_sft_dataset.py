@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
-from amoeba.data.answers import AnswerRows, PackedAnswers, Row, pack, pad_rows
+from amoeba.data.sft_dataset import PackedSftDataset, Row, SftDataset, pack, pad_rows
 from amoeba.data.token_rows import NO_LABEL, document_arguments, stack
 from tiny_models import build
 
 
-def answers(*lengths: int) -> AnswerRows:
+def answers(*lengths: int) -> SftDataset:
     """Rows of distinct tokens, of which the second half is the answer."""
-    found: AnswerRows = object.__new__(AnswerRows)
+    found: SftDataset = object.__new__(SftDataset)
     found.rows = []
     for place, length in enumerate(lengths):
         ids = [(7 * place + token) % 60 + 1 for token in range(length)]
@@ -36,7 +36,7 @@ def test_every_row_is_packed_once_and_whole(lengths):
 
 
 def test_positions_begin_anew_and_nothing_predicts_a_first_token():
-    packed = PackedAnswers(answers(4, 3, 9), length=10, padding=63)
+    packed = PackedSftDataset(answers(4, 3, 9), length=10, padding=63)
     assert packed.members == [[0, 1], [2]] and packed.documents_per_row == 3
     assert packed.description == "2 rows of 10 tokens, 80% full" and packed.tokens_per_row == 8
     row = packed[0]
@@ -50,14 +50,14 @@ def test_positions_begin_anew_and_nothing_predicts_a_first_token():
 def test_a_text_of_answers_alone_has_no_label_on_its_first_token():
     found = answers(3)
     found.rows = [Row([5, 6, 7], [5, 6, 7])]
-    assert PackedAnswers(found, length=4, padding=0)[0]["labels"].tolist() == [-100, 6, 7, -100]
+    assert PackedSftDataset(found, length=4, padding=0)[0]["labels"].tolist() == [-100, 6, 7, -100]
 
 
 def test_packed_and_padded_rows_have_the_same_loss_and_gradients():
     """Over all answer tokens of the batch; here by transformers' own mask for packed rows."""
     model = build("qwen3_moe", vocab_size=64)
     rows = answers(9, 5, 12, 7, 3)
-    packed = PackedAnswers(rows, length=16, padding=0)
+    packed = PackedSftDataset(rows, length=16, padding=0)
     assert len(packed) == 3
     found = {}
     for name, batch in {

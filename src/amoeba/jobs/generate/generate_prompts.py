@@ -25,7 +25,8 @@ import torch
 from amoeba.core.errors import bad_value
 from amoeba.data.prompts import Prompt
 from amoeba.data.sources import parse_json, read_text
-from amoeba.jobs.generation_options import (
+from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
+from amoeba.jobs.generate.options import (
     GenerationOptions,
     end_ids,
     in_words,
@@ -33,11 +34,10 @@ from amoeba.jobs.generation_options import (
     seed_for,
     set_generation_config,
 )
-from amoeba.jobs.loaded_model import LoadedModel, find_model, load
-from amoeba.jobs.prompt_batches import Answer, Row, batches_of, continuous, padded, why_not_continuous
-from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
-from amoeba.jobs.stream_parts import StreamParts
-from amoeba.jobs.token_steps import Kind, choose_steps
+from amoeba.jobs.generate.prompt_batches import Answer, Row, batches_of, continuous, padded, why_not_continuous
+from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.generate.token_steps import Kind, choose_steps
+from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.report import StreamReport
 from amoeba.system.machine import peak_memory

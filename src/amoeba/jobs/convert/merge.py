@@ -31,7 +31,7 @@ from amoeba.integrations.model_folder import (
     load_model,
     load_tokenizer_and_config,
 )
-from amoeba.jobs.merged_adapters import check_not_merged, note_merged
+from amoeba.jobs.convert.merged_adapters import check_not_merged, note_merged
 from amoeba.lora.attaching import Attached
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import appears_whole, copy_small_files

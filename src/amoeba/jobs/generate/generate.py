@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 
 from amoeba.data.token_stream import TokenStream
-from amoeba.jobs.generation_options import (
+from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
+from amoeba.jobs.generate.options import (
     GenerationOptions,
     end_ids,
     in_words,
@@ -29,10 +30,9 @@ from amoeba.jobs.generation_options import (
     seed_for,
     set_generation_config,
 )
-from amoeba.jobs.loaded_model import LoadedModel, find_model, load
-from amoeba.jobs.prompt_tokens import most_new_tokens, tokenise
-from amoeba.jobs.stream_parts import StreamParts
-from amoeba.jobs.token_steps import Kind, Steps, choose_steps
+from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.generate.token_steps import Kind, Steps, choose_steps
+from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.report import StreamReport
 from amoeba.system.machine import peak_memory

@@ -3,7 +3,8 @@
     trainer = make_trainer(model, tokenizer, rows, settings, steps, ...)
     report, kept_in = run_to_end(trainer, folder, earlier=None)
 
-What a checkpoint holds of the model is passed in (`jobs.kept_model`): all of it, this rank's share, or an adapter.
+What a checkpoint holds of the model is passed in (`jobs.train.saved_model`): all of it, this rank's share, or an
+adapter.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ from amoeba.data.token_rows import NO_LABEL
 from amoeba.integrations.experts_module import LORA, has_placed_experts
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.randomness import draws_random_numbers
-from amoeba.jobs.fast_paths import fast_paths
-from amoeba.jobs.fast_trainer import FastTrainer, Rows
-from amoeba.jobs.kept_model import Artifact
-from amoeba.jobs.manifest import seal
-from amoeba.jobs.metrics import NotFinite, RunLog
-from amoeba.jobs.optimizer_files import SCHEDULER, has_optimizer, load_optimizer, save_optimizer
-from amoeba.jobs.resume import Earlier
-from amoeba.jobs.run_folder import (
+from amoeba.jobs.settings import RunSettings
+from amoeba.jobs.train.fast_paths import fast_paths
+from amoeba.jobs.train.manifest import seal
+from amoeba.jobs.train.metrics import NotFinite, RunLog
+from amoeba.jobs.train.optimizer_files import SCHEDULER, has_optimizer, load_optimizer, save_optimizer
+from amoeba.jobs.train.resume import Earlier
+from amoeba.jobs.train.run_folder import (
     RunReport,
     checkpoints,
     set_aside,
@@ -45,8 +45,9 @@ from amoeba.jobs.run_folder import (
     step_of,
     unfinished_checkpoint,
 )
-from amoeba.jobs.settings import RunSettings
-from amoeba.jobs.time_budget import TimeBudget
+from amoeba.jobs.train.saved_model import Artifact
+from amoeba.jobs.train.time_budget import TimeBudget
+from amoeba.jobs.train.trainer import FastTrainer, Rows
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.shards import local_part
 from amoeba.parallel.together import ALONE, Together
@@ -54,7 +55,7 @@ from amoeba.system.files import replace_folder
 from amoeba.system.shell import shell_command, shell_words
 
 if TYPE_CHECKING:
-    from amoeba.jobs.metrics import RunLog
+    from amoeba.jobs.train.metrics import RunLog
 
 CHECKPOINTS_KEPT = 2
 logger = logging.getLogger("amoeba")

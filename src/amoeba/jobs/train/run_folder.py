@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amoeba.core.errors import bad_value
-from amoeba.jobs.manifest import with_digest
+from amoeba.jobs.train.manifest import with_digest
 from amoeba.parallel.together import ALONE, Together
 from amoeba.system.files import put_back, write_whole
 from amoeba.system.shell import shell_words
@@ -149,8 +149,8 @@ def describe_run(
     began_with: dict[str, Any] | None,
     precision: dict[str, Any] | None = None,
 ) -> None:
-    """What is used, and on which machine. began_with: see `amoeba.jobs.resume`; None where an older run has none.
-    precision: of the experts, see `amoeba.jobs.run_precision`; None for the run's own dtype."""
+    """What is used, and on which machine. began_with: see `amoeba.jobs.train.resume`; None where an older run has none.
+    precision: of the experts, see `amoeba.jobs.train.run_precision`; None for the run's own dtype."""
     from amoeba.system.machine import commit, machine, versions
 
     environment = {

@@ -28,12 +28,20 @@ from amoeba.integrations.precision import set_precision
 from amoeba.integrations.text_model import auto_class, text_config
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
-from amoeba.jobs.resume import Earlier, began_with, check_data, check_model_config, data_facts, finished_run, go_on
-from amoeba.jobs.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.run_mesh import check_ranks, mesh_of, shared_batches
-from amoeba.jobs.run_precision import run_precision
 from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
 from amoeba.jobs.settings import TrainSettings
+from amoeba.jobs.train.resume import (
+    Earlier,
+    began_with,
+    check_data,
+    check_model_config,
+    data_facts,
+    finished_run,
+    go_on,
+)
+from amoeba.jobs.train.run_folder import Console, RunReport, describe_run, run_folder
+from amoeba.jobs.train.run_mesh import check_ranks, mesh_of, shared_batches
+from amoeba.jobs.train.run_precision import run_precision
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
@@ -89,10 +97,10 @@ def _train(
 
     from amoeba.integrations.coverage import check_coverage
     from amoeba.integrations.transformers import register
-    from amoeba.jobs.fast_trainer import Rows
-    from amoeba.jobs.kept_model import Artifact, WholeModel
     from amoeba.jobs.sharded_model import ShardedModel, count_parameters, shard_model
-    from amoeba.jobs.training_loop import make_trainer, run_to_end
+    from amoeba.jobs.train.saved_model import Artifact, WholeModel
+    from amoeba.jobs.train.trainer import Rows
+    from amoeba.jobs.train.training_loop import make_trainer, run_to_end
 
     register()
     transformers_logging.disable_progress_bar()  # the run has one of its own

@@ -1,6 +1,6 @@
 """Rows to fine-tune on: a document as tokens, with a label on the answers and none on what they answer.
 
-    rows = AnswerRows(corpus.train, tokenizer, most_tokens=1024)
+    rows = SftDataset(corpus.train, tokenizer, most_tokens=1024)
     rows[0]["input_ids"], rows[0]["labels"]      # [S], int64, of any length; NO_LABEL on what is not an answer
     pad_rows([rows[0], rows[1]], padding=0)      # a batch, with its attention_mask
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     labels: list[int]
 
 
-class AnswerRows(Dataset[dict[str, Tensor]]):
+class SftDataset(Dataset[dict[str, Tensor]]):
     """Rows longer than `most_tokens` are cut at their end; one that has no answer before the cut is left out. Both are
     counted in `description`."""
 
@@ -223,8 +223,8 @@ def _labelled(row: Row) -> int:
     return sum(label != NO_LABEL for label in row.labels)
 
 
-class PackedAnswers(Dataset[dict[str, Tensor]]):
-    def __init__(self, answers: AnswerRows, length: int, padding: int) -> None:
+class PackedSftDataset(Dataset[dict[str, Tensor]]):
+    def __init__(self, answers: SftDataset, length: int, padding: int) -> None:
         self.answers, self.length, self.padding = answers, length, padding
         lengths = [len(row.ids) for row in answers.rows]
         self.members = pack(lengths, length)
