@@ -170,17 +170,11 @@ def bench(
 
     with usage():
         place = parse_device(device)
-        dtypes = parse_dtypes(dtype or [], bench_command.default_dtypes(place))
-        shapes = bench_command.choose_shapes(shape or [], suite, place)
-        bench_command.check_shapes_fit(shapes, place, dtypes, passes)
-        peers = bench_command.choose_peers(peer or [])
-        chosen = bench_command.choose_ours(ours or [])
-        bench_command.check_sustained(sustained, place)
-        bench_command.check_graphs(graphs, passes, place)
+        plan = bench_command.choose_plan(
+            shape or [], suite, dtype or [], place, passes, repeats, peer or [], ours or [], sustained, graphs
+        )
         path = free_path(out)
-    document, ok = bench_command.run(
-        shapes, place, dtypes, passes, repeats, path, output, peers, ours=chosen, sustained=sustained, graphs=graphs
-    )
+    document, ok = bench_command.run(plan, path, output)
     finish(output, document, ok, json)
 
 

@@ -19,8 +19,7 @@ from amoeba.bench import implementations as implementations_module
 from amoeba.bench import suite as suite_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
-from amoeba.bench.document import make_document, result_path, write_new
-from amoeba.bench.implementation import Implementation
+from amoeba.bench.document import make_document, result_path, write_document
 from amoeba.bench.implementations import (
     BY_BACKEND,
     LOOP,
@@ -31,9 +30,9 @@ from amoeba.bench.implementations import (
 )
 from amoeba.bench.memory import peak_bytes, watch_saved
 from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
-from amoeba.bench.suite import run_suite
+from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.timing import Timing, time_in_turns
-from amoeba.bench.workload import make_workload, relative_error
+from amoeba.bench.workload import Implementation, make_workload, relative_error
 from amoeba.core import cost
 from amoeba.core.placement import Tolerance
 from amoeba.core.weights import LORA_NAMES, ExpertWeights
@@ -90,7 +89,7 @@ def test_refuses_to_time_what_is_wrong(monkeypatch):
         return [Implementation(name, False, run) for name, run in refusing(workload).items()], {}
 
     monkeypatch.setattr(suite_module, "implementations", planted)
-    forward, training = run_suite([TINY], CPU, [torch.float32], ["forward", "training"], repeats=1)
+    forward, training = run_suite(Plan([TINY], CPU, [torch.float32], ["forward", "training"], repeats=1))
 
     timed = {m.implementation: m for m in forward.measurements}
     assert {name for name, m in timed.items() if m.status == "timed"} == {"right", "no gradient", "wrong gradient"}
@@ -111,7 +110,7 @@ def test_refuses_to_time_what_is_wrong(monkeypatch):
 
 
 def test_every_implementation_here_passes_its_check_and_is_timed():
-    (report,) = run_suite([TINY], CPU, [torch.float32], ["training"], repeats=2)
+    (report,) = run_suite(Plan([TINY], CPU, [torch.float32], ["training"], repeats=2))
     timed = {m.implementation for m in report.measurements if m.status == "timed"}
     ours = {f"amoeba {backend.name}" for backend in backends_of(ExpertWeights, CPU)}
     left_out = {m.implementation for m in report.measurements if m.status == "left out"}
@@ -128,7 +127,7 @@ def test_every_implementation_here_passes_its_check_and_is_timed():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ours_keeps_x_and_h_and_the_row_maps(dtype):
-    (report,) = run_suite([TINY], CPU, [dtype], ["training"], repeats=1)
+    (report,) = run_suite(Plan([TINY], CPU, [dtype], ["training"], repeats=1))
     ours = [m for m in report.measurements if m.ours and m.status == "timed"]
     assert ours
     maps = cost.row_map_bytes(rows=TINY.rows, experts=TINY.experts, weight_itemsize=dtype.itemsize)
@@ -149,7 +148,7 @@ def test_ours_keeps_x_and_h_and_the_row_maps(dtype):
 
 
 def test_peak_of_a_training_step_holds_the_gradients_and_not_much_more():
-    (report,) = run_suite([TINY], CPU, [torch.float32], ["training"], repeats=1)
+    (report,) = run_suite(Plan([TINY], CPU, [torch.float32], ["training"], repeats=1))
     gradients = cost.weight_bytes(experts=TINY.experts, hidden=TINY.hidden, intermediate=TINY.intermediate, itemsize=4)
     rows = 4 * TINY.rows * (4 * TINY.hidden + 6 * TINY.intermediate)
     for measurement in report.measurements:
@@ -230,7 +229,7 @@ def test_time_before_the_first_mark_is_not_counted():
 
 def test_decoding_is_measured_forward_only():
     shape = Shape("step", 1, 32, 16, 6, 2, forward_only=True)
-    (report,) = run_suite([shape], CPU, [torch.float32], ["forward", "training"], repeats=1)
+    (report,) = run_suite(Plan([shape], CPU, [torch.float32], ["forward", "training"], repeats=1))
     assert report.measured_pass == "forward"
     assert report.weight_bytes == cost.weight_bytes(experts=2, hidden=32, intermediate=16, itemsize=4)
 
@@ -265,7 +264,7 @@ def test_a_bad_shape_says_what_was_expected(text):
 
 
 def test_the_document_is_complete_and_names_no_place(tmp_path):
-    reports = run_suite([TINY], CPU, [torch.float32], ["training"], repeats=2)
+    reports = run_suite(Plan([TINY], CPU, [torch.float32], ["training"], repeats=2))
     document = make_document("amoeba bench --shape tiny", load_before=0.5, results=reports)
     text = json.dumps(document, allow_nan=False)
     assert {"date", "commit", "command", "machine", "versions", "load_before", "results"} <= set(document)
@@ -345,12 +344,12 @@ def test_a_copy_takes_a_quarter_of_the_free_memory_at_most(monkeypatch, free, co
 
 def test_a_result_is_written_whole_and_never_over_another(tmp_path):
     path = result_path(tmp_path / "results")
-    write_new(path, {"first": True})
+    write_document(path, {"first": True}, first=True)
     assert json.loads(path.read_text()) == {"first": True}
     with pytest.raises(FileExistsError, match="not overwritten"):
         result_path(tmp_path / "results")
     with pytest.raises(FileExistsError):
-        write_new(path, {"first": False})
+        write_document(path, {"first": False}, first=True)
     assert json.loads(path.read_text()) == {"first": True}
     assert list(path.parent.iterdir()) == [path]
 
@@ -376,7 +375,9 @@ def test_experts_in_codes_are_timed_by_other_backends_where_they_are_asked_for()
 @pytest.mark.parametrize("tokens", [64, 8192])
 def test_on_a_gpu_times_bytes_and_both_references(tokens):
     shape = Shape("on gpu", tokens=tokens, hidden=512, intermediate=256, experts=16, top_k=4)
-    forward, training = run_suite([shape], torch.device("cuda"), [torch.bfloat16], ["forward", "training"], repeats=3)
+    forward, training = run_suite(
+        Plan([shape], torch.device("cuda"), [torch.bfloat16], ["forward", "training"], repeats=3)
+    )
     assert training.reference == (torch.float64 if tokens == 64 else torch.float32)
     x_and_h = cost.kept_bytes(tokens=tokens, rows=shape.rows, hidden=512, intermediate=256, itemsize=2)
     gradients = cost.weight_bytes(experts=16, hidden=512, intermediate=256, itemsize=2)
@@ -431,7 +432,7 @@ class TestLora:
         assert len({tuple(expert.flatten().tolist()) for expert in gate_up}) == self.shape.experts
 
     def test_packed_experts_and_the_loop_are_timed_beside_our_backends(self):
-        (report,) = run_suite([self.shape], CPU, [torch.float32], ["training"], repeats=1)
+        (report,) = run_suite(Plan([self.shape], CPU, [torch.float32], ["training"], repeats=1))
         timed = {m.implementation for m in report.measurements if m.status == "timed"}
         assert {"amoeba cpu-bf16", "amoeba cpu-int8", "amoeba in float32", LOOP, f"{LOOP} in float32"} <= timed
         assert report.dtype == torch.bfloat16
@@ -440,7 +441,7 @@ class TestLora:
 
     def test_decoding_in_bf16_is_measured_with_packed_experts_too(self):
         shape = Shape("decode", tokens=1, hidden=64, intermediate=32, experts=6, top_k=2, forward_only=True)
-        (report,) = run_suite([shape], CPU, [torch.bfloat16], ["forward"], repeats=1, peers=())
+        (report,) = run_suite(Plan([shape], CPU, [torch.bfloat16], ["forward"], repeats=1, peers=()))
         timed = {m.implementation: m for m in report.measurements if m.status == "timed"}
         assert {"amoeba cpu-bf16", "amoeba cpu-int8", "amoeba in float32"} <= set(timed)
         read = [timed[f"amoeba {name}"] for name in ("cpu-int8", "cpu-bf16", "in float32")]
@@ -453,7 +454,7 @@ class TestLora:
     def test_int8_has_its_own_tolerance_and_is_refused_beyond_it(self, monkeypatch):
         int8 = replace(placement_named("cpu-int8"), tolerances={torch.bfloat16: Tolerance(3e-2, 1e-4)})
         monkeypatch.setitem(placements._placements, "cpu-int8", int8)
-        (report,) = run_suite([self.shape], CPU, [torch.bfloat16], ["training"], repeats=1)
+        (report,) = run_suite(Plan([self.shape], CPU, [torch.bfloat16], ["training"], repeats=1))
         (int8,) = (m for m in report.measurements if m.implementation == "amoeba cpu-int8")
         assert int8.status == "refused" and "x " in int8.reason and "output" not in int8.reason
 
@@ -467,7 +468,7 @@ class TestLora:
 @pytest.mark.gpu
 def test_on_a_gpu_decoding_is_timed_in_a_graph_of_steps_on_other_experts_too():
     shape = Shape("decode", tokens=1, hidden=512, intermediate=256, experts=32, top_k=4, forward_only=True)
-    (report,) = run_suite([shape], torch.device("cuda"), [torch.bfloat16], ["forward"], repeats=3)
+    (report,) = run_suite(Plan([shape], torch.device("cuda"), [torch.bfloat16], ["forward"], repeats=3))
     found = {m.implementation: m for m in report.measurements if m.status == "timed"}
     for name in ("amoeba triton", THROUGH_TRANSFORMERS):
         assert 0 < found[name].graph_median_ms < found[name].median_ms

@@ -12,6 +12,7 @@ from amoeba.bench import captured as captured_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.captured import LAYERS, apart, host_times, in_graphs
 from amoeba.bench.shapes import SHAPES, Shape
+from amoeba.bench.suite import Plan
 from amoeba.bench.workload import make_workload
 from amoeba.commands import bench as bench_command
 from noted_output import NotedOutput
@@ -113,19 +114,10 @@ def test_the_command_prints_and_writes_eager_times_graphs_and_the_host(monkeypat
     monkeypatch.setattr(captured_module, "capture", capture)
     monkeypatch.setattr(captured_module, "HOST_ROUNDS", 2)
     output = NotedOutput()
-    document, ok = bench_command.run(
-        [TINY, replace(TINY, name="step", tokens=1, forward_only=True)],
-        CPU,
-        [torch.float32],
-        "training",
-        1,
-        None,
-        output,
-        peers=["grouped_mm"],
-        ceilings=None,
-        ours=["grouped", "eager"],
-        graphs=True,
-    )
+    shapes = [TINY, replace(TINY, name="step", tokens=1, forward_only=True)]
+    ours = ["grouped", "eager"]
+    plan = Plan(shapes, CPU, [torch.float32], ["training"], 1, peers=["grouped_mm"], ours=ours, graphs=True)
+    document, ok = bench_command.run(plan, None, output, ceilings=None)
     assert ok and document["command"].endswith("--ours grouped --ours eager --graphs")
     json.dumps(document, allow_nan=False)
     layer, step = document["results"]
@@ -161,10 +153,10 @@ def test_small_layers_of_the_scheduled_backward_have_names():
 @pytest.mark.gpu
 def test_on_a_gpu_backward_in_a_graph_takes_no_longer_than_eager():
     shape = Shape("tiny", tokens=256, hidden=256, intermediate=128, experts=8, top_k=2)
-    document, ok = bench_command.run(
-        [shape], torch.device("cuda"), [torch.bfloat16], "training", 3, None, NotedOutput(), peers=["loop"],
-        ceilings=None, ours=["triton", "tasks"], graphs=True,
-    )  # fmt: skip
+    plan = Plan(
+        [shape], torch.device("cuda"), [torch.bfloat16], ["training"], 3, ["loop"], ["triton", "tasks"], graphs=True
+    )
+    document, ok = bench_command.run(plan, None, NotedOutput(), ceilings=None)
     assert ok
     timed = [m for m in document["results"][0]["measurements"] if m["status"] == "timed"]
     assert {m["implementation"] for m in timed} == {"amoeba triton", "amoeba tasks"}

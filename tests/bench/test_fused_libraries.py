@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amoeba.bench import fused_libraries, timing
+from amoeba.bench import peers, timing
 from amoeba.bench.document import make_document
 from amoeba.bench.implementations import PEERS, implementations
 from amoeba.bench.shapes import Shape
-from amoeba.bench.suite import run_suite
+from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.workload import make_workload
 from amoeba.commands.bench import choose_peers
 
@@ -83,14 +83,14 @@ def libraries(monkeypatch):
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(fused_libraries, "is_nvidia_gpu", lambda device: True)
+    monkeypatch.setattr(peers, "is_nvidia_gpu", lambda device: True)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
     return SimpleNamespace(**{name.replace(".", "_"): module for name, module in modules.items()})
 
 
 @pytest.mark.parametrize("measured", ["training", "forward"])
 def test_both_are_checked_and_timed_beside_ours(libraries, measured):
-    (report,) = run_suite([TINY], CPU, [torch.bfloat16], [measured], repeats=1, peers=BOTH, ours=["eager"])
+    (report,) = run_suite(Plan([TINY], CPU, [torch.bfloat16], [measured], repeats=1, peers=BOTH, ours=["eager"]))
     timed = {each.implementation: each for each in report.measurements if each.status == "timed"}
     assert set(timed) == {"amoeba eager", "SonicMoE", "Liger"}
     expected = {"output"} if measured == "forward" else {"output", "x", "weight", "gate_up", "down"}
@@ -100,7 +100,7 @@ def test_both_are_checked_and_timed_beside_ours(libraries, measured):
 
 
 def test_a_copy_of_the_weights_does_not_count_as_kept_for_backward(libraries):
-    (report,) = run_suite([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=["sonicmoe"], ours=[])
+    (report,) = run_suite(Plan([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=["sonicmoe"], ours=[]))
     kept = next(each.kept_bytes for each in report.measurements if each.implementation == "SonicMoE")
     copy = TINY.experts * 2 * TINY.intermediate * TINY.hidden * 2
     assert kept < copy
@@ -111,7 +111,7 @@ def test_one_that_computes_something_else_is_refused(libraries, monkeypatch):
     # the rows of gate in the place of those of up
     monkeypatch.setattr(Up, "apply", lambda *given: up(given[0], given[1].flip(0), *given[2:]))
     monkeypatch.setattr(Liger, "apply", lambda *given: liger(*given) * 1.05)
-    (report,) = run_suite([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=BOTH, ours=[])
+    (report,) = run_suite(Plan([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=BOTH, ours=[]))
     refused = {each.implementation: each.reason for each in report.measurements if each.status == "refused"}
     assert set(refused) == {"SonicMoE", "Liger"}
     assert all(reason.startswith("out of tolerance: output") for reason in refused.values())
@@ -120,7 +120,7 @@ def test_one_that_computes_something_else_is_refused(libraries, monkeypatch):
 def test_one_without_a_gradient_for_its_own_copy_is_refused(libraries, monkeypatch):
     right = Up.apply
     monkeypatch.setattr(Up, "apply", lambda *given: right(given[0], given[1].detach(), *given[2:]))
-    (report,) = run_suite([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=["sonicmoe"], ours=[])
+    (report,) = run_suite(Plan([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=["sonicmoe"], ours=[]))
     (sonic,) = [each for each in report.measurements if each.implementation == "SonicMoE"]
     assert (sonic.status, sonic.reason) == ("refused", "gave no gradient to gate_up")
 

@@ -9,7 +9,7 @@ import torch
 
 from amoeba.bench.implementations import implementations
 from amoeba.bench.shapes import SHAPES, Shape
-from amoeba.bench.suite import run_suite
+from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.workload import make_workload
 from amoeba.commands import bench as bench_command
 from amoeba.commands.bench import choose_ours, choose_peers, command_line
@@ -70,7 +70,9 @@ def kt_kernel(monkeypatch):
 @quick(lambda measured: measured == "training")
 @pytest.mark.parametrize("measured", ["training", "forward"])
 def test_kt_kernel_is_checked_and_timed_beside_ours(kt_kernel, measured):
-    (report,) = run_suite([TINY], CPU, [torch.bfloat16], [measured], repeats=1, peers=["kt_kernel"], ours=["eager"])
+    (report,) = run_suite(
+        Plan([TINY], CPU, [torch.bfloat16], [measured], repeats=1, peers=["kt_kernel"], ours=["eager"])
+    )
     timed = {m.implementation: m for m in report.measurements if m.status == "timed"}
     assert set(timed) == {"amoeba eager", "kt-kernel bf16", "kt-kernel int8"}
     assert [layer.sizes.method for layer in kt_kernel.made] == ["AMXBF16_SFT", "AMXINT8_SFT"]
@@ -91,7 +93,7 @@ def test_kt_kernel_with_a_wrong_gradient_of_a_factor_is_refused(kt_kernel, monke
 
     right = PlainLayer.backward
     monkeypatch.setattr(PlainLayer, "backward", without_scaling)
-    (report,) = run_suite([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=["kt_kernel"], ours=[])
+    (report,) = run_suite(Plan([TINY], CPU, [torch.bfloat16], ["training"], repeats=1, peers=["kt_kernel"], ours=[]))
     refused = {m.implementation: m.reason for m in report.measurements if m.status == "refused"}
     assert set(refused) == {"kt-kernel bf16", "kt-kernel int8"}
     assert "up_lora_b 1.0e-01" in refused["kt-kernel bf16"]
@@ -114,7 +116,7 @@ def test_of_ours_only_those_that_were_asked_for():
 
 
 def test_the_command_line_says_who_took_part():
-    words = command_line([SHAPES["lora_small"]], CPU, [torch.bfloat16], "training", 3, ["loop"], ["cpu-bf16"])
+    words = command_line(Plan([SHAPES["lora_small"]], CPU, [torch.bfloat16], ["training"], 3, ["loop"], ["cpu-bf16"]))
     assert words.endswith("--peer loop --ours cpu-bf16")
     assert choose_peers(["kt_kernel"]) == ("kt_kernel",)
     with pytest.raises(ValueError, match="kt_kernel"):
@@ -137,7 +139,7 @@ def test_the_parts_of_a_check_are_told_with_their_seconds_to_who_asks_for_more(c
     output = Output()
     output.verbose = verbose
     shape = Shape("plain", 12, 64, 32, 4, 2)
-    bench_command.run([shape], CPU, [torch.float32], "training", 1, None, output, ["eager"], None, ["eager"])
+    bench_command.run(Plan([shape], CPU, [torch.float32], ["training"], 1, ["eager"], ["eager"]), None, output, None)
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
     parts = [line.split("  [")[0] for line in lines if line.startswith("transformers eager: ")]
     expected = ["its first forward", "its first backward", "comparing", "its peak memory"] if verbose else []

@@ -9,15 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from amoeba.bench import nvml, suite
+from amoeba.bench import suite
 from amoeba.bench import sustained as sustained_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.document import make_document
-from amoeba.bench.nvml import MeterError, NvmlMeter, open_meter
 from amoeba.bench.shapes import Shape
-from amoeba.bench.suite import run_suite
-from amoeba.bench.sustained import Sustained, sustain_in_turns
+from amoeba.bench.suite import Plan, run_suite
+from amoeba.bench.sustained import MeterError, NvmlMeter, Sustained, open_meter, sustain_in_turns
 from amoeba.commands import bench as bench_command
 from noted_output import NotedOutput
 
@@ -188,18 +187,8 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
     output = NotedOutput()
     limits = Ceilings("cpu", {"float32": Product(2048, 1e9)}, copied_bytes=4096, copy_bytes_per_second=1e8)
     decode = replace(TINY, name="step", tokens=1, forward_only=True)
-    document, _ = bench_command.run(
-        [TINY, decode],
-        CPU,
-        [torch.float32],
-        "training",
-        1,
-        None,
-        output,
-        peers=["grouped_mm"],
-        ceilings=lambda device, dtypes: limits,
-        sustained=4.0,
-    )
+    plan = Plan([TINY, decode], CPU, [torch.float32], ["training"], 1, peers=["grouped_mm"], sustained=4.0)
+    document, _ = bench_command.run(plan, None, output, ceilings=lambda device, dtypes: limits)
     layer, step = document["results"]
     timed = [m for m in layer["measurements"] if m["status"] == "timed"]
     assert asked == [([m["implementation"] for m in timed], 4.0, "meter of cpu")], "a decoding step is left out"
@@ -229,7 +218,7 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
 
 def test_the_rests_of_a_gpu_are_stated(monkeypatch):
     monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
-    (report,) = run_suite([TINY], CPU, [torch.float32], ["forward"], repeats=1, peers=[])
+    (report,) = run_suite(Plan([TINY], CPU, [torch.float32], ["forward"], repeats=1, peers=[]))
     output = NotedOutput()
     bench_command._print(replace(report, rest_ms=timing_module.REST_MS), None, output)
     assert [line for line in output.lines if "rests of 4 ms before each pass" in line]
@@ -253,7 +242,7 @@ def test_without_a_gpu_it_is_refused_in_one_sentence():
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_back_to_back_draws_power():
     device = torch.device("cuda")
-    meter = nvml.open_meter(device)
+    meter = sustained_module.open_meter(device)
     left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
 
     def step(mark) -> None:

@@ -266,9 +266,8 @@ def test_no_cell_is_cut_on_a_narrow_terminal(monkeypatch, capsys):
 def bench_tables(measure) -> tuple[NotedOutput, dict]:
     output = NotedOutput()
     shapes = [Shape("layer", 37, 32, 16, 6, 2), Shape("step", 1, 32, 16, 6, 2, forward_only=True)]
-    document, _ = bench_command.run(
-        shapes, torch.device("cpu"), [torch.float32], "training", 1, None, output, ceilings=measure
-    )
+    plan = suite.Plan(shapes, torch.device("cpu"), [torch.float32], ["training"], 1)
+    document, _ = bench_command.run(plan, None, output, ceilings=measure)
     return output, document
 
 

@@ -2,7 +2,7 @@
 
 document = make_document("amoeba bench --shape small", results=reports)
 path = result_path(Path("benchmarks/results"))     # raises FileExistsError rather than lose an earlier result
-write_new(path, document)
+write_document(path, document, first=True)
 """
 
 from __future__ import annotations
@@ -92,15 +92,6 @@ def result_path(directory: Path) -> Path:
     return path
 
 
-def write_new(path: Path, document: dict[str, Any]) -> None:
-    """Writes the whole document or nothing, and never over another one."""
-    files.write_new(path, _text(document))
-
-
-def write_again(path: Path, document: dict[str, Any]) -> None:
-    """Over an earlier state of the same run."""
-    files.write_whole(path, _text(document))
-
-
-def _text(document: dict[str, Any]) -> str:
-    return json.dumps(document, indent=1) + "\n"
+def write_document(path: Path, document: dict[str, Any], first: bool) -> None:
+    """Writes the whole document or nothing. first: not over another one; else over an earlier state of the same run."""
+    (files.write_new if first else files.write_whole)(path, json.dumps(document, indent=1) + "\n")

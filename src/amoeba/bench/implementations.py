@@ -20,10 +20,8 @@ from torch import Tensor
 
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import all_backends_of, backends_of, explain
-from amoeba.bench.fused_libraries import FUSED_PEERS, fused_peers
-from amoeba.bench.implementation import Implementation
-from amoeba.bench.kt_kernel import kt_kernel_peers
-from amoeba.bench.workload import Workload
+from amoeba.bench.peers import FUSED_PEERS, fused_peers, kt_kernel_peers
+from amoeba.bench.workload import Implementation, Workload
 from amoeba.core import cost
 from amoeba.core.placement import LayerSizes
 from amoeba.core.weights import AnyExperts, ExpertWeights

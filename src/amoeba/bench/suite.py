@@ -1,6 +1,7 @@
 """Runs the benchmark: check, then time, one shape after another.
 
-    reports = run_suite([SHAPES["small"]], torch.device("cpu"), [torch.float32], ["training"], repeats=20)
+    plan = Plan([SHAPES["small"]], torch.device("cpu"), [torch.float32], ["training"], repeats=20)
+    reports = run_suite(plan)
     reports[0].measurements[0].median_ms
 
 An implementation whose output or one of whose gradients is out of tolerance on the problem that is to be timed, or that
@@ -20,14 +21,12 @@ import torch
 from torch import Tensor
 
 from amoeba.bench.captured import BackwardHost, InGraphs, apart, host_times, in_graphs
-from amoeba.bench.implementation import Implementation
 from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
 from amoeba.bench.memory import peak_bytes, watch_saved
-from amoeba.bench.nvml import open_meter
 from amoeba.bench.shapes import Shape
-from amoeba.bench.sustained import Sustained, sustain_in_turns
+from amoeba.bench.sustained import Sustained, open_meter, sustain_in_turns
 from amoeba.bench.timing import REST_MS, Step, Timing, graph_ms, time_in_turns
-from amoeba.bench.workload import Workload, make_workload
+from amoeba.bench.workload import Implementation, Workload, make_workload
 from amoeba.core import cost
 from amoeba.proof.conformance import TOLERANCE
 
@@ -93,70 +92,70 @@ class Report:
     rest_ms: float  # before each step that was timed, except for those in `sustained` and in graphs
 
 
-def problems(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, Shape]]:
-    """Each shape in each dtype; those with LoRA factors once, in bf16."""
-    pairs = ((torch.bfloat16 if shape.rank else dtype, shape) for dtype in dtypes for shape in shapes)
-    return list(dict.fromkeys(pairs))
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: each shape in each dtype and pass, decoding shapes in the forward pass only.
 
-
-def run_suite(
-    shapes: Sequence[Shape],
-    device: torch.device,
-    dtypes: Sequence[torch.dtype],
-    passes: Sequence[Pass],
-    repeats: int,
-    progress: Progress = lambda line: None,
-    peers: Sequence[str] = PEERS,
-    done: Callable[[Report], None] = lambda report: None,
-    ours: Sequence[str] | None = None,
-    sustained: float | None = None,
-    graphs: bool = False,
-    detail: Progress = lambda line: None,
-) -> list[Report]:
-    """One report per shape, dtype and pass; decoding shapes are measured in the forward pass only.
-
-    ours: names of implementations of ours without "amoeba"; None: all.
-    done: called with each report as soon as there is one, so that a run that is stopped loses only what it was at.
+    peers: names of theirs. ours: names of ours without "amoeba"; None: all.
     sustained: seconds for which each step also runs back to back, watched by the meter of the GPU; not decoding steps,
     which wait for memory or for the host.
     graphs: of ours also forward and backward in CUDA graphs, and the host's time for a backward; in training.
+    """
+
+    shapes: Sequence[Shape]
+    device: torch.device
+    dtypes: Sequence[torch.dtype]
+    passes: Sequence[Pass]
+    repeats: int
+    peers: Sequence[str] = PEERS
+    ours: Sequence[str] | None = None
+    sustained: float | None = None
+    graphs: bool = False
+
+    def problems(self) -> list[tuple[torch.dtype, Shape]]:
+        """Each shape in each dtype; those with LoRA factors once, in bf16."""
+        pairs = ((torch.bfloat16 if shape.rank else dtype, shape) for dtype in self.dtypes for shape in self.shapes)
+        return list(dict.fromkeys(pairs))
+
+    def implementations(self, workload: Workload, training: bool) -> tuple[list[Implementation], dict[str, str]]:
+        return implementations(workload, training=training, peers=self.peers, ours=self.ours)
+
+
+def run_suite(
+    plan: Plan,
+    progress: Progress = lambda line: None,
+    done: Callable[[Report], None] = lambda report: None,
+    detail: Progress = lambda line: None,
+) -> list[Report]:
+    """done: called with each report as soon as there is one, so that a run that is stopped loses only what it was at.
     detail: like `progress`, called when a part of a check begins: the first use of a library may take minutes.
     """
     reports = []
-    for dtype, shape in problems(shapes, dtypes):
-        wanted: Sequence[Pass] = ["forward"] if shape.forward_only else passes
+    for dtype, shape in plan.problems():
+        wanted: Sequence[Pass] = ["forward"] if shape.forward_only else plan.passes
         progress(f"{shape.name} {_name(dtype)}: computing the reference")
-        workload = make_workload(shape, device, dtype, training="training" in wanted)
+        workload = make_workload(shape, plan.device, dtype, training="training" in wanted)
         for measured in wanted:
-            reports.append(_report(workload, measured, repeats, progress, peers, ours, sustained, graphs, detail))
+            reports.append(_report(plan, workload, measured, progress, detail))
             done(reports[-1])
         del workload  # before the next one is made: large ones do not fit twice
     return reports
 
 
-def _report(
-    workload: Workload,
-    measured: Pass,
-    repeats: int,
-    progress: Progress,
-    peers: Sequence[str],
-    ours: Sequence[str] | None,
-    sustained: float | None,
-    graphs: bool,
-    detail: Progress,
-) -> Report:
+def _report(plan: Plan, workload: Workload, measured: Pass, progress: Progress, detail: Progress) -> Report:
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
     about = f"{shape.name} {measured} {_name(workload.dtype)}"
-    candidates, left_out = implementations(workload, training=training, peers=peers, ours=ours)
+    candidates, left_out = plan.implementations(workload, training)
     rows, hidden, inner = shape.rows, shape.hidden, shape.intermediate
     flops = [cost.forward_flops(rows=rows, hidden=hidden, intermediate=inner)]
     if training:
         frozen = workload.lora is not None
         flops.append(cost.backward_flops(rows=rows, hidden=hidden, intermediate=inner, frozen=frozen))
+    itemsize = workload.dtype.itemsize
     weight_bytes = cost.weight_bytes(
-        experts=workload.experts_touched(), hidden=hidden, intermediate=inner, itemsize=workload.dtype.itemsize
+        experts=workload.experts_touched(), hidden=hidden, intermediate=inner, itemsize=itemsize
     )
-    itemsizes = {candidate.name: candidate.itemsize or workload.dtype.itemsize for candidate in candidates}
+    read_bytes = {each.name: weight_bytes * (each.itemsize or itemsize) / itemsize for each in candidates}
 
     measurements: dict[str, Measurement] = {}
     steps: dict[str, Step] = {}
@@ -169,25 +168,25 @@ def _report(
             checked = replace(checked, peak_bytes=peak_bytes(functools.partial(step, _no_mark), workload.device))
         measurements[candidate.name] = checked
     progress(f"{about}: timing {len(steps)} in turns")
-    timings = time_in_turns(steps, workload.device, repeats)
+    timings = time_in_turns(steps, workload.device, plan.repeats)
     for name in timings:
-        read = None if training else round(weight_bytes * itemsizes[name] / workload.dtype.itemsize)
+        read = None if training else round(read_bytes[name])
         measurements[name] = _timed(measurements[name], timings, flops, read)
     if shape.forward_only and workload.device.type == "cuda":
         progress(f"{about}: timing {len(steps)} in CUDA graphs")
-        for name, median_ms in _in_graphs(workload, list(timings), repeats, peers, ours).items():
-            rate = weight_bytes * itemsizes[name] / workload.dtype.itemsize / median_ms * 1e3
+        for name, median_ms in _in_graphs(plan, workload, list(timings)).items():
+            rate = read_bytes[name] / median_ms * 1e3
             measurements[name] = replace(
                 measurements[name], graph_median_ms=median_ms, graph_weight_bytes_per_second=rate
             )
-    if sustained is not None and not shape.forward_only:
-        progress(f"{about}: running {len(steps)} back to back, {sustained:g} s each")
+    if plan.sustained is not None and not shape.forward_only:
+        progress(f"{about}: running {len(steps)} back to back, {plan.sustained:g} s each")
         meter = open_meter(workload.device)
-        for name, found in sustain_in_turns(steps, workload.device, sustained, meter).items():
+        for name, found in sustain_in_turns(steps, workload.device, plan.sustained, meter).items():
             measurements[name] = replace(measurements[name], sustained=found)
-    if graphs and training:
+    if plan.graphs and training:
         progress(f"{about}: timing ours in CUDA graphs, and what a backward takes of the host")
-        _measure_captured(workload, measurements, list(timings), repeats)
+        _measure_captured(workload, measurements, list(timings), plan.repeats)
     workload.clear_gradients()
     for name, reason in left_out.items():
         measurements[name] = Measurement(name, name.startswith("amoeba"), "left out", reason)
@@ -250,9 +249,7 @@ def _check(
     )
 
 
-def _in_graphs(
-    workload: Workload, names: Sequence[str], repeats: int, peers: Sequence[str], ours: Sequence[str] | None
-) -> dict[str, float]:
+def _in_graphs(plan: Plan, workload: Workload, names: Sequence[str]) -> dict[str, float]:
     """Milliseconds of a decoding step among others on other experts; who cannot be captured is left out.
 
     Each step meets as many experts as the workload and begins with the one after the last of the step before, so that
@@ -262,7 +259,7 @@ def _in_graphs(
     runs: dict[str, list[Callable[[], Tensor]]] = {name: [] for name in names}
     for i in range(GRAPH_STEPS):
         shifted = replace(workload, expert_TK=(place_TK + i * touched.numel()) % workload.shape.experts)
-        for candidate in implementations(shifted, training=False, peers=peers, ours=ours)[0]:
+        for candidate in plan.implementations(shifted, training=False)[0]:
             if candidate.name in runs:
                 runs[candidate.name].append(candidate.run)
     found = {}
@@ -271,7 +268,7 @@ def _in_graphs(
             for step in steps:
                 step()
         try:
-            found[name] = statistics.median(graph_ms(steps, workload.device, max(repeats, GRAPH_REPEATS)))
+            found[name] = statistics.median(graph_ms(steps, workload.device, max(plan.repeats, GRAPH_REPEATS)))
         except RuntimeError:  # it waits for the host
             torch.cuda.synchronize(workload.device)
     return found

@@ -12,7 +12,7 @@ problems. It is computed expert by expert, so that no second copy of all weights
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,8 @@ _FP64_FLOPS_ON_GPU = 1e10
 _DRAWN_EXPERTS = 8
 # Elements compared at a time: bounds the memory of the comparison.
 _COMPARED_AT_ONCE = 1 << 26
+# What int8 weights and activations may be off by.
+INT8_TOLERANCE = {"output": 3e-2, "gradient": 5e-2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,19 @@ class Workload:
 
     def errors(self, found: dict[str, Tensor]) -> dict[str, float]:
         return {name: relative_error(tensor, self.truth[name]) for name, tensor in found.items()}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Who computes the experts, ours or a peer: a function () -> y_TH that autograd can see through."""
+
+    name: str
+    ours: bool
+    run: Callable[[], Tensor]
+    tolerance: dict[str, float] | None = None  # of "output" and "gradient"; None: that of the dtype
+    itemsize: float | None = None  # of the weights as it reads them; None: that of the dtype
+    gradients: Callable[[], dict[str, Tensor]] | None = None  # those that it does not hand to autograd, after backward
+    parameters: tuple[Tensor, ...] = ()  # of its own, beside those of the workload; not counted as kept for backward
 
 
 def make_workload(

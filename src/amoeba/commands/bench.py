@@ -11,13 +11,11 @@ import torch
 
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.implementations import PEERS, names_of_ours
-from amoeba.bench.nvml import MeterError, open_meter
 from amoeba.bench.shapes import Shape, check_memory, default_suite, parse_shape, parse_suite
-from amoeba.bench.suite import Measurement, Pass, Report, problems, run_suite
-from amoeba.bench.sustained import TURNS, Sustained
-from amoeba.commands.bench_captured import print_captured
+from amoeba.bench.suite import Measurement, Pass, Plan, Report, run_suite
+from amoeba.bench.sustained import TURNS, MeterError, Sustained, open_meter
 from amoeba.commands.bench_run import BenchRun, three_digits
-from amoeba.commands.options import dtype_name
+from amoeba.commands.options import dtype_name, parse_dtypes
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 
@@ -27,6 +25,36 @@ PASSES: dict[str, list[Pass]] = {
     "both": ["forward", "training"],
 }
 _MOST_SUSTAINED_SECONDS = 600.0
+
+
+def choose_plan(
+    shapes: Sequence[str],
+    suite: str | None,
+    dtypes: Sequence[str],
+    device: torch.device,
+    passes: str,
+    repeats: int,
+    peers: Sequence[str],
+    ours: Sequence[str],
+    sustained: float | None,
+    graphs: bool,
+) -> Plan:
+    """Of what stands on the command line; raises for what cannot be measured here."""
+    plan = Plan(
+        choose_shapes(shapes, suite, device),
+        device,
+        parse_dtypes(dtypes, default_dtypes(device)),
+        choose_passes(passes),
+        repeats,
+        choose_peers(peers),
+        choose_ours(ours),
+        sustained,
+        graphs,
+    )
+    check_memory(plan.problems(), device, "training" in plan.passes)
+    check_sustained(sustained, device)
+    check_graphs(graphs, passes, device)
+    return plan
 
 
 def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device) -> list[Shape]:
@@ -87,82 +115,42 @@ def default_dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.bfloat16 if device.type == "cuda" else torch.float32]
 
 
-def check_shapes_fit(shapes: Sequence[Shape], device: torch.device, dtypes: Sequence[torch.dtype], passes: str) -> None:
-    check_memory(problems(shapes, dtypes), device, "training" in choose_passes(passes))
-
-
-def command_line(
-    shapes: Sequence[Shape],
-    device: torch.device,
-    dtypes: Sequence[torch.dtype],
-    passes: str,
-    repeats: int,
-    peers: Sequence[str] = PEERS,
-    ours: Sequence[str] | None = None,
-    sustained: float | None = None,
-    graphs: bool = False,
-) -> str:
+def command_line(plan: Plan) -> str:
     """The command that measures the same again, with all defaults written out."""
-    words = ["amoeba", "bench", "--device", device.type]
-    for shape in shapes:
-        words += ["--shape", shape.name]
-    for dtype in dtypes:
-        words += ["--dtype", dtype_name(dtype)]
-    words += ["--pass", passes, "--repeats", str(repeats)]
-    if tuple(peers) != PEERS:
-        words += [word for peer in peers for word in ("--peer", peer)]
-    words += [word for name in ours or () for word in ("--ours", name)]
-    words += [] if sustained is None else ["--sustained", f"{sustained:g}"]
-    words += ["--graphs"] if graphs else []
+    words = ["amoeba", "bench", "--device", plan.device.type]
+    words += [word for shape in plan.shapes for word in ("--shape", shape.name)]
+    words += [word for dtype in plan.dtypes for word in ("--dtype", dtype_name(dtype))]
+    passes = next(name for name, passes in PASSES.items() if passes == plan.passes)
+    words += ["--pass", passes, "--repeats", str(plan.repeats)]
+    if tuple(plan.peers) != PEERS:
+        words += [word for peer in plan.peers for word in ("--peer", peer)]
+    words += [word for name in plan.ours or () for word in ("--ours", name)]
+    words += [] if plan.sustained is None else ["--sustained", f"{plan.sustained:g}"]
+    words += ["--graphs"] if plan.graphs else []
     return shlex.join(words)
 
 
 def run(
-    shapes: Sequence[Shape],
-    device: torch.device,
-    dtypes: Sequence[torch.dtype],
-    passes: str,
-    repeats: int,
+    plan: Plan,
     path: Path | None,
     output: Output,
-    peers: Sequence[str] = PEERS,
     ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] | None = measure_ceilings,
-    ours: Sequence[str] | None = None,
-    sustained: float | None = None,
-    graphs: bool = False,
 ) -> tuple[dict[str, Any], bool]:
     """Prints the tables; returns the document, and False if an implementation of ours was refused as wrong.
 
     With ceilings=None they are not measured, and the tables have no shares of them.
     """
-    measured = BenchRun(
-        command_line(shapes, device, dtypes, passes, repeats, peers, ours, sustained, graphs), "results", path, output
-    )
+    measured = BenchRun(command_line(plan), "results", path, output)
     if ceilings is not None:
-        computed = dict.fromkeys(dtype for dtype, _ in problems(shapes, dtypes))
-        measured.measure_ceilings(device, list(computed), ceilings)
-    reports: list[Report] = []
+        computed = dict.fromkeys(dtype for dtype, _ in plan.problems())
+        measured.measure_ceilings(plan.device, list(computed), ceilings)
 
     def keep(report: Report) -> None:
-        reports.append(report)
         _print(report, measured.limits, output)
         measured.keep(report)
 
     detail = measured.progress if output.verbose else _untold
-    run_suite(
-        shapes,
-        device,
-        dtypes,
-        choose_passes(passes),
-        repeats,
-        measured.progress,
-        peers,
-        keep,
-        ours,
-        sustained,
-        graphs,
-        detail,
-    )
+    reports = run_suite(plan, measured.progress, keep, detail)
     wrong = [m for report in reports for m in report.measurements if m.ours and m.status == "refused"]
     return measured.finish(), not wrong
 
@@ -184,7 +172,7 @@ def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
         output.line(f"  {note}")
     if any(measurement.sustained for measurement in timed):
         _print_sustained(title, report, timed, limits, output)
-    print_captured(title, timed, output)
+    _print_captured(title, timed, output)
     for (status, reason), names in _untimed(report.measurements).items():
         style = "bold red" if status == "refused" else None
         output.line(f"  {'; '.join(names)}: {status}, {reason}", style=style)
@@ -246,6 +234,42 @@ def _sustained_row(
     return row | versus
 
 
+def _print_captured(title: str, timed: Sequence[Measurement], output: Output) -> None:
+    """Forward and backward in CUDA graphs, and what a backward takes of the host, where that was measured."""
+    found = [each for each in timed if each.backward_host is not None]
+    if not found:
+        return
+    names = [each.implementation for each in found if each.in_graphs is not None]
+    rows = [_captured_row(each, names) for each in found]
+    output.table(f"{title}, in CUDA graphs", list(rows[0]), [list(row.values()) for row in rows])
+    layers = next(each.backward_host.layers for each in found if each.backward_host is not None)
+    output.line(
+        "  forward, backward: device ms, eager and as graphs, replayed in turns; vs: backward so many times as fast; "
+        f"host: ms until a backward returns, median (least), alone and each of {layers} layers"
+    )
+    for each in found:
+        if each.not_in_graphs is not None:
+            output.line(f"  {each.implementation}: not captured, {each.not_in_graphs}")
+
+
+def _captured_row(measurement: Measurement, names: Sequence[str]) -> dict[str, str]:
+    graphs, host = measurement.in_graphs, measurement.backward_host
+    assert host is not None
+    row = {
+        "": measurement.implementation,
+        "forward": _ms(measurement.forward_median_ms),
+        "in graph": "-" if graphs is None else _ms(graphs.forward_median_ms),
+        "backward": _ms(measurement.backward_median_ms),
+        "in graph ": "-" if graphs is None else _ms(graphs.backward_median_ms),
+        "host": f"{_ms(host.median_ms)} ({_ms(host.min_ms)})",
+        f"of {host.layers}": f"{_ms(host.of_several_median_ms)} ({_ms(host.of_several_min_ms)})",
+    }
+    faster = {} if graphs is None else graphs.backward_times_faster_than
+    return row | {
+        f"vs {name.removeprefix('amoeba ')}": f"{faster[name]:.3f}x" if name in faster else "-" for name in names
+    }
+
+
 def _row(
     measurement: Measurement, report: Report, peers: Sequence[str], unit: str, limits: Ceilings | None
 ) -> dict[str, str]:
@@ -293,3 +317,7 @@ def _rate_unit(timed: Sequence[Measurement]) -> str:
 
 def _mib(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:.2f}" if size < 10 * 2**20 else f"{size / 2**20:.0f}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

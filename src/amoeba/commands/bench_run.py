@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
-from amoeba.bench.document import make_document, result_path, write_again, write_new
+from amoeba.bench.document import make_document, result_path, write_document
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.start import with_seconds
 from amoeba.system.machine import load_average, usable_cores
@@ -35,7 +35,7 @@ class BenchRun:
         self._command, self._table, self._path = command, table, path
         self._reports: list[Any] = []
         self._load = warn_if_busy(output)
-        self._write = write_new  # the first time; then over the earlier state of this run
+        self._is_written = False
 
     def measure_ceilings(
         self,
@@ -69,8 +69,8 @@ class BenchRun:
 
     def _write_down(self, path: Path, finished: bool) -> dict[str, Any]:
         document = self._document(finished)
-        self._write(path, document)
-        self._write = write_again
+        write_document(path, document, first=not self._is_written)
+        self._is_written = True
         return document
 
     def _document(self, finished: bool) -> dict[str, Any]:
