@@ -57,8 +57,8 @@ class CompileOnly:
         options = {name: constants.pop(name) for name in list(constants) if name not in names}
         signature, attributes = dict.fromkeys(names, "constexpr"), {}
         for at, argument in enumerate(arguments):
-            if isinstance(argument, int) and argument == 1:
-                constants[names[at]] = 1
+            if argument is None or (isinstance(argument, int) and argument == 1):
+                constants[names[at]] = argument
                 continue
             signature[names[at]] = _type_of(argument)
             if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
@@ -91,14 +91,14 @@ def main() -> dict[str, dict[str, int]]:
     """With fp32 factors on all projections of Qwen3-30B's layers, by slot and by expert."""
     from amoeba.core.problem import Problem
     from amoeba.core.weights import ExpertWeights, LoraFactors
-    from amoeba.kernels.decode import at_once, by_expert, decode, low_rank
+    from amoeba.kernels.decode import by_expert, by_slot, decode, low_rank
     from amoeba.kernels.decode.configuration import configuration
 
     E, K, H, I, R = 128, 8, 2048, 768, 16
     found: dict[str, dict[str, int]] = {}
     for module, names in (
         (low_rank, ("_low",)),
-        (at_once, ("_up_at_once", "_down_at_once")),
+        (by_slot, ("_up_by_slot", "_down_by_token")),
         (by_expert, ("_up_by_expert", "_down_by_expert", "_sum_of_slots")),
     ):
         for name in names:

@@ -25,7 +25,7 @@ triton = pytest.importorskip("triton", reason="the kernels need Triton")
 tl = pytest.importorskip("triton.language")
 decode = pytest.importorskip("amoeba.kernels.decode").decode
 decode_configuration = pytest.importorskip("amoeba.kernels.decode.configuration")
-decode_by_expert = pytest.importorskip("amoeba.kernels.decode.by_expert")
+decode_slot_lists = pytest.importorskip("amoeba.kernels.decode.slot_lists")
 decode_low_rank = pytest.importorskip("amoeba.kernels.decode.low_rank")
 configuration = decode_configuration.configuration
 Configuration, Tile = decode_configuration.Configuration, decode_configuration.Tile
@@ -302,7 +302,7 @@ def test_a_larger_chunk_takes_more_slots_at_once(device):
     assert_right(run(problem, BY_EXPERT._replace(rows=32)), truth_TH, torch.float32)
 
 
-my_expert, slots_of_chunk = decode_by_expert.my_expert, decode_by_expert.slots_of_chunk
+my_expert, slots_of_chunk = decode_slot_lists.my_expert, decode_slot_lists.slots_of_chunk
 
 
 @triton.jit

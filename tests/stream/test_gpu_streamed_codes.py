@@ -32,7 +32,7 @@ from amoeba import ExpertWeights, experts
 from amoeba.backends import block_scaled_triton, sorted_rows
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES
-from amoeba.kernels.decode import Like, block_scaled
+from amoeba.kernels.decode import Like, quantised_configuration
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
 from amoeba.stream import attaching
@@ -86,8 +86,10 @@ def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
 ) -> None:
     monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
     monkeypatch.setattr(sorted_rows, "forward", None)  # nothing is sorted
-    tiles, asked = block_scaled.by_expert, []
-    monkeypatch.setattr(block_scaled, "by_expert", lambda problem, like: asked.append(like) or tiles(problem, like))
+    tiles, asked = quantised_configuration.by_expert, []
+    monkeypatch.setattr(
+        quantised_configuration, "by_expert", lambda problem, like: asked.append(like) or tiles(problem, like)
+    )
     dtype = torch.float16  # which the interpreter multiplies, too
     resident, lora = quantised(FORMATS[name], dtype), factors(dtype)
     with closing(memory_of(resident, slots)) as memory, torch.no_grad():
@@ -101,7 +103,7 @@ def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
 
 def test_so_many_tokens_of_a_step_are_sorted_as_resident_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
-    monkeypatch.setattr(block_scaled, "by_expert", None)  # nothing is decoded
+    monkeypatch.setattr(quantised_configuration, "by_expert", None)  # nothing is decoded
     dtype = torch.float16
     resident, lora = quantised(MXFP4, dtype), factors(dtype)
     with closing(memory_of(resident, 3)) as memory:
@@ -135,9 +137,9 @@ def test_codes_in_slots_have_the_tiles_of_all_experts(name: str) -> None:
     slots, differ = all_of_them.of(tensors, all_of_them.constants()), 0
     for tokens in (1, 2, 4, 8, 64):
         given = torch.zeros(tokens, 16), torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8)
-        expected, like = block_scaled.configuration_of(Problem(*given, all_of_them)), Like(tokens, 128)
-        assert block_scaled.configuration_of(Problem(*given, slots), like) == expected
-        differ += block_scaled.configuration_of(Problem(*given, slots)) != expected
+        expected, like = quantised_configuration.configuration_of(Problem(*given, all_of_them)), Like(tokens, 128)
+        assert quantised_configuration.configuration_of(Problem(*given, slots), like) == expected
+        differ += quantised_configuration.configuration_of(Problem(*given, slots)) != expected
     assert differ
 
 

@@ -43,7 +43,7 @@ class BlockScaledTritonBackend(PassesBackend):
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         if save != "h" and (is_few(problem) or is_few_of_each(problem, problem.weights.num_experts)):
-            from amoeba.kernels.decode.block_scaled import decode
+            from amoeba.kernels.decode import decode
 
             return decode(problem), None
         return self.forward_sorted(problem, save)

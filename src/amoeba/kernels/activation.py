@@ -3,6 +3,7 @@
 Called from Triton and from Gluon kernels alike. What an `Activation` says becomes compile-time constants:
 
     constants(activation)  # {"KIND": "silu", "GATED": True, "ALPHA": 1.0, "CLAMP": False, "LIMIT": 0.0, ...}
+    group(activation)      # the same, and INTERLEAVED, as one parameter of a kernel
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from amoeba.core.config import Activation, unknown_kind
+from amoeba.kernels.constants import Group
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of `value_and_slope`
 
@@ -30,6 +32,10 @@ def constants(activation: Activation) -> dict[str, object]:
         "LIMIT": activation.limit if clamp else 0.0,
         "UP_SHIFT": activation.up_shift,
     }
+
+
+def group(activation: Activation) -> Group:
+    return Group(INTERLEAVED=activation.interleaved, **constants(activation))
 
 
 @triton.jit
@@ -108,6 +114,19 @@ def gated(
 ):
     """a = act(gate) · (up + shift)."""
     return plain(gate, KIND, ALPHA, CLAMP, LIMIT) * factor(up, CLAMP, LIMIT, UP_SHIFT)
+
+
+@triton.jit
+def gated_by(gate, up, ACTIVATION: tl.constexpr):
+    """The same of a `group`."""
+    A: tl.constexpr = ACTIVATION
+    return gated(gate, up, A.KIND, A.ALPHA, A.CLAMP, A.LIMIT, A.UP_SHIFT)
+
+
+@triton.jit
+def plain_by(h, ACTIVATION: tl.constexpr):
+    A: tl.constexpr = ACTIVATION
+    return plain(h, A.KIND, A.ALPHA, A.CLAMP, A.LIMIT)
 
 
 @triton.jit

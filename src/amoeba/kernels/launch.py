@@ -159,13 +159,14 @@ class _Fixed:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._runners: dict[int, tuple[Callable[..., None], tuple]] = {}  # by device, for aligned tensors
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Tensor | None) -> None:
         if listening.recorder is not None:
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
             return
         places = 0
         for tensor in tensors:
-            places |= tensor.data_ptr()
+            if tensor is not None:
+                places |= tensor.data_ptr()
         if places % 16:
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
             return

@@ -16,7 +16,8 @@ by expert   up and down: one program per (touched expert, columns), the expert's
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
 
-With LoRA factors two small launches are added, see `low_rank`.
+Quantised weights (`BlockScaledExperts`) go the same two ways, and the time is the reading of their bytes: see `weights`
+for what kernels are told of either kind. With LoRA factors two small launches are added, see `low_rank`.
 
 Slots whose id lies outside [0, E) are sentinels: their rows of the buffers are neither written nor read, and they
 add nothing. Sums are in fp32 and in a fixed order: bitwise equal from run to run. No host synchronisation, and grids
@@ -26,7 +27,6 @@ them must be 1 for speed (rows of W1 and W2 contiguous as in transformers is the
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +36,18 @@ from amoeba.core.config import Activation
 from amoeba.core.problem import Problem
 from amoeba.kernels.choice import capability_of
 from amoeba.kernels.decode import configuration as configurations
-from amoeba.kernels.decode.at_once import down_at_once, up_at_once
+from amoeba.kernels.decode import quantised_configuration
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
 from amoeba.kernels.decode.candidates import candidates, decode_key
-from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels.decode.configuration import Configuration, Like, can_overlap
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
+from amoeba.kernels.decode.slot_lists import list_slots, lists_are
+from amoeba.kernels.decode.weights import is_quantised, stored
 from amoeba.kernels.launch import Launch, next_power_of_2
 from amoeba.system import tuned
+
+__all__ = ["Configuration", "Like", "can_overlap", "decode", "decode_rows", "is_by_slot", "sum_rows"]
 
 
 class Plan(NamedTuple):
@@ -54,27 +58,21 @@ class Plan(NamedTuple):
     sum: Launch | None  # None by slot: down has it inside
     low: LowLaunches  # of LoRA factors
     activation: Activation  # kept, so that no other comes to its address, by which the plan is found
+    list: Launch | None = None
+    has_lists: bool = False
 
 
 _plans: dict[tuple, Plan] = {}
 
 
-class Like(NamedTuple):
-    """The pass by which a configuration is chosen: where only some of its tokens, or of its experts, are at hand, they
-    are computed as in the whole."""
-
-    tokens: int
-    experts: int
-
-
 def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
-    """y_TH, in the dtype of x. Meant for T <= 64; right for every T whose N ids fit in one program's registers."""
+    """y_TH, in the dtype of x. Meant for T <= 64, or few slots of an expert; right for every T whose N ids fit in one
+    program's registers."""
     x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
     slots = expert_TK.numel()
     if slots == 0:
         return torch.zeros_like(x_TH)
-    gate_up_EJH, down_EHI, gate_up_bias_EJ, down_bias_EH = weights.tensors()
     if configuration is not None:
         plan = _plan(problem, configuration)
     else:
@@ -84,29 +82,21 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
             x_TH.dtype,
             expert_TK.dtype,
             weight_TK.dtype,
-            down_EHI.shape,
-            down_EHI.stride(),
-            gate_up_EJH.stride(),
-            gate_up_bias_EJ is None,
-            down_bias_EH is None,
-            id(weights.activation),
+            *_layout_of(weights),
             None if lora is None else kind_of(lora),
             like,
         )
         found = _plans.get(key)
         plan = _plans[key] = _plan(problem, _chosen(problem, like)) if found is None else found
-    a_NI = x_TH.new_empty((slots, down_EHI.shape[2]))
     y_TH = torch.empty_like(x_TH)
-    # a kernel without a bias or factors looks at none, whatever stands in its place
-    bias_EJ = x_TH if gate_up_bias_EJ is None else gate_up_bias_EJ.contiguous()
-    bias_EH = x_TH if down_bias_EH is None else down_bias_EH.contiguous()
-    plan.up(x_TH, expert_TK, gate_up_EJH, bias_EJ, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
-    factors = plan.low.before_down(lora, a_NI, expert_TK)
     if plan.sum is None:
-        plan.down(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, *factors, y_TH)
+        a_NI = x_TH.new_empty((slots, weights.intermediate))
+        of_up, of_down = stored(weights, x_TH)
+        plan.up(x_TH, expert_TK, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+        plan.down(a_NI, expert_TK, weight_TK, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_TH)
         return y_TH
-    y_NH = x_TH.new_empty((slots, down_EHI.shape[1]), dtype=torch.float32)
-    plan.down(a_NI, expert_TK, down_EHI, bias_EH, *factors, y_NH)
+    y_NH = x_TH.new_empty((slots, weights.hidden), dtype=torch.float32)
+    _rows(plan, problem, x_TH, expert_TK, y_NH)
     plan.sum(y_NH, expert_TK, weight_TK, y_TH)
     return y_TH
 
@@ -119,16 +109,12 @@ def is_by_slot(problem: Problem, like: Like) -> bool:
 def decode_rows(problem: Problem, y_NH: Tensor, like: Like) -> None:
     """By expert, without the sum: fp32 rows of the slots whose experts are here; the rows of sentinels stay as they
     are. Where the pass would go by slot, its numbers may differ in the last bits."""
-    x_TH, expert_TK, _, weights, lora = problem[:5]
-    x_TH, expert_TK = x_TH.contiguous(), expert_TK.contiguous()
-    chosen = _chosen(problem, like)
-    plan = _plan(problem, configurations.by_expert(_layer(problem, like)) if chosen.by_slot else chosen)
-    a_NI = x_TH.new_empty((expert_TK.numel(), weights.intermediate))
-    bias_EJ = x_TH if weights.gate_up_bias_EJ is None else weights.gate_up_bias_EJ.contiguous()
-    bias_EH = x_TH if weights.down_bias_EH is None else weights.down_bias_EH.contiguous()
-    plan.up(x_TH, expert_TK, weights.gate_up_EJH, bias_EJ, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
-    factors = plan.low.before_down(lora, a_NI, expert_TK)
-    plan.down(a_NI, expert_TK, weights.down_EHI, bias_EH, *factors, y_NH)
+    if is_quantised(problem.weights):
+        chosen = quantised_configuration.by_expert(problem, like)
+    else:
+        chosen = _chosen(problem, like)
+        chosen = configurations.by_expert(_layer(problem, like)) if chosen.by_slot else chosen
+    _rows(_plan(problem, chosen), problem, problem.x_TH.contiguous(), problem.expert_TK.contiguous(), y_NH)
 
 
 def sum_rows(y_NH: Tensor, problem: Problem) -> Tensor:
@@ -138,15 +124,40 @@ def sum_rows(y_NH: Tensor, problem: Problem) -> Tensor:
     return y_TH
 
 
+def _rows(plan: Plan, problem: Problem, x_TH: Tensor, expert_TK: Tensor, y_NH: Tensor) -> None:
+    weights, lora = problem[3:5]
+    slots, (of_up, of_down) = expert_TK.numel(), stored(weights, x_TH)
+    a_NI = x_TH.new_empty((slots, weights.intermediate))
+    lists = expert_TK
+    if plan.has_lists:
+        lists = expert_TK.new_empty(min(slots, weights.num_experts) * (slots + 1), dtype=torch.int32)
+    if plan.list is not None:
+        plan.list(expert_TK, lists)
+    plan.up(x_TH, expert_TK, lists, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+    plan.down(a_NI, expert_TK, lists, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_NH)
+
+
+def _layout_of(weights: Any) -> tuple:
+    """What a plan depends on, of weights."""
+    if is_quantised(weights):
+        strides = (None if tensor is None else tensor.stride() for tensor in weights.tensors())
+        return weights.num_experts, *strides, *weights.constants()
+    gate_up_EJH, down_EHI, gate_up_bias_EJ, down_bias_EH = weights.tensors()
+    of_bias = gate_up_bias_EJ is None, down_bias_EH is None
+    return down_EHI.shape, down_EHI.stride(), gate_up_EJH.stride(), *of_bias, id(weights.activation)
+
+
 def _plan(problem: Problem, chosen: Configuration) -> Plan:
     activation, ranks = problem.weights.activation, ranks_of(problem.lora)
     low = low_launches(problem, ranks, chosen.overlap)
-    if not chosen.by_slot:
-        up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
-        return Plan(up, down, sum_of_slots(problem), low, activation)
-    up = (up_at_once if chosen.up.at_once else up_by_slot)(problem, chosen, ranks)
-    down = (down_at_once if chosen.down.at_once else down_by_token)(problem, chosen, ranks)
-    return Plan(up, down, None, low, activation)
+    if chosen.by_slot:
+        up, down = up_by_slot(problem, chosen, ranks), down_by_token(problem, chosen, ranks)
+        return Plan(up, down, None, low, activation)
+    lists = lists_are(problem, chosen)
+    listing = list_slots(problem, chosen) if lists == "ahead" else None
+    up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
+    total = sum_of_slots(problem, chosen.overlap and chosen.early)
+    return Plan(up, down, total, low, activation, listing, has_lists=lists != "")
 
 
 def _layer(problem: Problem, like: Like | None) -> configurations.Layer:
@@ -166,6 +177,8 @@ def _layer(problem: Problem, like: Like | None) -> configurations.Layer:
 
 
 def _chosen(problem: Problem, like: Like | None = None) -> Configuration:
+    if is_quantised(problem.weights):
+        return quantised_configuration.configuration_of(problem, like)
     layer, device, gated = _layer(problem, like), problem.x_TH.device, problem.weights.activation.gated
     sizes = layer.top_k, layer.num_experts, layer.hidden, layer.intermediate
     options: dict[str, Any] = {"gated": gated, "itemsize": layer.itemsize, "overlap": layer.overlap}
@@ -179,8 +192,3 @@ def _chosen(problem: Problem, like: Like | None = None) -> Configuration:
         if measured is not None:
             return measured
     return configurations.configuration(layer.tokens, *sizes, **options, contiguous_rows=layer.contiguous_rows)
-
-
-@cache
-def can_overlap(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -2,23 +2,44 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_expert(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
-    down_by_expert(problem, chosen, ranks)(a_NI, expert_TK, down_EHI, bias_EH, low_NR, b_EHR, y_NH)
+    stored = weights, scales, matrix_scale          # see `amoeba.kernels.decode.weights`
+    up_by_expert(problem, chosen, ranks)(x_TH, expert_TK, lists, *stored, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_expert(problem, chosen, ranks)(a_NI, expert_TK, lists, *stored, bias_EH, low_NR, b_EHR, y_NH)
     sum_of_slots(problem)(y_NH, expert_TK, weight_TK, y_TH)
 
-Every program reads all N expert ids and finds the slots of its expert itself, in chunks of `chosen.rows`.
+Which slots are a program's is told in `slot_lists`; it takes them in chunks of `chosen.rows`.
+
+Quantised weights become numbers of x's dtype in registers, on the way from shared memory to the tensor core. e4m3 is
+exact in it: where a step lies in one block, its scale is applied to what the step gives. Smaller blocks have theirs
+applied to the numbers, which bf16 holds exactly, too.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
-from amoeba.kernels.activation import constants
-from amoeba.kernels.decode.configuration import Configuration
+from amoeba.kernels import activation as activations
+from amoeba.kernels.block_scaled_product import decode_scales
+from amoeba.kernels.constants import Group
+from amoeba.kernels.decode.configuration import Configuration, Tile
 from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
+from amoeba.kernels.decode.quantised_tiles import (
+    RAISED,
+    is_lowered,
+    lanes,
+    number_e4m3,
+    places_of_scales,
+    scaled,
+    scaled_lanes_e2m1,
+    scaled_pair_e2m1,
+)
+from amoeba.kernels.decode.slot_lists import list_of, lists_are, slots_of, spares, work_of
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
+from amoeba.kernels.decode.weights import bias_row, is_quantised, numbers_of, stored_down, stored_up
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 
 # A program by expert finds its chunk's slots by comparing ranks with ids, this many pairs at once. More take registers
@@ -30,54 +51,62 @@ COMBINE_TILE = 2048
 
 
 def up_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
-    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
-    slots, tile, activation = problem.rows, chosen.up, problem.weights.activation
+    weights, tile = problem.weights, chosen.up
+    lists = "ahead" if chosen.lists(problem) else ""
     return _up_by_expert.fixed(
-        (min(slots, num_experts) * cdiv(intermediate, tile.columns),),
-        (
-            *problem.weights.gate_up_EJH.stride(),
-            num_experts,
-            hidden,
-            intermediate,
-            slots,
-            problem.expert_TK.shape[1],
-        ),
-        OWNER_IS_EXPERT=num_experts <= slots,
-        BLOCK_N=next_power_of_2(slots),
-        PIECE=min(RANKS_TIMES_IDS // chosen.rows, next_power_of_2(slots)),
-        ROWS=chosen.rows,
-        BLOCK_I=tile.columns,
-        BLOCK_H=tile.depth,
-        HAS_BIAS=problem.weights.gate_up_bias_EJ is not None,
-        EVEN_I=intermediate % tile.columns == 0,
-        EVEN_H=hidden % tile.depth == 0,
-        INTERLEAVED=activation.interleaved,
-        **ranks.of_up,
-        **constants(activation),
-        num_stages=tile.stages,
-        num_warps=tile.warps,
+        (_owners(problem, chosen) * cdiv(weights.intermediate, tile.columns),),
+        (*numbers_of(problem, weights.gate_up_EJH), problem.rows, problem.expert_TK.shape[1]),
+        TILE=_tile(problem, chosen, tile, lists, WRITES=lists_are(problem, chosen) == "by up"),
+        MATRIX=stored_up(problem, tile),
+        RANKS=ranks.of_up,
+        ACTIVATION=activations.group(weights.activation),
+        **_options(problem, tile),
+        **({"launch_pdl": True} if chosen.overlap and (lists or ranks.any_up) else {}),
     )
 
 
 def down_by_expert(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
-    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
-    slots, tile = problem.rows, chosen.down
+    weights, tile = problem.weights, chosen.down
     return _down_by_expert.fixed(
-        (min(slots, num_experts) * cdiv(hidden, tile.columns),),
-        (*problem.weights.down_EHI.stride(), num_experts, hidden, intermediate, slots),
-        OWNER_IS_EXPERT=num_experts <= slots,
-        BLOCK_N=next_power_of_2(slots),
-        PIECE=min(RANKS_TIMES_IDS // chosen.rows, next_power_of_2(slots)),
-        ROWS=chosen.rows,
-        BLOCK_H=tile.columns,
-        BLOCK_I=tile.depth,
-        HAS_BIAS=problem.weights.down_bias_EH is not None,
-        EVEN_H=hidden % tile.columns == 0,
-        EVEN_I=intermediate % tile.depth == 0,
+        (_owners(problem, chosen) * cdiv(weights.hidden, tile.columns),),
+        (*numbers_of(problem, weights.down_EHI), problem.rows),
+        TILE=_tile(problem, chosen, tile, lists_are(problem, chosen)),
+        MATRIX=stored_down(problem, tile),
         RANK=ranks.down,
-        num_stages=tile.stages,
-        num_warps=tile.warps,
+        **_options(problem, tile),
+        **({"launch_pdl": True} if chosen.overlap else {}),
     )
+
+
+def _owners(problem: Problem, chosen: Configuration) -> int:
+    return min(problem.rows, problem.weights.num_experts) + spares(problem, chosen)
+
+
+def _tile(problem: Problem, chosen: Configuration, tile: Tile, lists: str, **others: bool) -> Group:
+    warps = max(chosen.up.warps, chosen.down.warps)
+    if chosen.by_lanes and warps > 2 and problem.x_TH.dtype == torch.bfloat16:
+        remedy = "take fewer, or leave by_lanes out: Triton 3.6 multiplies them wrongly"
+        raise bad_value("configuration", "1 or 2 warps for numbers in the order of lanes", warps, remedy)
+    ids = 1 if chosen.lists(problem) else next_power_of_2(problem.rows)  # lists are the same for any number
+    return Group(
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        STAGES=tile.stages if is_quantised(problem.weights) else None,
+        ROWS=chosen.rows,
+        EXPERTS=problem.weights.num_experts if lists else None,
+        OWNER_IS_EXPERT=problem.weights.num_experts <= problem.rows,
+        BLOCK_N=ids,
+        PIECE=min(RANKS_TIMES_IDS // chosen.rows, ids),
+        OVERLAP=chosen.overlap,
+        BY_LANES=chosen.by_lanes,
+        LISTS=lists,
+        **others,
+    )
+
+
+def _options(problem: Problem, tile: Tile) -> dict[str, int]:
+    stages = {} if is_quantised(problem.weights) else {"num_stages": tile.stages}
+    return {"num_warps": tile.warps, **stages}
 
 
 def sum_of_slots(problem: Problem, overlap: bool = False) -> Launch:
@@ -97,37 +126,86 @@ def sum_of_slots(problem: Problem, overlap: bool = False) -> Launch:
 
 
 @triton.jit
-def my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The expert that this program computes, and how many slots it has; 0 where there is nothing to do.
-
-    Among the slots that name the same expert it is the first one's programs that compute it.
-    """
-    index_N = tl.arange(0, BLOCK_N)
-    expert_N = tl.load(expert_TK + index_N, mask=index_N < N, other=-1)
-    if OWNER_IS_EXPERT:
-        mine = owner.to(tl.int64)
-        count = tl.sum((expert_N == mine).to(tl.int32), axis=0)
+def _products(
+    weights,
+    scales,
+    expert,
+    row_R,
+    row_ok,
+    values,
+    slot_ok,
+    reduction,
+    stride_expert,
+    stride_row,
+    stride_column,
+    HEIGHT: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
+):
+    """(HEIGHT, ROWS) in fp32: these rows of the expert's matrix times the chunk's. values: pointers to the first of
+    each row."""
+    if MATRIX.QUANTISED:
+        data = weights + expert * MATRIX.STRIDE_EXPERT
+        of_expert = scales + expert * MATRIX.STRIDE_SCALE_EXPERT
+        return _quantised_products(data, of_expert, row_R, row_ok, values, slot_ok, HEIGHT, TILE, MATRIX)
     else:
-        mine = tl.load(expert_TK + owner).to(tl.int64)
-        match_N = (expert_N == mine).to(tl.int32)
-        earlier = tl.sum(tl.where(index_N < owner, match_N, 0), axis=0)
-        count = tl.where((mine >= 0) & (mine < E) & (earlier == 0), tl.sum(match_N, axis=0), 0)
-    return mine, count
+        matrix = weights + expert * stride_expert + row_R.to(tl.int64)[:, None] * stride_row
+        total = tl.zeros((HEIGHT, TILE.ROWS), tl.float32)
+        for k in range(0, reduction, TILE.DEPTH):
+            here = k + tl.arange(0, TILE.DEPTH)
+            pointers = matrix + here.to(tl.int64)[None, :] * stride_column
+            tile = load_tile(pointers, row_ok, here < reduction, MATRIX.EVEN_ROWS, MATRIX.EVEN_DEPTH, "")
+            rows = values[:, None] + here[None, :]
+            value = load_tile(rows, slot_ok, here < reduction, False, MATRIX.EVEN_DEPTH, "")
+            total = tl.dot(tile, tl.trans(value), total, input_precision="ieee")
+        return total
 
 
 @triton.jit
-def slots_of_chunk(expert_TK, expert, first_rank, N, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """The slots of the expert's ranks first_rank .. first_rank + ROWS; 0 for ranks past the last."""
-    wanted = first_rank + tl.arange(0, ROWS)
-    slot = tl.zeros((ROWS,), tl.int32)
-    before = 0
-    for start in range(0, N, PIECE):
-        index = start + tl.arange(0, PIECE)
-        match = (tl.load(expert_TK + index, mask=index < N, other=-1) == expert).to(tl.int32)
-        rank = tl.where(match == 1, before + tl.cumsum(match, axis=0) - 1, -1)
-        slot += tl.sum(tl.where(rank[None, :] == wanted[:, None], index[None, :], 0), axis=1)
-        before += tl.sum(match, axis=0)
-    return slot
+def _quantised_products(
+    data, scales, row_R, row_ok, values, slot_ok, HEIGHT: tl.constexpr, TILE: tl.constexpr, MATRIX: tl.constexpr
+):
+    BITS: tl.constexpr = MATRIX.BITS
+    ROWS: tl.constexpr = TILE.ROWS
+    DEPTH: tl.constexpr = TILE.DEPTH
+    REDUCTION: tl.constexpr = MATRIX.REDUCTION
+    WIDTH: tl.constexpr = DEPTH * BITS // 8
+    ROW_BYTES: tl.constexpr = (REDUCTION * BITS + 7) // 8
+    LINES: tl.constexpr = DEPTH // MATRIX.BLOCK_COLUMNS if DEPTH > MATRIX.BLOCK_COLUMNS else 1
+    EVEN: tl.constexpr = REDUCTION % DEPTH == 0
+    dtype: tl.constexpr = values.dtype.element_ty
+    bytes = data + row_R.to(tl.int64)[:, None] * MATRIX.STRIDE_ROW + tl.arange(0, WIDTH)[None, :]
+    values = values[:, None] + tl.arange(0, DEPTH)[None, :]
+    total = tl.zeros((HEIGHT, ROWS), tl.float32)
+    for step in tl.range(0, (REDUCTION + DEPTH - 1) // DEPTH, num_stages=TILE.STAGES):
+        inside = row_ok[:, None]
+        value_ok = slot_ok[:, None]
+        if not EVEN:
+            inside &= (tl.arange(0, WIDTH) < ROW_BYTES - step * WIDTH)[None, :]
+            value_ok &= (tl.arange(0, DEPTH) < REDUCTION - step * DEPTH)[None, :]
+        packed = tl.load(bytes + step * WIDTH, mask=inside, other=0)
+        value = tl.load(values + step * DEPTH, mask=value_ok, other=0.0)
+        places, there = places_of_scales(scales, row_R, row_ok, step, DEPTH, LINES, REDUCTION, MATRIX)
+        if BITS == 8:
+            scale = decode_scales(places, there, 1.0, MATRIX.SCALE)
+            number = number_e4m3(packed, MATRIX.HARDWARE)
+            if LINES == 1:
+                total += tl.dot(number.to(dtype), tl.trans(value), input_precision="ieee") * scale
+            else:
+                weight = scaled(number, scale, HEIGHT, LINES, WIDTH).to(dtype)
+                total = tl.dot(weight, tl.trans(value), total, input_precision="ieee")
+        else:
+            if TILE.BY_LANES:
+                even, odd = lanes(value, ROWS, WIDTH)
+                low, high = scaled_lanes_e2m1(packed, places, there, dtype, MATRIX.SCALE, HEIGHT, LINES, WIDTH)
+            else:
+                even, odd = tl.split(tl.reshape(value, (ROWS, WIDTH, 2)))
+                low, high = scaled_pair_e2m1(packed, places, there, dtype, MATRIX.SCALE, HEIGHT, LINES, WIDTH)
+            total = tl.dot(low, tl.trans(even), total, input_precision="ieee")
+            total = tl.dot(high, tl.trans(odd), total, input_precision="ieee")
+    if is_lowered(dtype, BITS):
+        total *= RAISED
+    return total
 
 
 @quick
@@ -135,70 +213,70 @@ def slots_of_chunk(expert_TK, expert, first_rank, N, ROWS: tl.constexpr, PIECE: 
 def _up_by_expert(
     x_TH,
     expert_TK,
-    gate_up_EJH,
+    lists,
+    weights,
+    scales,
+    matrix_scale,
     bias_EJ,
     low_NR,
     gate_b_EIR,
     up_b_EIR,
     a_NI,
-    stride_e,
-    stride_j,
-    stride_h,
+    stride_expert,
+    stride_row,
+    stride_column,
     E,
     H,
     I,
     N,
     K,
-    OWNER_IS_EXPERT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_I: tl.constexpr,
-    EVEN_H: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    GATE_RANK: tl.constexpr,
-    UP_RANK: tl.constexpr,
-    UP_AT: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    RANKS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    WEIGHT_ROWS: tl.constexpr = 2 * BLOCK_I if GATED else BLOCK_I
-    blocks = tl.cdiv(I, BLOCK_I)
-    first = (tl.program_id(0) % blocks) * BLOCK_I
-    expert, count = my_expert(expert_TK, tl.program_id(0) // blocks, N, E, OWNER_IS_EXPERT, BLOCK_N)
+    if MATRIX.QUANTISED:
+        E, H, I, K = MATRIX.E, MATRIX.H, MATRIX.I, MATRIX.K
+    if TILE.OVERLAP:  # programs of the next launch may take the place of those of this one that are done
+        tl.extra.cuda.gdc_launch_dependents()
+    ROWS: tl.constexpr = TILE.ROWS
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    HEIGHT: tl.constexpr = 2 * COLUMNS if ACTIVATION.GATED else COLUMNS
+    blocks = tl.cdiv(I, COLUMNS)
+    block = tl.program_id(0) % blocks
+    owner, expert, count, begin, end = work_of(expert_TK, lists, tl.program_id(0) // blocks, N, E, TILE)
+    if TILE.WRITES and block == 0:
+        tl.store(lists + owner, count)
     if count == 0:
         return
-    j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, BLOCK_I)
-    column = first + tl.arange(0, BLOCK_I)
-    depth = tl.arange(0, BLOCK_H)
-    weights = gate_up_EJH + expert * stride_e + j.to(tl.int64)[:, None] * stride_j
-    for first_rank in range(0, count, ROWS):
-        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
-        slot_ok = first_rank + tl.arange(0, ROWS) < count
-        x = x_TH + (slot // K).to(tl.int64)[:, None] * H
-        h = tl.zeros((WEIGHT_ROWS, ROWS), tl.float32)
-        for k in range(0, H, BLOCK_H):
-            here = k + depth
-            tile = load_tile(weights + here.to(tl.int64)[None, :] * stride_h, row_ok, here < H, EVEN_I, EVEN_H, "")
-            value = load_tile(x + here[None, :], slot_ok, here < H, False, EVEN_H, "")
-            h = tl.dot(tile, tl.trans(value), h, input_precision="ieee")
-        if HAS_BIAS:
-            J = 2 * I if GATED else I
-            h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-        if GATE_RANK + UP_RANK > 0:
-            low_S = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
+    first = block * COLUMNS
+    j, row_ok = rows_of_gate_up(first, I, COLUMNS, ACTIVATION)
+    column = first + tl.arange(0, COLUMNS)
+    for at in range(0, end, ROWS):
+        first_rank = begin + at
+        slot = slots_of(expert_TK, lists, owner, expert, first_rank, count, N, E, TILE)
+        rank = first_rank + tl.arange(0, ROWS)
+        slot_ok = rank < count
+        if TILE.WRITES and block == 0:
+            owners = E if TILE.OWNER_IS_EXPERT else N
+            tl.store(list_of(lists, owner, owners, N) + rank, slot, mask=slot_ok)
+        h = _products(
+            weights, scales, expert, j, row_ok, x_TH + (slot // K).to(tl.int64) * H, slot_ok, H, stride_expert,
+            stride_row, stride_column, HEIGHT, TILE, MATRIX,
+        )  # fmt: skip
+        if matrix_scale is not None:
+            h *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
+        if MATRIX.HAS_BIAS:
+            bias = bias_row(bias_EJ, expert, 2 * I if ACTIVATION.GATED else I, MATRIX)
+            h += tl.load(bias + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if RANKS.GATE + RANKS.UP > 0:
+            if TILE.OVERLAP and TILE.LISTS == "":
+                tl.extra.cuda.gdc_wait()
+            low_S = low_NR + slot.to(tl.int64) * (RANKS.UP_AT + RANKS.UP)
             h = add_low_rank_of_gate_up(
-                h, gate_b_EIR, up_b_EIR, expert, j, row_ok, low_S, slot_ok, I, GATED, INTERLEAVED, GATE_RANK, UP_RANK,
-                UP_AT,
+                h, gate_b_EIR, up_b_EIR, expert, j, row_ok, low_S, slot_ok, I, RANKS, ACTIVATION
             )  # fmt: skip
-        a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, ROWS)
+        a = activate(h, COLUMNS, ROWS, ACTIVATION)
         tl.store(
             a_NI + slot.to(tl.int64)[None, :] * I + column[:, None],
             a.to(a_NI.dtype.element_ty),
@@ -211,49 +289,53 @@ def _up_by_expert(
 def _down_by_expert(
     a_NI,
     expert_TK,
-    down_EHI,
+    lists,
+    weights,
+    scales,
+    matrix_scale,
     bias_EH,
     low_NR,
     b_EHR,
     y_NH,
-    stride_e,
-    stride_h,
-    stride_i,
+    stride_expert,
+    stride_row,
+    stride_column,
     E,
     H,
     I,
     N,
-    OWNER_IS_EXPERT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_H: tl.constexpr,
-    EVEN_I: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    blocks = tl.cdiv(H, BLOCK_H)
-    h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    expert, count = my_expert(expert_TK, tl.program_id(0) // blocks, N, E, OWNER_IS_EXPERT, BLOCK_N)
-    row_ok = h < H
-    depth = tl.arange(0, BLOCK_I)
+    if MATRIX.QUANTISED:
+        E, H, I = MATRIX.E, MATRIX.H, MATRIX.I
+    if TILE.OVERLAP:  # for the sum, where its launch overlaps
+        tl.extra.cuda.gdc_launch_dependents()
+    ROWS: tl.constexpr = TILE.ROWS
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    blocks = tl.cdiv(H, COLUMNS)
+    block = tl.program_id(0) % blocks
+    owner, expert, count, begin, end = work_of(expert_TK, lists, tl.program_id(0) // blocks, N, E, TILE)
     if count == 0:
         return
-    weights = down_EHI + expert * stride_e + h.to(tl.int64)[:, None] * stride_h
-    for first_rank in range(0, count, ROWS):
-        slot = slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE).to(tl.int64)
+    if TILE.OVERLAP and TILE.LISTS == "":
+        tl.extra.cuda.gdc_wait()
+    for at in range(0, end, ROWS):
+        first_rank = begin + at
+        slot = slots_of(expert_TK, lists, owner, expert, first_rank, count, N, E, TILE).to(tl.int64)
         slot_ok = first_rank + tl.arange(0, ROWS) < count
-        a = a_NI + slot[:, None] * I
-        y = tl.zeros((BLOCK_H, ROWS), tl.float32)
-        for k in range(0, I, BLOCK_I):
-            here = k + depth
-            tile = load_tile(weights + here.to(tl.int64)[None, :] * stride_i, row_ok, here < I, EVEN_H, EVEN_I, "")
-            value = load_tile(a + here[None, :], slot_ok, here < I, False, EVEN_I, "")
-            y = tl.dot(tile, tl.trans(value), y, input_precision="ieee")
-        if HAS_BIAS:
-            y += tl.load(bias_EH + expert * H + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        h = block * COLUMNS + tl.arange(0, COLUMNS)
+        row_ok = h < H
+        y = _products(
+            weights, scales, expert, h, row_ok, a_NI + slot * I, slot_ok, I, stride_expert, stride_row,
+            stride_column, COLUMNS, TILE, MATRIX,
+        )  # fmt: skip
+        if matrix_scale is not None:
+            y *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
+        if MATRIX.HAS_BIAS:
+            bias = bias_row(bias_EH, expert, H, MATRIX)
+            y += tl.load(bias + h, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         if RANK > 0:
             y = add_low_rank(y, b_EHR + expert * H * RANK, h, row_ok, low_NR + slot * RANK, slot_ok, RANK)
         tl.store(y_NH + slot[None, :] * H + h[:, None], y, mask=slot_ok[None, :] & row_ok[:, None])

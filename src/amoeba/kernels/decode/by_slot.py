@@ -2,8 +2,14 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
-    up_by_slot(problem, chosen, ranks)(x_TH, expert_TK, gate_up_EJH, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
-    down_by_token(problem, chosen, ranks)(a_NI, expert_TK, weight_TK, down_EHI, bias_EH, low_NR, b_EHR, y_TH)
+    stored = weights, scales, matrix_scale          # see `amoeba.kernels.decode.weights`
+    up_by_slot(problem, chosen, ranks)(x_TH, expert_TK, *stored, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
+    down_by_token(problem, chosen, ranks)(a_NI, expert_TK, weight_TK, *stored, bias_EH, low_NR, b_EHR, y_TH)
+
+Where a program's weights fit in its registers, all of them are in flight at once (`Tile.at_once`): many small programs,
+none with a loop over the weights. The down projection then asks for its weights, and for B, before it looks at `a`; on
+Hopper its launch may begin while the one that computes `a` still runs (`chosen.overlap`). Quantised weights are always
+read so, a row in pieces; numbers are added up within 16 bytes of a row before their scale is applied.
 """
 
 from __future__ import annotations
@@ -11,49 +17,70 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
-from amoeba.kernels.activation import constants
+from amoeba.kernels import activation as activations
+from amoeba.kernels.block_scaled_product import decode_scales
+from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration
-from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, times_low
-from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
-from amoeba.kernels.launch import Launch, cdiv, quick
+from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
+from amoeba.kernels.decode.quantised_tiles import PAIR_SCALE, number_e4m3, pair_e2m1, places_of_scales
+from amoeba.kernels.decode.tiles import activate, load_tile, product_alone, rows_of_gate_up
+from amoeba.kernels.decode.weights import bias_row, is_quantised, numbers_of, stored_down, stored_up
+from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
+
+# Bytes of quantised weights that all slots of a program of the down projection may have in flight.
+MOST_DOWN_BYTES = 32768
 
 
 def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
-    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
-    tile, activation = chosen.up, problem.weights.activation
+    weights, tile = problem.weights, chosen.up
+    quantised = is_quantised(weights)
+    if tile.at_once and not quantised and tile.depth < weights.hidden:
+        whole = f"a depth of {weights.hidden} or more, whole rows of the weights"
+        raise bad_value("tile", whole, tile, "decode by slot")
     return _up_by_slot.fixed(
-        (problem.rows * cdiv(intermediate, tile.columns),),
-        (*problem.weights.gate_up_EJH.stride(), num_experts, hidden, intermediate, problem.expert_TK.shape[1]),
-        BLOCK_I=tile.columns,
-        BLOCK_H=tile.depth,
-        STAGES=tile.stages,
-        HAS_BIAS=problem.weights.gate_up_bias_EJ is not None,
-        EVEN_I=intermediate % tile.columns == 0,
-        EVEN_H=hidden % tile.depth == 0,
-        INTERLEAVED=activation.interleaved,
-        OVERLAP=chosen.overlap,
-        **ranks.of_up,
-        **constants(activation),
+        (problem.rows * cdiv(weights.intermediate, tile.columns),),
+        (*numbers_of(problem, weights.gate_up_EJH), problem.expert_TK.shape[1]),
+        TILE=Group(
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            AT_ONCE=tile.at_once,
+            STAGES=None if tile.at_once or quantised else tile.stages,
+            OVERLAP=chosen.overlap,
+        ),
+        MATRIX=stored_up(problem, tile),
+        RANKS=ranks.of_up,
+        ACTIVATION=activations.group(weights.activation),
         num_warps=tile.warps,
         **({"launch_pdl": True} if chosen.overlap and ranks.any_up else {}),
     )
 
 
 def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
-    num_experts, hidden, intermediate = problem.weights.down_EHI.shape
-    (tokens, top_k), tile = problem.expert_TK.shape, chosen.down
+    weights, tile, (tokens, top_k) = problem.weights, chosen.down, problem.expert_TK.shape
+    slots, quantised = next_power_of_2(top_k), is_quantised(weights)
+    if quantised:
+        row_bytes = cdiv(weights.intermediate, tile.depth) * tile.depth * weights.format.element.bits // 8
+        while slots > 1 and slots * tile.columns * row_bytes > MOST_DOWN_BYTES:
+            slots //= 2
+    at_once = tile.at_once or quantised
     return _down_by_token.fixed(
-        (tokens * cdiv(hidden, tile.columns),),
-        (*problem.weights.down_EHI.stride(), num_experts, hidden, intermediate),
-        K=top_k,
-        BLOCK_H=tile.columns,
-        BLOCK_I=tile.depth,
-        STAGES=tile.stages,
-        HAS_BIAS=problem.weights.down_bias_EH is not None,
-        EVEN_H=hidden % tile.columns == 0,
+        (tokens * cdiv(weights.hidden, tile.columns),),
+        numbers_of(problem, weights.down_EHI),
+        TILE=Group(
+            K=top_k,
+            SLOTS=slots,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            PIECES=cdiv(weights.intermediate, tile.depth) if at_once else None,
+            STAGES=None if at_once else tile.stages,
+            OVERLAP=chosen.overlap and at_once,
+        ),
+        MATRIX=stored_down(problem, tile),
         RANK=ranks.down,
         num_warps=tile.warps,
+        **({"launch_pdl": True} if chosen.overlap and at_once else {}),
     )
 
 
@@ -62,82 +89,226 @@ def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Laun
 def _up_by_slot(
     x_TH,
     expert_TK,
-    gate_up_EJH,
+    weights,
+    scales,
+    matrix_scale,
     bias_EJ,
     low_NR,
     gate_b_EIR,
     up_b_EIR,
     a_NI,
-    stride_e,
-    stride_j,
-    stride_h,
+    stride_expert,
+    stride_row,
+    stride_column,
     E,
     H,
     I,
     K,
-    BLOCK_I: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_I: tl.constexpr,
-    EVEN_H: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    GATE_RANK: tl.constexpr,
-    UP_RANK: tl.constexpr,
-    UP_AT: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    RANKS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    if OVERLAP:  # programs of the next launch may take the place of those of this one that are done
+    if MATRIX.QUANTISED:
+        E, H, I, K = MATRIX.E, MATRIX.H, MATRIX.I, MATRIX.K
+    if TILE.OVERLAP:  # programs of the next launch may take the place of those of this one that are done
         tl.extra.cuda.gdc_launch_dependents()
-    WEIGHT_ROWS: tl.constexpr = 2 * BLOCK_I if GATED else BLOCK_I
-    blocks = tl.cdiv(I, BLOCK_I)
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    blocks = tl.cdiv(I, COLUMNS)
     slot = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * BLOCK_I
+    first = (tl.program_id(0) % blocks) * COLUMNS
     expert = tl.load(expert_TK + slot)
     if (expert < 0) | (expert >= E):
         return
     expert = expert.to(tl.int64)
-    j, row_ok = rows_of_gate_up(first, I, GATED, INTERLEAVED, BLOCK_I)
-    depth = tl.arange(0, BLOCK_H)
-    x = x_TH + (slot // K).to(tl.int64) * H
-    weights = gate_up_EJH + expert * stride_e + j.to(tl.int64)[:, None] * stride_j
+    if TILE.AT_ONCE and not MATRIX.QUANTISED:
+        tensors = (x_TH, weights, bias_EJ, low_NR, gate_b_EIR, up_b_EIR)
+        strides = (stride_expert, stride_row, stride_column)
+        column = first + tl.arange(0, COLUMNS)
+        a = _activated_at_once(tensors, strides, slot, expert, column, H, I, K, TILE, MATRIX, RANKS, ACTIVATION)
+    else:
+        j, row_ok = rows_of_gate_up(first, I, COLUMNS, ACTIVATION)
+        if MATRIX.QUANTISED:
+            rows = weights + expert * MATRIX.STRIDE_EXPERT + j.to(tl.int64)[:, None] * MATRIX.STRIDE_ROW
+            tiles = _load_pieces(rows, row_ok, TILE, MATRIX)
+            part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, ACTIVATION)
+            if RANKS.GATE > 0:  # B is asked for at once, too
+                gate_b = load_b(gate_b_EIR + expert * I * RANKS.GATE, part, gate_ok, RANKS.GATE)
+            if RANKS.UP > 0:
+                up_b = load_b(up_b_EIR + expert * I * RANKS.UP, part, up_ok, RANKS.UP)
+            x = x_TH + (slot // K).to(tl.int64) * H
+            of_expert = scales + expert * MATRIX.STRIDE_SCALE_EXPERT
+            h = _quantised_row(tiles, x, of_expert, j, row_ok, TILE, MATRIX, ACTIVATION)
+        else:
+            x = x_TH + (slot // K).to(tl.int64) * H
+            rows = weights + expert * stride_expert + j.to(tl.int64)[:, None] * stride_row
+            h = _strided_row(rows, x, row_ok, H, stride_column, TILE, MATRIX, ACTIVATION)
+        if matrix_scale is not None:
+            h *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
+        if MATRIX.HAS_BIAS:
+            bias = bias_row(bias_EJ, expert, 2 * I if ACTIVATION.GATED else I, MATRIX)
+            h += tl.load(bias + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        if RANKS.GATE + RANKS.UP > 0:
+            if TILE.OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            low = low_NR + slot.to(tl.int64) * (RANKS.UP_AT + RANKS.UP)
+            if not MATRIX.QUANTISED:
+                part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, ACTIVATION)
+        if RANKS.GATE > 0:
+            if not MATRIX.QUANTISED:
+                gate_b = load_b(gate_b_EIR + expert * I * RANKS.GATE, part, gate_ok, RANKS.GATE)
+            h += times_low(gate_b, low, RANKS.GATE)[:, None]
+        if RANKS.UP > 0:
+            if not MATRIX.QUANTISED:
+                up_b = load_b(up_b_EIR + expert * I * RANKS.UP, part, up_ok, RANKS.UP)
+            h += times_low(up_b, low + RANKS.UP_AT, RANKS.UP)[:, None]
+        a = activate(h, COLUMNS, 1, ACTIVATION)
+        column = first + tl.arange(0, COLUMNS)[:, None]
+    tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column < I)
 
+
+@triton.jit
+def _strided_row(rows, x, row_ok, H, stride_column, TILE: tl.constexpr, MATRIX: tl.constexpr, ACTIVATION: tl.constexpr):
+    """h of a slot, (rows of W1, 1). rows: pointers to the first of each."""
+    DEPTH: tl.constexpr = TILE.DEPTH
+    HEIGHT: tl.constexpr = 2 * TILE.COLUMNS if ACTIVATION.GATED else TILE.COLUMNS
     # summed across threads once, after the loop
-    total = tl.zeros((WEIGHT_ROWS, BLOCK_H), tl.float32)
-    for k in tl.range(0, H, BLOCK_H, num_stages=STAGES):
-        here = k + depth
-        tile = load_tile(
-            weights + here.to(tl.int64)[None, :] * stride_h, row_ok, here < H, EVEN_I, EVEN_H, "evict_first"
-        )
-        if EVEN_H:
+    total = tl.zeros((HEIGHT, DEPTH), tl.float32)
+    for k in tl.range(0, H, DEPTH, num_stages=TILE.STAGES):
+        here = k + tl.arange(0, DEPTH)
+        pointers = rows + here.to(tl.int64)[None, :] * stride_column
+        tile = load_tile(pointers, row_ok, here < H, MATRIX.EVEN_ROWS, MATRIX.EVEN_DEPTH, "evict_first")
+        if MATRIX.EVEN_DEPTH:
             value = tl.load(x + here)
         else:
             value = tl.load(x + here, mask=here < H, other=0.0)
         total += tile.to(tl.float32) * value.to(tl.float32)[None, :]
-    h = tl.sum(total, axis=1, keep_dims=True)
-    if HAS_BIAS:
-        J = 2 * I if GATED else I
-        h += tl.load(bias_EJ + expert * J + j, mask=row_ok, other=0.0).to(tl.float32)[:, None]
-    if GATE_RANK + UP_RANK > 0:
-        if OVERLAP:
+    return tl.sum(total, axis=1, keep_dims=True)
+
+
+@triton.jit
+def _activated_at_once(
+    tensors,
+    strides,
+    slot,
+    expert,
+    column,
+    H,
+    I,
+    K,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    RANKS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Columns of a slot's a, of strided weights."""
+    x_TH, weights, bias_EJ, low_NR, gate_b_EIR, up_b_EIR = tensors
+    stride_expert, stride_row, stride_column = strides
+    column_ok = column < I
+    h = tl.arange(0, TILE.DEPTH)
+    weights = weights + expert * stride_expert + h.to(tl.int64)[None, :] * stride_column
+    # rows of W1 that make a column of a: j, and of a gated layer j + apart
+    j = 2 * column if ACTIVATION.GATED and ACTIVATION.INTERLEAVED else column
+    apart = 1 if ACTIVATION.INTERLEAVED else I
+    gate_rows = weights + j.to(tl.int64)[:, None] * stride_row
+    gate_tile = load_tile(gate_rows, column_ok, h < H, MATRIX.EVEN_ROWS, MATRIX.EVEN_DEPTH, "evict_first")
+    if ACTIVATION.GATED:
+        up_rows = weights + (j + apart).to(tl.int64)[:, None] * stride_row
+        up_tile = load_tile(up_rows, column_ok, h < H, MATRIX.EVEN_ROWS, MATRIX.EVEN_DEPTH, "evict_first")
+    if RANKS.GATE > 0:
+        gate_b = load_b(gate_b_EIR + expert * I * RANKS.GATE, column, column_ok, RANKS.GATE)
+    if RANKS.UP > 0:
+        up_b = load_b(up_b_EIR + expert * I * RANKS.UP, column, column_ok, RANKS.UP)
+    value = tl.load(x_TH + (slot // K).to(tl.int64) * H + h, mask=h < H, other=0.0).to(tl.float32)
+    bias = bias_EJ + expert * (2 * I if ACTIVATION.GATED else I)
+    gate = tl.sum(gate_tile.to(tl.float32) * value[None, :], axis=1)
+    if MATRIX.HAS_BIAS:
+        gate += tl.load(bias + j, mask=column_ok, other=0.0).to(tl.float32)
+    if RANKS.GATE + RANKS.UP > 0:
+        if TILE.OVERLAP:
             tl.extra.cuda.gdc_wait()
-        low = low_NR + slot.to(tl.int64) * (UP_AT + UP_RANK)
-        part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
-        if GATE_RANK > 0:
-            gate_b = load_b(gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, GATE_RANK)
-            h += times_low(gate_b, low, GATE_RANK)[:, None]
-        if UP_RANK > 0:
-            up_b = load_b(up_b_EIR + expert * I * UP_RANK, part, up_ok, UP_RANK)
-            h += times_low(up_b, low + UP_AT, UP_RANK)[:, None]
-    a = activate(h, KIND, GATED, INTERLEAVED, ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_I, 1)
-    column = first + tl.arange(0, BLOCK_I)[:, None]
-    tl.store(a_NI + slot.to(tl.int64) * I + column, a.to(a_NI.dtype.element_ty), mask=column < I)
+        low = low_NR + slot.to(tl.int64) * (RANKS.UP_AT + RANKS.UP)
+    if RANKS.GATE > 0:
+        gate += times_low(gate_b, low, RANKS.GATE)
+    if ACTIVATION.GATED:
+        up = tl.sum(up_tile.to(tl.float32) * value[None, :], axis=1)
+        if MATRIX.HAS_BIAS:
+            up += tl.load(bias + j + apart, mask=column_ok, other=0.0).to(tl.float32)
+        if RANKS.UP > 0:
+            up += times_low(up_b, low + RANKS.UP_AT, RANKS.UP)
+        return activations.gated_by(gate, up, ACTIVATION)
+    else:
+        if RANKS.UP > 0:
+            gate += times_low(up_b, low, RANKS.UP)
+        return activations.plain_by(gate, ACTIVATION)
+
+
+@triton.jit
+def _load_pieces(rows, row_ok, TILE: tl.constexpr, MATRIX: tl.constexpr):
+    """Whole rows of bytes, in pieces of DEPTH numbers. rows: pointers (rows, 1) to the first of each."""
+    WIDTH: tl.constexpr = TILE.DEPTH * MATRIX.BITS // 8
+    ROW_BYTES: tl.constexpr = (MATRIX.REDUCTION * MATRIX.BITS + 7) // 8
+    tiles = ()
+    for piece in tl.static_range((MATRIX.REDUCTION + TILE.DEPTH - 1) // TILE.DEPTH):
+        byte = piece * WIDTH + tl.arange(0, WIDTH)
+        inside = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
+        tile = tl.load(rows + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (Triton does not unpack)
+    return tiles
+
+
+@triton.jit
+def _quantised_row(tiles, x, scales, j, row_ok, TILE: tl.constexpr, MATRIX: tl.constexpr, ACTIVATION: tl.constexpr):
+    """h of a slot, (rows of W1, 1)."""
+    DEPTH: tl.constexpr = TILE.DEPTH
+    HEIGHT: tl.constexpr = 2 * TILE.COLUMNS if ACTIVATION.GATED else TILE.COLUMNS
+    h = tl.zeros((HEIGHT, 1), tl.float32)
+    for piece in tl.static_range((MATRIX.REDUCTION + DEPTH - 1) // DEPTH):
+        column = piece * DEPTH + tl.arange(0, DEPTH)
+        value = tl.load(x + column, mask=column < MATRIX.REDUCTION, other=0.0)[None, :]
+        found = _sums(tiles[piece], value, scales, j, row_ok, piece, HEIGHT, HEIGHT, DEPTH, MATRIX)
+        h += tl.sum(found, axis=1, keep_dims=True)
+    return h
+
+
+@triton.jit
+def _sums(
+    packed,
+    value,
+    scales,
+    row_R,
+    row_ok,
+    piece,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MATRIX: tl.constexpr,
+):
+    """(HEIGHT, WIDTH / chunk) sums of quantised numbers, WIDTH bytes of each of HEIGHT rows, times values, which GROUP
+    rows share, times their scales.
+
+    value: (HEIGHT / GROUP, DEPTH).
+    """
+    BITS: tl.constexpr = MATRIX.BITS
+    WIDTH: tl.constexpr = DEPTH * BITS // 8
+    LINES: tl.constexpr = DEPTH // MATRIX.BLOCK_COLUMNS if DEPTH > MATRIX.BLOCK_COLUMNS else 1
+    VALUES: tl.constexpr = HEIGHT // GROUP
+    BLOCK_BYTES: tl.constexpr = MATRIX.BLOCK_COLUMNS * BITS // 8
+    CHUNK: tl.constexpr = min(16, BLOCK_BYTES, WIDTH)
+    CHUNKS: tl.constexpr = WIDTH // CHUNK
+    places, there = places_of_scales(scales, row_R, row_ok, piece, DEPTH, LINES, MATRIX.REDUCTION, MATRIX)
+    scale = decode_scales(places, there, 1.0, MATRIX.SCALE)
+    packed = tl.reshape(packed, (VALUES, GROUP, CHUNKS, CHUNK))
+    if BITS == 8:
+        value = tl.reshape(value, (VALUES, 1, CHUNKS, CHUNK)).to(tl.float32)
+        product = number_e4m3(packed, MATRIX.HARDWARE).to(tl.float32) * value
+    else:
+        even, odd = tl.split(tl.reshape(value, (VALUES, 1, CHUNKS, CHUNK, 2)))
+        low, high = pair_e2m1(packed)
+        product = low.to(tl.float32) * even.to(tl.float32) + high.to(tl.float32) * odd.to(tl.float32)
+        scale *= PAIR_SCALE
+    found = tl.reshape(tl.sum(product, axis=3), (HEIGHT, LINES, CHUNKS // LINES))
+    return tl.reshape(product_alone(found, scale[:, :, None]), (HEIGHT, CHUNKS))
 
 
 @quick
@@ -146,54 +317,167 @@ def _down_by_token(
     a_NI,
     expert_TK,
     weight_TK,
-    down_EHI,
+    weights,
+    scales,
+    matrix_scale,
     bias_EH,
     low_NR,
     b_EHR,
     y_TH,
-    stride_e,
-    stride_h,
-    stride_i,
+    stride_expert,
+    stride_row,
+    stride_column,
     E,
     H,
     I,
-    K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_H: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    blocks = tl.cdiv(H, BLOCK_H)
+    if MATRIX.QUANTISED:
+        H = MATRIX.H
+    blocks = tl.cdiv(H, TILE.COLUMNS)
     token = tl.program_id(0) // blocks
-    h = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row_ok = h < H
-    depth = tl.arange(0, BLOCK_I)
-    rows = down_EHI + h.to(tl.int64)[:, None] * stride_h
-    steps = tl.cdiv(I, BLOCK_I)
+    first = (tl.program_id(0) % blocks) * TILE.COLUMNS
+    h = first + tl.arange(0, TILE.COLUMNS)
+    tensors = (a_NI, expert_TK, weight_TK, weights, bias_EH, low_NR, b_EHR)
+    if MATRIX.QUANTISED:
+        y = _quantised_token(tensors, scales, matrix_scale, token, first, H, TILE, MATRIX, RANK)
+    elif TILE.PIECES is not None:
+        strides = (stride_expert, stride_row, stride_column)
+        y = _token_at_once(tensors, strides, token, h, E, H, I, TILE, MATRIX, RANK)
+    else:
+        strides = (stride_expert, stride_row, stride_column)
+        y = _token_in_steps(tensors, strides, token, h, E, H, I, TILE, MATRIX, RANK)
+    tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=h < H)
 
-    total = tl.zeros((BLOCK_H, BLOCK_I), tl.float32)
-    beside = tl.zeros((BLOCK_H,), tl.float32)  # what is not summed over I: bias, LoRA
+
+@triton.jit
+def _token_in_steps(tensors, strides, token, h, E, H, I, TILE: tl.constexpr, MATRIX: tl.constexpr, RANK: tl.constexpr):
+    a_NI, expert_TK, weight_TK, weights, bias_EH, low_NR, b_EHR = tensors
+    stride_expert, stride_row, stride_column = strides
+    DEPTH: tl.constexpr = TILE.DEPTH
+    row_ok = h < H
+    rows = weights + h.to(tl.int64)[:, None] * stride_row
+    steps = tl.cdiv(I, DEPTH)
+    total = tl.zeros((TILE.COLUMNS, DEPTH), tl.float32)
+    beside = tl.zeros((TILE.COLUMNS,), tl.float32)  # what is not summed over I: bias, LoRA
     # one loop over k and the steps of each, so that it can run ahead from one expert into the next
-    for step in tl.range(0, K * steps, num_stages=STAGES):
-        slot = token * K + step // steps
-        i = (step % steps) * BLOCK_I + depth
+    for step in tl.range(0, TILE.K * steps, num_stages=TILE.STAGES):
+        slot = token * TILE.K + step // steps
+        i = (step % steps) * DEPTH + tl.arange(0, DEPTH)
         expert = tl.load(expert_TK + slot)
         owned = (expert >= 0) & (expert < E)
         expert = expert.to(tl.int64)
         scale = tl.where(owned, tl.load(weight_TK + slot).to(tl.float32), 0.0)  # a sentinel's weight may be NaN
         depth_ok = i < tl.where(owned, I, 0)
-        pointers = rows + expert * stride_e + i.to(tl.int64)[None, :] * stride_i
-        tile = load_tile(pointers, row_ok, depth_ok, EVEN_H, False, "evict_first")
+        pointers = rows + expert * stride_expert + i.to(tl.int64)[None, :] * stride_column
+        tile = load_tile(pointers, row_ok, depth_ok, MATRIX.EVEN_ROWS, False, "evict_first")
         a = tl.load(a_NI + slot.to(tl.int64) * I + i, mask=depth_ok, other=0.0)
         total += tile.to(tl.float32) * (a.to(tl.float32) * scale)[None, :]
         once_ok = h < tl.where(owned & (step % steps == 0), H, 0)
-        if HAS_BIAS:
+        if MATRIX.HAS_BIAS:
             beside += tl.load(bias_EH + expert * H + h, mask=once_ok, other=0.0).to(tl.float32) * scale
         if RANK > 0:
             b = load_b(b_EHR + expert * H * RANK, h, once_ok, RANK)
             low = low_NR + slot.to(tl.int64) * RANK
             beside += times_low(b, low, tl.where(owned, RANK, 0)) * scale
-    y = tl.sum(total, axis=1) + beside
-    tl.store(y_TH + token.to(tl.int64) * H + h, y.to(y_TH.dtype.element_ty), mask=row_ok)
+    return tl.sum(total, axis=1) + beside
+
+
+@triton.jit
+def _token_at_once(tensors, strides, token, h, E, H, I, TILE: tl.constexpr, MATRIX: tl.constexpr, RANK: tl.constexpr):
+    a_NI, expert_TK, weight_TK, weights, bias_EH, low_NR, b_EHR = tensors
+    stride_expert, stride_row, stride_column = strides
+    SLOTS: tl.constexpr = TILE.SLOTS
+    DEPTH: tl.constexpr = TILE.DEPTH
+    k = tl.arange(0, SLOTS)
+    expert = tl.load(expert_TK + token * TILE.K + k, mask=k < TILE.K, other=-1)
+    owned = (expert >= 0) & (expert < E)
+    expert = tl.where(owned, expert, 0).to(tl.int64)
+    i = tl.arange(0, DEPTH)
+    rows = weights + (expert[:, None] * stride_expert + h.to(tl.int64)[None, :] * stride_row)[:, :, None]
+    inside = owned[:, None] & (h < H)[None, :]
+    # in pieces, because I need not be near a power of two
+    tiles = ()
+    for piece in tl.static_range(TILE.PIECES):
+        here = piece * DEPTH + i
+        tile = tl.load(
+            rows + (here.to(tl.int64) * stride_column)[None, None, :],
+            mask=inside[:, :, None] & (here < I)[None, None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (Triton does not unpack)
+    scale = tl.load(weight_TK + token * TILE.K + k, mask=owned, other=0.0).to(tl.float32)
+    bias = tl.zeros((SLOTS, TILE.COLUMNS), tl.float32)
+    if MATRIX.HAS_BIAS:
+        bias = tl.load(bias_EH + expert[:, None] * H + h[None, :], mask=inside, other=0.0).to(tl.float32)
+    if RANK > 0:
+        r = tl.arange(0, triton.next_power_of_2(RANK))
+        b_rows = b_EHR + ((expert[:, None] * H + h[None, :]) * RANK)[:, :, None]
+        b = tl.load(b_rows + r[None, None, :], mask=inside[:, :, None] & (r < RANK)[None, None, :], other=0.0)
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    a = a_NI + (token * TILE.K + k).to(tl.int64)[:, None] * I
+    total = tl.zeros((SLOTS, TILE.COLUMNS, DEPTH), tl.float32)
+    for piece in tl.static_range(TILE.PIECES):
+        here = piece * DEPTH + i
+        value = tl.load(a + here[None, :], mask=owned[:, None] & (here < I)[None, :], other=0.0).to(tl.float32)
+        total += tiles[piece].to(tl.float32) * value[:, None, :]
+    y_KH = tl.sum(total, axis=2) + bias
+    if RANK > 0:
+        low_rows = low_NR + ((token * TILE.K + k).to(tl.int64) * RANK)[:, None]
+        low = tl.load(low_rows + r[None, :], mask=owned[:, None] & (r < RANK)[None, :], other=0.0)
+        y_KH += tl.sum(product_alone(rounded(b, low).to(tl.float32), low.to(tl.float32)[:, None, :]), axis=2)
+    return tl.sum(product_alone(y_KH, scale[:, None]), axis=0)
+
+
+@triton.jit
+def _quantised_token(
+    tensors, scales, matrix_scale, token, first, H, TILE: tl.constexpr, MATRIX: tl.constexpr, RANK: tl.constexpr
+):
+    a_NI, expert_TK, weight_TK, data, bias_EH, low_NR, b_EHR = tensors
+    K: tl.constexpr = TILE.K
+    SLOTS: tl.constexpr = TILE.SLOTS
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    HEIGHT: tl.constexpr = SLOTS * COLUMNS
+    DEPTH: tl.constexpr = TILE.DEPTH
+    at = tl.arange(0, HEIGHT)
+    h = first + at % COLUMNS
+    k = tl.arange(0, SLOTS)
+    y = tl.zeros((COLUMNS,), tl.float32)
+    for done in range(0, K, SLOTS):
+        # of each row of the tile, and of each slot
+        slot_R, slot_S = token * K + done + at // COLUMNS, token * K + done + k
+        expert = tl.load(expert_TK + slot_R, mask=done + at // COLUMNS < K, other=-1)
+        expert_S = tl.load(expert_TK + slot_S, mask=done + k < K, other=-1)
+        owned, owned_S = (expert >= 0) & (expert < MATRIX.E), (expert_S >= 0) & (expert_S < MATRIX.E)
+        expert = tl.where(owned, expert, 0).to(tl.int64)
+        row_ok = owned & (h < H)
+        rows = data + expert * MATRIX.STRIDE_EXPERT + h.to(tl.int64) * MATRIX.STRIDE_ROW
+        tiles = _load_pieces(rows[:, None], row_ok, TILE, MATRIX)
+        weight = tl.load(weight_TK + slot_R, mask=owned, other=0.0).to(tl.float32)
+        beside = tl.zeros((HEIGHT,), tl.float32)
+        if MATRIX.HAS_BIAS:
+            beside = tl.load(bias_EH + expert * MATRIX.STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)
+        if RANK > 0:
+            b = load_b(b_EHR, expert * H + h, row_ok, RANK)
+        if TILE.OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        total = tl.zeros((HEIGHT,), tl.float32)
+        for piece in tl.static_range(TILE.PIECES):
+            column = piece * DEPTH + tl.arange(0, DEPTH)
+            known = owned_S[:, None] & (column < MATRIX.REDUCTION)[None, :]
+            rows_of_a = a_NI + slot_S.to(tl.int64)[:, None] * MATRIX.REDUCTION
+            value = tl.load(rows_of_a + column[None, :], mask=known, other=0.0)
+            of_expert = scales + (expert * MATRIX.STRIDE_SCALE_EXPERT)[:, None]
+            found = _sums(tiles[piece], value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
+            total += tl.sum(found, axis=1)
+        if matrix_scale is not None:
+            total *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
+        if RANK > 0:
+            low = load_b(low_NR, slot_R, owned, RANK)
+            beside += tl.sum(product_alone(rounded(b, low).to(tl.float32), low.to(tl.float32)), axis=1)
+        y += tl.sum(tl.reshape(product_alone(total + beside, weight), (SLOTS, COLUMNS)), axis=0)
+    return y

@@ -7,7 +7,10 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
+
+import torch
 
 from amoeba.core.problem import Problem
 from amoeba.kernels.launch import cdiv, next_power_of_2
@@ -48,6 +51,14 @@ CHUNK_HEADROOM = 3
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
 
+class Like(NamedTuple):
+    """The pass by which a configuration is chosen: where only some of its tokens, or of its experts, are at hand, they
+    are computed as in the whole."""
+
+    tokens: int
+    experts: int
+
+
 class Tile(NamedTuple):
     """How a product is cut: `columns` of its result per program, `depth` of the summed dimension per step.
 
@@ -68,12 +79,13 @@ class Configuration(NamedTuple):
 
     overlap: the down projection starts while the up projection ends (programmatic dependent launch, from Hopper on);
     by slot, where down is at once in flight.
-    by_lanes: by expert, numbers of four bits are decoded in the order that takes the fewest integer instructions, see
-    `codes.scaled_lanes_e2m1`.
-    listed: with codes by expert, where experts are no more than slots, a launch of its own lists the slots of each
-    expert; else each program compares ranks with ids.
-    early: with codes by expert, up's programs write down the slots that they found, down's read them, and with
-    `overlap` the sum starts while the down projection ends.
+    Of quantised weights by expert alone:
+    by_lanes: numbers of four bits are unpacked in the order that takes the fewest integer instructions, see
+    `quantised_tiles.scaled_lanes_e2m1`.
+    listed: where experts are no more than slots, a launch of its own lists the slots of each expert; else each program
+    compares ranks with ids.
+    early: up's programs write down the slots that they found, down's read them, and with `overlap` the sum starts while
+    the down projection ends.
     """
 
     by_slot: bool
@@ -207,3 +219,8 @@ def _tile_by_slot(lines: int, width: int, depth: int, *, rows_per_column: int) -
 def _tile_by_expert(width: int, depth_in_all: int, *, columns: int, depth: int) -> Tile:
     columns = min(columns, next_power_of_2(width))
     return Tile(max(columns, 16), max(min(depth, next_power_of_2(depth_in_all)), 16), warps=4, stages=3)
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LoraFactors
+from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.tiles import load_tile, product_alone
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 
@@ -53,9 +54,9 @@ class Ranks(NamedTuple):
         return self.up if self.shared else self.gate + self.up
 
     @property
-    def of_up(self) -> dict[str, int]:
+    def of_up(self) -> Group:
         """Constants of a kernel of the up projection. UP_AT: where up's numbers begin in a slot's."""
-        return {"GATE_RANK": self.gate, "UP_RANK": self.up, "UP_AT": 0 if self.shared else self.gate}
+        return Group(GATE=self.gate, UP=self.up, UP_AT=0 if self.shared else self.gate)
 
 
 def ranks_of(lora: LoraFactors | None) -> Ranks:
@@ -221,27 +222,14 @@ def add_low_rank(total, b_OR, o, o_ok, low_S, slot_ok, RANK: tl.constexpr):
 
 @triton.jit
 def add_low_rank_of_gate_up(
-    h,
-    gate_b_EIR,
-    up_b_EIR,
-    expert,
-    j,
-    row_ok,
-    low_S,
-    slot_ok,
-    I,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    GATE_RANK: tl.constexpr,
-    UP_RANK: tl.constexpr,
-    UP_AT: tl.constexpr,
+    h, gate_b_EIR, up_b_EIR, expert, j, row_ok, low_S, slot_ok, I, RANKS: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """The same for rows j of W1: each gets B of gate or B of up."""
-    part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, GATED, INTERLEAVED)
-    if GATE_RANK > 0:
-        h = add_low_rank(h, gate_b_EIR + expert * I * GATE_RANK, part, gate_ok, low_S, slot_ok, GATE_RANK)
-    if UP_RANK > 0:
-        h = add_low_rank(h, up_b_EIR + expert * I * UP_RANK, part, up_ok, low_S + UP_AT, slot_ok, UP_RANK)
+    """The same for rows j of W1: each gets B of gate or B of up. RANKS is `Ranks.of_up`."""
+    part, gate_ok, up_ok = halves_of_rows(j, row_ok, I, ACTIVATION)
+    if RANKS.GATE > 0:
+        h = add_low_rank(h, gate_b_EIR + expert * I * RANKS.GATE, part, gate_ok, low_S, slot_ok, RANKS.GATE)
+    if RANKS.UP > 0:
+        h = add_low_rank(h, up_b_EIR + expert * I * RANKS.UP, part, up_ok, low_S + RANKS.UP_AT, slot_ok, RANKS.UP)
     return h
 
 
@@ -254,10 +242,10 @@ def _add_ranks(total, b_OR, o, o_ok, low_S, slot_ok, first, RANK: tl.constexpr, 
 
 
 @triton.jit
-def halves_of_rows(j, row_ok, I, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def halves_of_rows(j, row_ok, I, ACTIVATION: tl.constexpr):
     """For rows j of W1: the column of a that each makes, which of them are gate's, and which are up's."""
-    if GATED:
-        if INTERLEAVED:
+    if ACTIVATION.GATED:
+        if ACTIVATION.INTERLEAVED:
             column = j // 2
             is_up = j % 2 == 1
         else:

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from amoeba.core.problem import Problem
-from amoeba.kernels.decode.by_expert import my_expert, slots_of_chunk
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.launch import Launch, next_power_of_2, quick
 
@@ -68,40 +67,63 @@ def list_of(lists, owner, owners, N):
 
 
 @triton.jit
-def work_of(
-    expert_TK,
-    lists,
-    owner,
-    N,
-    E: tl.constexpr,
-    OWNER_IS_EXPERT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    LISTS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The expert that this program computes, and how many slots it has; 0 where there is nothing to do.
+
+    Among the slots that name the same expert it is the first one's programs that compute it.
+    """
+    index_N = tl.arange(0, BLOCK_N)
+    expert_N = tl.load(expert_TK + index_N, mask=index_N < N, other=-1)
+    if OWNER_IS_EXPERT:
+        mine = owner.to(tl.int64)
+        count = tl.sum((expert_N == mine).to(tl.int32), axis=0)
+    else:
+        mine = tl.load(expert_TK + owner).to(tl.int64)
+        match_N = (expert_N == mine).to(tl.int32)
+        earlier = tl.sum(tl.where(index_N < owner, match_N, 0), axis=0)
+        count = tl.where((mine >= 0) & (mine < E) & (earlier == 0), tl.sum(match_N, axis=0), 0)
+    return mine, count
+
+
+@triton.jit
+def slots_of_chunk(expert_TK, expert, first_rank, N, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """The slots of the expert's ranks first_rank .. first_rank + ROWS; 0 for ranks past the last."""
+    wanted = first_rank + tl.arange(0, ROWS)
+    slot = tl.zeros((ROWS,), tl.int32)
+    before = 0
+    for start in range(0, N, PIECE):
+        index = start + tl.arange(0, PIECE)
+        match = (tl.load(expert_TK + index, mask=index < N, other=-1) == expert).to(tl.int32)
+        rank = tl.where(match == 1, before + tl.cumsum(match, axis=0) - 1, -1)
+        slot += tl.sum(tl.where(rank[None, :] == wanted[:, None], index[None, :], 0), axis=1)
+        before += tl.sum(match, axis=0)
+    return slot
+
+
+@triton.jit
+def work_of(expert_TK, lists, owner, N, E, TILE: tl.constexpr):
     """What a program computes: whose expert, which one, how many slots that has, the rank of the first slot, and up to
     where from there on: one is in one chunk, and the compiler sees it. Lists are there once the launches ahead are
     done; a sentinel's is empty."""
-    if LISTS == "ahead":
-        if OVERLAP:
+    if TILE.LISTS == "ahead":
+        if TILE.OVERLAP:
             tl.extra.cuda.gdc_wait()
         first_rank = 0
         if owner >= E:
-            owner, first_rank = _later_chunk(lists, owner - E, E, ROWS)
+            owner, first_rank = _later_chunk(lists, owner - E, TILE.EXPERTS, TILE.ROWS)
         count = tl.load(lists + owner, mask=owner < E, other=0)
         return owner, owner.to(tl.int64), count, first_rank, 1
-    elif LISTS == "by up":
-        if OWNER_IS_EXPERT:
+    elif TILE.LISTS == "by up":
+        if TILE.OWNER_IS_EXPERT:
             expert = owner.to(tl.int64)
         else:
             expert = tl.load(expert_TK + owner).to(tl.int64)
-        if OVERLAP:
+        if TILE.OVERLAP:
             tl.extra.cuda.gdc_wait()
         count = tl.load(lists + owner)
         return owner, expert, count, 0, count
     else:
-        expert, count = my_expert(expert_TK, owner, N, E, OWNER_IS_EXPERT, BLOCK_N)
+        expert, count = my_expert(expert_TK, owner, N, E, TILE.OWNER_IS_EXPERT, TILE.BLOCK_N)
         return owner, expert, count, 0, count
 
 
@@ -117,24 +139,11 @@ def _later_chunk(lists, number, E: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def slots_of(
-    expert_TK,
-    lists,
-    owner,
-    expert,
-    first_rank,
-    count,
-    N,
-    E: tl.constexpr,
-    OWNER_IS_EXPERT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
-    LISTS: tl.constexpr,
-):
+def slots_of(expert_TK, lists, owner, expert, first_rank, count, N, E, TILE: tl.constexpr):
     """As `slots_of_chunk`."""
-    if LISTS != "":
-        rank = first_rank + tl.arange(0, ROWS)
-        owners = E if OWNER_IS_EXPERT else N
+    if TILE.LISTS != "":
+        rank = first_rank + tl.arange(0, TILE.ROWS)
+        owners = E if TILE.OWNER_IS_EXPERT else N
         return tl.load(list_of(lists, owner, owners, N) + rank, mask=rank < count, other=0)
     else:
-        return slots_of_chunk(expert_TK, expert, first_rank, N, ROWS, PIECE)
+        return slots_of_chunk(expert_TK, expert, first_rank, N, TILE.ROWS, TILE.PIECE)

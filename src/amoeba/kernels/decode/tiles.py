@@ -1,6 +1,8 @@
 """What the kernels for few tokens share: tiles of weights, and the activation of a tile.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
+
+ACTIVATION is `amoeba.kernels.activation.group`.
 """
 
 from __future__ import annotations
@@ -33,43 +35,32 @@ def load_tile(pointers, row_ok, depth_ok, EVEN_ROWS: tl.constexpr, EVEN_DEPTH: t
 
 
 @triton.jit
-def rows_of_gate_up(first, I, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr):
-    """The rows of W1 that make columns first .. first + BLOCK_I of a, and which of them exist."""
-    if GATED:
-        row = tl.arange(0, 2 * BLOCK_I)
-        if INTERLEAVED:
+def rows_of_gate_up(first, I, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The rows of W1 that make columns first .. first + COLUMNS of a, and which of them exist."""
+    if ACTIVATION.GATED:
+        row = tl.arange(0, 2 * COLUMNS)
+        if ACTIVATION.INTERLEAVED:
             column = first + row // 2
             j = 2 * first + row
         else:
-            column = first + row % BLOCK_I
-            j = column + (row // BLOCK_I) * I
+            column = first + row % COLUMNS
+            j = column + (row // COLUMNS) * I
     else:
-        column = first + tl.arange(0, BLOCK_I)
+        column = first + tl.arange(0, COLUMNS)
         j = column
     return j, column < I
 
 
 @triton.jit
-def activate(
-    h,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """a (BLOCK_I, ROWS) of h whose rows are in the order of `rows_of_gate_up`."""
-    if GATED:
-        if INTERLEAVED:
-            pairs = tl.permute(tl.reshape(h, (BLOCK_I, 2, ROWS)), (0, 2, 1))
+def activate(h, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """a (COLUMNS, ROWS) of h whose rows are in the order of `rows_of_gate_up`."""
+    if ACTIVATION.GATED:
+        if ACTIVATION.INTERLEAVED:
+            pairs = tl.permute(tl.reshape(h, (COLUMNS, 2, ROWS)), (0, 2, 1))
         else:
-            pairs = tl.permute(tl.reshape(h, (2, BLOCK_I, ROWS)), (1, 2, 0))
+            pairs = tl.permute(tl.reshape(h, (2, COLUMNS, ROWS)), (1, 2, 0))
         gate, up = tl.split(pairs)
-        a = activations.gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+        a = activations.gated_by(gate, up, ACTIVATION)
     else:
-        a = activations.plain(h, KIND, ALPHA, CLAMP, LIMIT)
+        a = activations.plain_by(h, ACTIVATION)
     return a

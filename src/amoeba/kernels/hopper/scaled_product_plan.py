@@ -115,7 +115,7 @@ class Plan:
     @property
     def FORM(self) -> str:
         """The activation, as `amoeba.kernels.activation` names it."""
-        return "fast_silu" if self.BRISK else self.KIND
+        return "brisk_silu" if self.BRISK else self.KIND
 
     @property
     def PAIRED(self) -> bool:

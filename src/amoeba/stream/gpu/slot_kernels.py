@@ -32,14 +32,20 @@ class SlotKernels(ABC):
     def decodes_all(self, problem: Problem) -> bool:
         """Whether one of more tokens is decoded by expert, too, of which nearly all are needed."""
 
-    @abstractmethod
-    def decode(self, problem: Problem, like: Like) -> Tensor: ...
+    def decode(self, problem: Problem, like: Like) -> Tensor:
+        from amoeba.kernels.decode import decode
 
-    @abstractmethod
-    def is_by_slot(self, problem: Problem, like: Like) -> bool: ...
+        return decode(problem, like=like)
 
-    @abstractmethod
-    def decode_rows(self, problem: Problem, y_NH: Tensor, like: Like) -> None: ...
+    def is_by_slot(self, problem: Problem, like: Like) -> bool:
+        from amoeba.kernels.decode import is_by_slot
+
+        return is_by_slot(problem, like)
+
+    def decode_rows(self, problem: Problem, y_NH: Tensor, like: Like) -> None:
+        from amoeba.kernels.decode import decode_rows
+
+        decode_rows(problem, y_NH, like)
 
     @abstractmethod
     def sorted(self, problem: Problem) -> Tensor:
@@ -56,21 +62,6 @@ class _PlainKernels(SlotKernels):
     def decodes_all(self, problem: Problem) -> bool:
         return False
 
-    def decode(self, problem: Problem, like: Like) -> Tensor:
-        from amoeba.kernels.decode import decode
-
-        return decode(problem, like=like)
-
-    def is_by_slot(self, problem: Problem, like: Like) -> bool:
-        from amoeba.kernels.decode import is_by_slot
-
-        return is_by_slot(problem, like)
-
-    def decode_rows(self, problem: Problem, y_NH: Tensor, like: Like) -> None:
-        from amoeba.kernels.decode import decode_rows
-
-        decode_rows(problem, y_NH, like)
-
     def sorted(self, problem: Problem) -> Tensor:
         return triton.BACKEND.forward_sorted(problem, "nothing")[0]
 
@@ -84,21 +75,6 @@ class _CodeKernels(SlotKernels):
 
     def decodes_all(self, problem: Problem) -> bool:
         return block_scaled_triton.is_few_of_each(problem, problem.weights.num_experts)
-
-    def decode(self, problem: Problem, like: Like) -> Tensor:
-        from amoeba.kernels.decode.block_scaled import decode
-
-        return decode(problem, like=like)
-
-    def is_by_slot(self, problem: Problem, like: Like) -> bool:
-        from amoeba.kernels.decode.block_scaled import configuration_of
-
-        return configuration_of(problem, like).by_slot
-
-    def decode_rows(self, problem: Problem, y_NH: Tensor, like: Like) -> None:
-        from amoeba.kernels.decode.block_scaled import decode_rows
-
-        decode_rows(problem, y_NH, like)
 
     def sorted(self, problem: Problem) -> Tensor:
         return block_scaled_triton.BACKEND.forward_sorted(problem, "nothing")[0]

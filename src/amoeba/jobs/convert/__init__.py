@@ -1,1 +1,0 @@
-"""Model folders written anew: an adapter merged in, or the experts quantised."""

@@ -1,1 +1,0 @@
-"""Fine-tuning: LoRA on a frozen model, trained by the loop of `amoeba.jobs.train`."""

@@ -1,1 +1,0 @@
-"""Generation: text from one prompt, or from each prompt of a file."""

@@ -1,0 +1,127 @@
+"""How few tokens are computed with quantised experts: the way, and the tiles of each launch.
+
+T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate
+
+    chosen = configuration_of(problem)          # of BlockScaledExperts
+"""
+
+from __future__ import annotations
+
+from math import ceil, sqrt
+
+from amoeba.core.problem import Problem
+from amoeba.kernels.decode.configuration import (
+    SMALLEST_CHUNK,
+    Configuration,
+    Like,
+    Tile,
+    can_overlap,
+    goes_by_slot,
+)
+from amoeba.kernels.launch import next_power_of_2
+from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.formats import MXFP4, NVFP4
+
+# By slot, by the bits of a number: bytes of weights that a program of the up projection has in flight, and the warps of
+# both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: docs/log.md.
+UP_BYTES, WARPS_BY_SLOT = {8: 8192, 4: 4096}, {8: 4, 4: 2}
+DOWN_BYTES = 8192
+WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
+# By expert: slots of one that are computed together, at least and at most, rows of weights in a tile, and warps. One
+# or two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take
+# the one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
+FEWEST_SLOTS, MOST_SLOTS, WEIGHT_ROWS, WARPS = 8, 32, 64, 2
+# By the bits of a number: bytes of a row in a step, stages, and the order of four-bit ones (`Configuration.by_lanes`),
+# which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (docs/log.md).
+# That order needs one or two warps: with four, Triton 3.6 pairs numbers with the wrong ones of the rows.
+DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
+# Slots together from which on steps have half that length: both operands take registers. Not where a step lies in one
+# block, whose scale is applied to what it gives: of fp8-128 up and down take 216 us in place of 268 at 256 tokens of
+# that layer (docs/log.md).
+SHORT_ROWS = 32
+# Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
+# these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
+# Where no other launch hides that one, only where programs would have many ids to look at, each all of them: not timed.
+FEWEST_LISTED, FEWEST_LISTED_ALONE = 128, 1024
+# Tokens up to which up's programs list slots for down's (`Configuration.early`), where slots are fewer than experts:
+# at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less. MXFP8 was not timed. With 12 tokens and
+# more it was slower in most cases, and NVFP4's long steps leave up no registers for it (docs/log.md).
+MOST_EARLY = 8
+# Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
+# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8
+# tokens, and where slots are listed: at 64, up takes 87 us in place of 103.
+LONG_STEP = 256
+SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was unpacked
+
+
+def configuration_of(problem: Problem, like: Like | None = None) -> Configuration:
+    tokens, experts = like or _own(problem)
+    if goes_by_slot(tokens, problem.expert_TK.shape[1], experts):
+        return by_slot(problem)
+    return by_expert(problem, like)
+
+
+def _own(problem: Problem) -> Like:
+    return Like(problem.expert_TK.shape[0], problem.weights.num_experts)
+
+
+def by_slot(problem: Problem) -> Configuration:
+    weights: BlockScaledExperts = problem.weights
+    bits, rows = weights.format.element.bits, 2 if weights.activation.gated else 1
+    up_depth = _piece(weights.hidden, WIDEST_PIECE)
+    down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece has the `a` of all slots beside it
+    columns = max(UP_BYTES[bits] * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
+    lines = max(DOWN_BYTES * 8 // (next_power_of_2(problem.expert_TK.shape[1]) * bits * weights.intermediate), 1)
+    return Configuration(
+        by_slot=True,
+        up=Tile(_power_of_2_below(columns, 16), up_depth, WARPS_BY_SLOT[bits], at_once=True),
+        down=Tile(_power_of_2_below(lines, 4), down_depth, WARPS_BY_SLOT[bits], at_once=True),
+        overlap=can_overlap(problem.x_TH.device),
+    )
+
+
+def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
+    weights: BlockScaledExperts = problem.weights
+    tokens, experts = like or _own(problem)
+    slots = tokens * problem.expert_TK.shape[1]
+    rows, height, warps = slots_together(slots, experts), WEIGHT_ROWS, WARPS
+    if slots < experts:  # more programs for the few experts
+        height, warps = height // 2, warps // 2
+    bits = weights.format.element.bits
+    depth = DEPTH_BYTES[bits] * 8 // bits
+    if rows >= SHORT_ROWS and (bits < 8 or weights.format.block[1] < depth):
+        depth //= 2
+    if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
+        rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
+
+    def tile(width: int, columns: int, reduction: int) -> Tile:
+        columns = min(columns, max(next_power_of_2(width), 16))
+        return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
+
+    up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
+    down = tile(weights.hidden, height, weights.intermediate)
+    overlap = can_overlap(problem.x_TH.device)
+    listed = slots >= (FEWEST_LISTED if overlap else FEWEST_LISTED_ALONE)  # where a launch more costs little
+    takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and (listed or slots < experts))
+    if takes_long and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
+        up = up._replace(depth=LONG_STEP)
+    early = overlap and slots < experts and tokens <= MOST_EARLY and weights.format is not NVFP4
+    return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
+
+
+def slots_together(slots: int, experts: int) -> int:
+    """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
+    routing. With 12, 16 were faster than 32, and with 16, 32 were (docs/log.md)."""
+    expected = slots / experts
+    return min(max(next_power_of_2(ceil(expected + sqrt(expected))), FEWEST_SLOTS), MOST_SLOTS)
+
+
+def _piece(length: int, widest: int) -> int:
+    """The power of two that leaves the least of its last repetition empty; of those, the widest."""
+    widest = min(widest, next_power_of_2(length))
+    widths = [widest >> halvings for halvings in range(4) if widest >> halvings >= min(NARROWEST_PIECE, widest)]
+    return min(widths, key=lambda width: -(-length // width) * width)
+
+
+def _power_of_2_below(number: int, most: int) -> int:
+    return min(1 << (number.bit_length() - 1), most)

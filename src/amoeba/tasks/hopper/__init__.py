@@ -1,1 +1,0 @@
-"""The scheduled backward in Gluon, for Hopper: producer, consumers and the launch."""
