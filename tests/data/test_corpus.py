@@ -217,7 +217,7 @@ def test_a_long_text_is_cut_between_paragraphs(tmp_path):
 
 def test_text_keeps_its_indentation_and_loses_the_marks_of_windows(tmp_path):
     path = written(tmp_path, "a.py", b"\xef\xbb\xbf    if x:\r\n        y\r\nz")
-    assert list(sources.read_file(path)) == [(Text("    if x:\n        y\nz"), str(path))]
+    assert list(sources.read_file(path)) == [(Text("    if x:\n        y\nz"), str(path), None)]
 
 
 def test_text_that_is_not_utf8_names_the_file_and_the_offset(tmp_path):
@@ -365,7 +365,7 @@ def test_a_folder_is_read_in_order_with_what_is_left_out_counted(tmp_path):
     }.items():
         written(tmp_path, name, content)
     left_out = data.Counter()
-    assert [document for document, _ in sources.read_source(str(tmp_path), left_out)] == [
+    assert [document for document, _, _ in sources.read_source(str(tmp_path), left_out)] == [
         Text("first"),
         Text("second"),
         Text("third = 3"),
@@ -431,3 +431,25 @@ def test_documents_are_rendered_plainly_without_a_chat_template():
     assert render(Text(" as it is\n"), plain) == " as it is\n"
     assert render(Completion("1+1=", "2"), None) == "1+1=2"
     assert render(CHAT, plain) == render(CHAT, None) == "user: Hello?\nassistant: Hello."
+
+
+def test_kinds_are_those_that_records_name_or_the_subfolders_of_a_folder(tmp_path):
+    lines = [json.dumps({"text": f"{kind} text {number}", "kind": kind}) for kind in ("b", "a") for number in range(20)]
+    (tmp_path / "kinds.jsonl").write_text("\n".join(lines))
+    corpus = load_corpus(str(tmp_path / "kinds.jsonl"), held_out=0.5)
+    assert list(corpus.held_out_by_kind) == ["a", "b"]
+    assert sum(map(len, corpus.held_out_by_kind.values())) == len(corpus.held_out)
+    assert all(text.text.startswith(kind) for kind, texts in corpus.held_out_by_kind.items() for text in texts)
+    folder = tmp_path / "texts"
+    for name in ("code/a.txt", "code/deep/b.txt", "prose/c.txt", "d.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"This is {name}.")
+    corpus = load_corpus(str(tmp_path / "kinds.jsonl"), held_out=str(folder))
+    assert {kind: len(texts) for kind, texts in corpus.held_out_by_kind.items()} == {"code": 2, "prose": 1}
+
+
+@pytest.mark.parametrize("kinds", [[None], ["one"], [7, 8], [f"document {number}" for number in range(17)]])
+def test_without_several_kinds_there_are_none(tmp_path, kinds):
+    lines = [json.dumps({"text": f"{kind} {number}", "kind": kind}) for kind in kinds for number in range(4)]
+    (tmp_path / "kinds.jsonl").write_text("\n".join(lines))
+    assert load_corpus(str(tmp_path / "kinds.jsonl"), held_out=0.5).held_out_by_kind == {}

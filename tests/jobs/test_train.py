@@ -20,6 +20,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train import train
+from amoeba.observe.run_log import read_run
 from tiny_runs import Quiet
 
 ROOT = Path(__file__).parents[2]
@@ -284,3 +285,17 @@ def test_a_run_that_is_refused_before_it_begins_leaves_no_folder(tmp_path: Path,
             train(settings(folder, corpus_file, data=str(tmp_path / "nowhere.txt")), Quiet())
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "mine").exists()  # it was there before
+
+
+def test_a_corpus_of_several_kinds_leaves_a_line_about_their_experts(tmp_path: Path) -> None:
+    kinds = {"letters": "x", "sums": "+"}
+    rows = [{"kind": kind, "text": f"{sign * 9} {number} " * 9} for kind, sign in kinds.items() for number in range(40)]
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = settings(tmp_path / "run", str(tmp_path / "kinds.jsonl"), held_out=0.2, steps=3)
+    train(asked, Quiet())
+    run = read_run(tmp_path / "run")
+    (found,) = run.text_kinds
+    assert found["kinds"] == ["letters", "sums"] and found["step"] == 3
+    for layer, counted in zip(found["layers"], run.router[-1]["layers"], strict=True):
+        assert [len(load) for load in layer["loads"]] == [len(counted["load"])] * 2
+        assert all(sum(load) > 0 and sum(load) % 2 == 0 for load in layer["loads"]), "two experts for each token"

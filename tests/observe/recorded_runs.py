@@ -76,6 +76,12 @@ def metrics() -> Iterator[dict[str, Any]]:
             counts[one][one] = sum(counts[one])
         together.append({"layer": layer, "counts": counts})
     yield {"kind": "coactivation", "step": STEPS, "layers": together}
+    loads = [
+        [[(7 * layer + 3 * kind + 5 * at) % 11 for at in range(EXPERTS)] for kind in (0, 1, 2)]
+        for layer in range(LAYERS)
+    ]
+    of_layers = [{"layer": layer, "loads": of_kinds} for layer, of_kinds in enumerate(loads)]
+    yield {"kind": "text_kinds", "step": STEPS, "kinds": ["code", "prose", "verse"], "layers": of_layers}
     yield {"kind": "final", "step": STEPS, "loss": 4.15, "perplexity": 63.4, "start_loss": 7.62, "seconds": 154.0}
 
 

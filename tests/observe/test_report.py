@@ -60,6 +60,10 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path, tail):
             '{"kind": "coactivation", "step": 3, "layers": [{"layer": 1, "counts": [[1, 2]]}]}',
             'square "counts" in layer 1',
         ),
+        (
+            '{"kind": "text_kinds", "step": 3, "kinds": ["a"], "layers": [{"layer": 1, "loads": [[1, 2], [3, 4]]}]}',
+            '"kinds", a name for each of the 2 rows of "loads" in layer 1',
+        ),
     ],
 )
 def test_a_bad_line_in_the_middle_is_named(tmp_path, line, expected):

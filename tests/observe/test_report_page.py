@@ -23,7 +23,16 @@ ARTIFACTS = Path(__file__).resolve().parents[2] / "test-artifacts"
 needs_chromium = pytest.mark.skipif(
     find_chromium() is None, reason=f"needs a browser: none of {', '.join(NAMES)} is installed"
 )
-TITLES = ("Loss", "Expert load", "Router entropy", "MaxVio", "Co-activation", "Dead experts", "Final evaluation")
+TITLES = (
+    "Loss",
+    "Expert load",
+    "Experts and kinds of text",
+    "Router entropy",
+    "MaxVio",
+    "Co-activation",
+    "Dead experts",
+    "Final evaluation",
+)
 TITLES += ("Throughput", "Learning rate", "Gradient norm", "Memory", "Configuration", "Environment")
 HEATMAP = "document.getElementById('load').toDataURL()"
 
@@ -114,6 +123,32 @@ def test_the_layer_of_the_coactivation_can_be_chosen(chromium, whole_run):
         for layer in range(LAYERS)
     ]
     assert len(set(shown)) == LAYERS and chromium.problems == []
+
+
+@needs_chromium
+def test_the_kinds_of_text_are_shown_for_each_layer_the_most_special_one_first(chromium, tmp_path):
+    loads = {0: [[5, 5, 5, 5], [4, 6, 5, 5]], 1: [[9, 1, 0, 0], [0, 1, 9, 10]]}
+    layers = [{"layer": layer, "loads": rows} for layer, rows in loads.items()]
+    line = {"kind": "text_kinds", "step": 1, "kinds": ["code", "prose"], "layers": layers}
+    chromium.open(write_report(write_run(tmp_path / "run", [train_line(1), line])).as_uri(), 1200, height=2400)
+    assert "Most: expert 0 gets 3.6 × an even share of code." in text_of(chromium)
+    x, y = centre_of(chromium, "#kinds")
+    chromium.point(x + 40, y - 50)
+    shown = chromium.evaluate("document.getElementById('tip').innerText")
+    assert re.search(r"code, expert 2\s+0 × an even share\s+0 % of the rows of code", shown), shown
+    chromium.evaluate(
+        "(() => { const choice = document.getElementById('kinds-layer'); choice.value = 0;"
+        "choice.dispatchEvent(new Event('change')); })()"
+    )
+    assert "Most: expert 1 gets 1.2 × an even share of prose." in text_of(chromium)
+    assert chromium.problems == []
+
+
+@needs_chromium
+def test_without_kinds_of_text_there_is_no_such_card(chromium, tmp_path):
+    lines = [line for line in metrics() if line["kind"] != "text_kinds"]
+    chromium.open(write_report(write_run(tmp_path / "run", lines)).as_uri(), 1200)
+    assert "kinds of text" not in text_of(chromium) and chromium.problems == []
 
 
 @needs_chromium

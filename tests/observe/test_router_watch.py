@@ -164,6 +164,25 @@ def test_a_second_watch_takes_over():
     assert [type(module) for module in model.modules()] == classes
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_pass_is_counted_for_is_told_by_its_tokens():
+    model = build("qwen3_moe").eval()
+    model.set_experts_implementation("amoeba")
+    watch = RouterWatch(model)
+    ids = token_ids()
+    wanted_T = torch.arange(ids.numel()) % 3 == 0
+
+    def loads(wanted_T):
+        with watch.counting(wanted_T) as counts, torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+        return torch.stack(counts)
+
+    some, others, every = loads(wanted_T), loads(~wanted_T), loads(torch.ones_like(wanted_T))
+    assert torch.equal(some + others, every) and some.sum() > 0 < others.sum()
+    assert (every.sum(-1) % ids.numel() == 0).all() and not any(module._forward_pre_hooks for module in watch.experts)
+    assert all(sum(layer["load"]) == 0 for layer in watch.take()), "an evaluation is no training"
+
+
 def test_slots_without_an_expert_are_dropped_ones_and_forgetting_empties_every_count():
     model = build("qwen3_moe").train()
     model.set_experts_implementation("amoeba")

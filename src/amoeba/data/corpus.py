@@ -15,7 +15,7 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from amoeba.core.errors import bad_value, counted
 from amoeba.data.documents import Document, Text, characters, is_blank
@@ -23,6 +23,8 @@ from amoeba.data.sources import cut_before, read_source
 
 # Times the asked share of the characters, or one of so many, from which on the description says so.
 FAR_FROM_ASKED = 3
+# More kinds than this are no kinds but names of documents.
+MOST_KINDS = 16
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Corpus:
     train: list[Document]
     held_out: list[Document]
     description: str
+    held_out_by_kind: dict[str, list[Document]] = field(default_factory=dict)  # empty unless there are several kinds
 
 
 def load_corpus(
@@ -43,7 +46,8 @@ def load_corpus(
     the characters. Where all are of a length both are met, else one of them.
 
     source: None, a file (.jsonl, .json, .parquet, anything else is UTF-8 text), a folder of such files, or the name
-    of a dataset of the Hugging Face hub (`name` or `name:configuration`), whose split "train" is read.
+    of a dataset of the Hugging Face hub (`name` or `name:configuration`), whose split "train" is read. A record may
+    name the kind of its text in a field `kind`; in a folder, the subfolder of a file is its kind.
     held_out: a share, or a source of its own.
     check: called with each document and its place ("a.jsonl, line 3"), may raise.
     """
@@ -51,9 +55,10 @@ def load_corpus(
         raise bad_value("held_out", "a fraction between 0 and 1, both excluded", held_out, "0.05 holds out 5 %")
     left_out: Counter[str] = Counter()
     name = source if source is not None else f"the language reference of Python {platform.python_version()}"
-    documents = _documents(source, name, left_out, check)
+    kinds: dict[Document, str] = {}
+    documents = _documents(source, name, left_out, check, kinds)
     if isinstance(held_out, str):
-        train, held = documents, _documents(held_out, held_out, left_out, check)
+        train, held = documents, _documents(held_out, held_out, left_out, check, kinds)
     else:
         train, held = _split(documents, held_out, seed, name)
     description = f"{name}: {counted(len(train), 'document')} to train on ({characters(train):,} characters), "
@@ -64,19 +69,34 @@ def load_corpus(
             description += f", {share:.1%} of them and not {held_out:.1%}: the documents are of very different lengths"
     for kind, count in left_out.items():
         description += f"; left out: {counted(count, kind)}"
-    return Corpus(train, held, description)
+    return Corpus(train, held, description, _by_kind(held, kinds))
+
+
+def _by_kind(documents: list[Document], kinds: dict[Document, str]) -> dict[str, list[Document]]:
+    found: dict[str, list[Document]] = {}
+    for document in documents:
+        if document in kinds:
+            found.setdefault(kinds[document], []).append(document)
+    return dict(sorted(found.items())) if 2 <= len(set(kinds.values())) <= MOST_KINDS else {}
 
 
 def _documents(
-    source: str | None, name: str, left_out: Counter[str], check: Callable[[Document, str], None]
+    source: str | None,
+    name: str,
+    left_out: Counter[str],
+    check: Callable[[Document, str], None],
+    kinds: dict[Document, str],
 ) -> list[Document]:
+    """kinds: gets those that the source names."""
     documents = []
-    for document, place in read_source(source, left_out):
+    for document, place, kind in read_source(source, left_out):
         check(document, place)
         if is_blank(document):
             left_out["blank document"] += 1
         else:
             documents.append(document)
+            if kind is not None:
+                kinds[document] = kind
     if not documents:
         found = ", ".join(counted(count, kind) for kind, count in left_out.items()) or "no document at all"
         raise bad_value(name, "text to train on", found, "give a file or a folder that holds text")

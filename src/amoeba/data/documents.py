@@ -13,6 +13,7 @@ from typing import NamedTuple
 from amoeba.core.errors import bad_value
 
 RECORD_FIELDS = ("text", "messages", "prompt", "completion")
+KIND_FIELD = "kind"  # what kind of text it is, where a record says so
 RECORDS = "`text`, or `messages`, or `prompt` and `completion`"
 
 

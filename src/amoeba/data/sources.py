@@ -1,6 +1,6 @@
 """Documents from a file, a folder, a dataset's name, or the language reference that comes with Python.
 
-    for document, place in read_source("notes/", left_out):     # place: "notes/a.jsonl, line 3", for errors
+    for document, place, kind in read_source("notes/", left_out):     # place: "notes/a.jsonl, line 3", for errors
         ...
 
 What cannot be read raises; what is left out on purpose (in a folder hidden and binary files) is counted in left_out.
@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from amoeba.core.errors import bad_value, counted
-from amoeba.data.documents import RECORD_FIELDS, RECORDS, Document, Text, parse_document, shown
+from amoeba.data.documents import KIND_FIELD, RECORD_FIELDS, RECORDS, Document, Text, parse_document, shown
 
 # A text becomes documents of 2 to 4 kB: a novel in one file can have a held-out part, and a page stays in one piece.
 BLOCK_CHARACTERS = 4096
@@ -28,7 +28,13 @@ JSON_LINES = (".jsonl", ".ndjson")
 KNOWN_SUFFIXES = (".txt", ".md", ".json", ".parquet", *JSON_LINES)
 BINARY_SNIFF_BYTES = 8192
 
-Placed = tuple[Document, str]
+
+class Placed(NamedTuple):
+    """kind: of text, as the record names it; in a folder otherwise the subfolder that the file is in."""
+
+    document: Document
+    place: str
+    kind: str | None = None
 
 
 def read_source(source: str | None, left_out: Counter[str]) -> Iterable[Placed]:
@@ -78,7 +84,7 @@ def _language_reference() -> Iterator[Placed]:
                 seen.add(words)
         remains = "\n\n".join(kept)
         if len(remains) > len(topic) / 2:
-            yield from ((block, "the language reference") for block in blocks(remains))
+            yield from (Placed(block, "the language reference") for block in blocks(remains))
 
 
 def _read_folder(folder: Path, left_out: Counter[str]) -> Iterator[Placed]:
@@ -97,7 +103,13 @@ def _read_folder(folder: Path, left_out: Counter[str]) -> Iterator[Placed]:
         raise bad_value(
             str(folder), "a folder with text, JSON or parquet files", found, "name the folder that holds the text"
         )
-    return chain.from_iterable(map(read_file, files))
+    return chain.from_iterable(_of_subfolder(path, folder) for path in files)
+
+
+def _of_subfolder(path: Path, folder: Path) -> Iterator[Placed]:
+    subfolders = path.relative_to(folder).parts[:-1]
+    for found in read_file(path):
+        yield found._replace(kind=subfolders[0]) if subfolders and found.kind is None else found
 
 
 def _all_files(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
@@ -127,7 +139,7 @@ def read_file(path: Path) -> Iterable[Placed]:
         return _read_json_lines(path, text)
     if suffix == ".json":
         return _read_json(path, text)
-    return ((block, str(path)) for block in blocks(text))
+    return (Placed(block, str(path)) for block in blocks(text))
 
 
 def read_text(path: Path) -> str:
@@ -150,7 +162,7 @@ def _read_json_lines(path: Path, text: str) -> Iterator[Placed]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
-            yield parse_document(parse_json(line, place), place), place
+            yield _placed(parse_json(line, place), place)
 
 
 def _read_json(path: Path, text: str) -> Iterator[Placed]:
@@ -158,13 +170,18 @@ def _read_json(path: Path, text: str) -> Iterator[Placed]:
         return
     content = parse_json(text, str(path))
     if isinstance(content, dict):
-        yield parse_document(content, str(path)), str(path)
+        yield _placed(content, str(path))
     elif isinstance(content, list):
         for number, record in enumerate(content, start=1):
             place = f"{path}, entry {number}"
-            yield parse_document(record, place), place
+            yield _placed(record, place)
     else:
         raise bad_value(str(path), "a list of objects or one object", shown(content), f"write objects with {RECORDS}")
+
+
+def _placed(record: object, place: str) -> Placed:
+    kind = record.get(KIND_FIELD) if isinstance(record, dict) else None
+    return Placed(parse_document(record, place), place, kind if isinstance(kind, str) and kind else None)
 
 
 def parse_json(text: str, place: str) -> Any:
@@ -190,12 +207,12 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
         raise bad_value(str(path), "a parquet file", f"one that pyarrow refuses ({error})", "write it again") from error
     names = file.schema_arrow.names
     columns = [name for name in RECORD_FIELDS if name in names]
+    kind = [KIND_FIELD] if KIND_FIELD in names else []
     if not {"text", "messages"} & set(columns) and len(columns) < 2:
         raise bad_value(str(path), f"the columns {RECORDS}", f"the columns {', '.join(names)}", "rename a column")
-    rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(columns=columns))
+    rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(columns=[*columns, *kind]))
     for number, row in enumerate(rows, start=1):
-        place = f"{path}, row {number}"
-        yield parse_document(row, place), place
+        yield _placed(row, f"{path}, row {number}")
 
 
 def _read_dataset(source: str) -> Iterator[Placed]:
@@ -219,8 +236,7 @@ def _read_dataset(source: str) -> Iterator[Placed]:
             "check the name; a configuration is written `name:configuration`",
         ) from error
     for number, row in enumerate(rows, start=1):
-        place = f"{source}, row {number}"
-        yield parse_document(row, place), place
+        yield _placed(row, f"{source}, row {number}")
 
 
 def cut_before(text: str, low: int, high: int) -> int:

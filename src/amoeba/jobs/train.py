@@ -19,7 +19,7 @@ import torch
 
 from amoeba.core.errors import bad_value
 from amoeba.data.corpus import load_corpus
-from amoeba.data.token_rows import PackedDataset, stack
+from amoeba.data.token_rows import NO_LABEL, PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
@@ -41,6 +41,8 @@ from amoeba.precision.recipes import UNCHANGED
 from amoeba.system.shell import shell_command, shell_words
 
 COMMAND = "amoeba train"
+# Of each kind of held-out text, to see which experts serve it.
+KIND_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,31 @@ def _train(
         model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, together, mesh
     )
     outcome, kept_in = run_to_end(trainer, folder, earlier)
+    if together.ranks is None and not outcome.interrupted:
+        kinds = corpus.held_out_by_kind.items()
+        _note_text_kinds(
+            trainer,
+            {kind: PackedDataset(texts, tokenizer, settings.sequence_length, keep_last=True) for kind, texts in kinds},
+        )
     report = TrainReport(**asdict(outcome), model=kept_in)
     trainer.run_log.finish(report)
     return report
+
+
+def _note_text_kinds(trainer: Any, rows_of: dict[str, PackedDataset]) -> None:
+    """Writes to the run's log which experts serve which kind of text, where there are kinds."""
+    watch, model, loads_of = trainer.run_log.watch, trainer.model.eval(), []
+    for rows in rows_of.values():
+        count = min(len(rows), max(1, KIND_TOKENS // rows.sequence_length))
+        batch = {name: part.to(model.device) for name, part in stack([rows[at] for at in range(count)]).items()}
+        wanted_T = (batch.pop("labels") != NO_LABEL).flatten()
+        with watch.counting(wanted_T) as loads, torch.no_grad(), trainer.compute_loss_context_manager():
+            model(**batch, use_cache=False)
+        loads_of.append([load_E.tolist() for load_E in loads])
+    if rows_of:
+        layers = [{"layer": at, "loads": list(of_kinds)} for at, of_kinds in enumerate(zip(*loads_of, strict=True))]
+        step = trainer.state.global_step
+        trainer.run_log.write({"kind": "text_kinds", "step": step, "kinds": list(rows_of), "layers": layers})
 
 
 def _check_unquantised(model: str, config: Any) -> None:

@@ -68,6 +68,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "eval": [_spoken(record) for record in _thin(run.eval, _LINE_RECORDS)],
         "router": router,
         "coactivation": run.coactivation[-1] if run.coactivation else None,
+        "text_kinds": run.text_kinds[-1] if run.text_kinds else None,
         "final": None if run.final is None else _spoken(run.final),
         "timeline": _timeline(run.folder),
     }

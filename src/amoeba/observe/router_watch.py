@@ -15,7 +15,8 @@ for a subclass of it: one for all layers of a kind, so that what torch.compile m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,6 +122,29 @@ class RouterWatch:
             {"layer": layer, "counts": [row[:experts] for row in rows[:experts]]}
             for layer, (rows, experts) in enumerate(counts)
         ]
+
+    @contextmanager
+    def counting(self, wanted_T: Tensor) -> Iterator[list[Tensor]]:
+        """The rows that each layer's experts get inside (E, one tensor a layer) from the tokens that are wanted."""
+        loads = [torch.zeros(experts, dtype=torch.int64, device="cpu") for experts in self.ledger.experts]
+
+        def count(layer: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            expert_TK = named["top_k_index"] if "top_k_index" in named else arguments[1]
+            chosen = expert_TK.reshape(len(wanted_T), -1)[wanted_T.to(expert_TK.device)].flatten().cpu()
+            chosen = chosen[(chosen >= 0) & (chosen < len(loads[layer]))]
+            loads[layer] += torch.bincount(chosen.long(), minlength=len(loads[layer]))
+
+        hooks = [
+            module.register_forward_pre_hook(
+                lambda _, arguments, named, layer=layer: count(layer, arguments, named), with_kwargs=True
+            )
+            for layer, module in enumerate(self.experts)
+        ]
+        try:
+            yield loads
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def close(self) -> None:
         for module in [*self.experts, *(router for routers in self.routers for router in routers)]:

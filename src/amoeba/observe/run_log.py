@@ -10,6 +10,7 @@ metrics.jsonl has one JSON object per line, with a "kind" and a "step":
     eval          loss and perplexity on held-out text
     router        layers: layer, load (E), entropy, max_violation, dead_experts, drop_rate
     coactivation  layers: layer, counts (E × E)
+    text_kinds    kinds: names; layers: layer, loads (kinds × E): whom each kind of held-out text was sent to
     final         the last evaluation
 A number that is not finite is NaN, Infinity or null.
 """
@@ -24,7 +25,7 @@ from typing import Any
 from amoeba.core.errors import bad_value
 
 RUN_FIELD = "model_config"  # of a run's config.json
-KINDS = ("train", "eval", "router", "coactivation", "final")
+KINDS = ("train", "eval", "router", "coactivation", "text_kinds", "final")
 Record = dict[str, Any]
 
 
@@ -39,6 +40,7 @@ class Run:
     eval: tuple[Record, ...]
     router: tuple[Record, ...]
     coactivation: tuple[Record, ...]
+    text_kinds: tuple[Record, ...]
     final: Record | None
     torn_line: int | None  # number of the last line, where its writer was stopped in the middle of it
     went_back_to: tuple[int, ...]  # steps from which training was done again
@@ -82,6 +84,7 @@ def read_run(folder: str | Path) -> Run:
         eval=tuple(by_kind["eval"]),
         router=tuple(by_kind["router"]),
         coactivation=tuple(by_kind["coactivation"]),
+        text_kinds=tuple(by_kind["text_kinds"]),
         final=final,
         torn_line=torn_line,
         went_back_to=tuple(went_back_to),
@@ -146,7 +149,7 @@ def _check(record: Any, path: Path, number: int) -> None:
         return
     if not _is_count(record.get("step")):
         raise _bad_line(path, number, '"step", a whole number from 0', repr(record.get("step")))
-    field = {"router": "load", "coactivation": "counts"}.get(record["kind"])
+    field = {"router": "load", "coactivation": "counts", "text_kinds": "loads"}.get(record["kind"])
     if field is None:
         return
     layers = record.get("layers")
@@ -156,11 +159,19 @@ def _check(record: Any, path: Path, number: int) -> None:
         if not _is_count(layer.get("layer")):
             raise _bad_line(path, number, '"layer", a whole number from 0', repr(layer.get("layer")))
         values = layer.get(field)
-        rows = values if field == "counts" and isinstance(values, list) else [values]
+        rows = values if field != "load" and isinstance(values, list) else [values]
         if not all(_is_numbers(row) for row in rows):
             raise _bad_line(path, number, f'"{field}" of numbers in layer {layer["layer"]}', repr(values)[:60])
         if field == "counts" and any(len(row) != len(rows) for row in rows):
             raise _bad_line(path, number, f'square "counts" in layer {layer["layer"]}', f"{len(rows)} rows of others")
+        if field == "loads" and not _fits(record.get("kinds"), rows):
+            expected = f'"kinds", a name for each of the {len(rows)} rows of "loads" in layer {layer["layer"]}'
+            raise _bad_line(path, number, expected, repr(record.get("kinds"))[:60])
+
+
+def _fits(kinds: Any, rows: list[Any]) -> bool:
+    named = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    return named and len(kinds) == len(rows) and len({len(row) for row in rows}) <= 1
 
 
 def _is_count(value: Any) -> bool:
