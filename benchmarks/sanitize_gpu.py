@@ -48,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Routing, experts
-from amoeba.kernels.hopper.descriptor import barrier
+from amoeba.kernels.hopper.tma import barrier
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel import processes as processes_of_ranks
 from amoeba.parallel.processes import LocalRanks, first_processes
@@ -106,7 +106,7 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
     from amoeba import LoraFactors
     from amoeba.backends import block_scaled_rows
     from amoeba.core.weights import LORA_NAMES
-    from amoeba.kernels.hopper import coded_product
+    from amoeba.kernels.hopper import weight_only_gemm
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.formats import FORMATS
 
@@ -114,7 +114,7 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
     with torch.no_grad():
         weights = quantise_experts(ExpertWeights(normal(8, 2 * 192, 320), normal(8, 320, 192)), FORMATS[format])
     for each in (weights.gate_up_EJH, weights.down_EHI):
-        assert coded_product.why_not(each.matrix) is None, "or the kernels for Hopper would not be watched"
+        assert weight_only_gemm.why_not(each.matrix) is None, "or the kernels for Hopper would not be watched"
     if many_rows:
         block_scaled_rows.MANY_ROWS = block_scaled_rows.MANY_ROWS_OF_NVFP4 = 0
         block_scaled_rows.DEQUANTISED_BYTES = 3 * 2 * 192 * 320 * 2

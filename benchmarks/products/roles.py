@@ -109,7 +109,7 @@ def roles_of(shape: Shape, device: torch.device) -> list[Role]:
 
 def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, Tensor]) -> list[Role]:
     """The same products in e4m3, which is 6 % away; `amoeba verify` proves their numbers."""
-    from amoeba.kernels.hopper import scaled_product
+    from amoeba.kernels.hopper import fp8_gemm
 
     x_TH, weights, table, order_N, K = ours.problem.x_TH, ours.problem.weights, ours.table, ours.order_N, ours.top_k
     gate_up, down, activation = weights.gate_up_EJH, weights.down_EHI, weights.activation
@@ -130,10 +130,10 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
     out_NJ = torch.empty_like(dh_NJ)
 
     def up(h: Tensor | QuantisedMatrix | None) -> None:
-        scaled_product.up(x, order_N, K, of_gate_up.matrix, table, activation, a, h_NJ=h)
+        fp8_gemm.up(x, order_N, K, of_gate_up.matrix, table, activation, a, h_NJ=h)
 
     def down_backward() -> None:
-        scaled_product.multiply(dy, turned_down, table, da_NI, order_N=order_N, top_k=K)
+        fp8_gemm.multiply(dy, turned_down, table, da_NI, order_N=order_N, top_k=K)
 
     def back() -> None:
         weight_TK, offs_E, quantised = ours.problem.weight_TK, ours.offs_E, codes if fused else None
@@ -149,7 +149,7 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
     def rowwise(name: str, rows: QuantisedMatrix, matrix: QuantisedMatrix, flops: float, *, gathered: bool) -> Role:
         """torch's product with one scale for a row and one for a column, without the time to quantise."""
         rows_NW = rows.data.index_select(0, order_N // K) if gathered else rows.data
-        given = rows_NW.view(scaled_product.E4M3), matrix.data.view(scaled_product.E4M3).mT
+        given = rows_NW.view(fp8_gemm.E4M3), matrix.data.view(fp8_gemm.E4M3).mT
         ones = (torch.ones(size, dtype=torch.float32, device=device) for size in ((N,), matrix.shape[:2]))
         operands = (*given, *ones, ours.offs_E)
         return Role(name, lambda: grouped_product_in_fp8(*operands), flops)
@@ -162,14 +162,14 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
         *in_e4m3,
         fp8("up in fp8, h not kept", lambda: up(None), 2 * unit, "a", a.dequantise),
         rowwise("up, torch fp8 (rowwise, sorted rows)", x, of_gate_up.matrix, 2 * unit, gathered=True),
-        fp8("down in fp8", lambda: scaled_product.multiply(a, of_down.matrix, table, y_NH), unit, "y", lambda: y_NH),
+        fp8("down in fp8", lambda: fp8_gemm.multiply(a, of_down.matrix, table, y_NH), unit, "y", lambda: y_NH),
         rowwise("down, torch fp8 (rowwise)", a, of_down.matrix, unit, gathered=False),
         fp8("dA' in fp8", down_backward, unit, "da", lambda: da_NI),
         rowwise("dA', torch fp8 (rowwise, sorted rows)", dy, turned_down, unit, gathered=True),
         Role("activation back in fp8", back, bytes=(14.0 if fused else 12.0) * N * I),
         fp8(
             "dx in fp8",
-            lambda: scaled_product.multiply(dh, turned_gate_up, table, dx_NH),
+            lambda: fp8_gemm.multiply(dh, turned_gate_up, table, dx_NH),
             2 * unit,
             "dx",
             lambda: dx_NH,

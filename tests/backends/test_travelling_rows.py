@@ -17,8 +17,8 @@ from amoeba.backends.triton_rows import HopperRows, with_plain_rows
 from amoeba.core.problem import Needs, Problem, Saved, Travel
 from amoeba.core.weights import ExpertWeights
 from amoeba.kernels.combine import combine
-from amoeba.kernels.hopper import product
-from amoeba.kernels.hopper.split_table import split_table
+from amoeba.kernels.hopper import gemm
+from amoeba.kernels.hopper.tile_order import split_table
 from amoeba.kernels.sort import sort_rows
 from amoeba.proof.cases import SILU
 from amoeba.proof.conformance import poisoned_memory
@@ -90,7 +90,7 @@ class Straight(Watched):
 def tiles_of(table: Tensor) -> list[tuple[int, int, int]]:
     count = int(table[0])
     entries = table[4 : 4 + 4 * count].view(-1, 4).tolist()
-    return [(expert, row, min(row + product.BLOCK_M, end)) for expert, row, end, _ in entries]
+    return [(expert, row, min(row + gemm.BLOCK_M, end)) for expert, row, end, _ in entries]
 
 
 def multiply(rows: Tensor, matrix_EOI: Tensor, table: Tensor, out: Tensor, **options: Any) -> None:
@@ -114,8 +114,8 @@ def weight_gradient(self: HopperRows, grad: Any, rows: Any, weight_EOI: Tensor) 
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "multiply", multiply)
-    monkeypatch.setattr(product, "up", up)
+    monkeypatch.setattr(gemm, "multiply", multiply)
+    monkeypatch.setattr(gemm, "up", up)
     monkeypatch.setattr(HopperRows, "weight_gradient", weight_gradient)
     monkeypatch.setattr(travelling_rows, "why_not_hopper", lambda problem: None)
 
@@ -183,7 +183,7 @@ def test_each_tile_is_on_one_of_the_two_lists_by_whose_rows_it_has(first: int, l
     generator = torch.Generator().manual_seed(1)
     expert_TK = torch.randint(-1, 7, (1500, 2), generator=generator)
     order_N, _, offs_E = sort_rows(expert_TK, 7)
-    table = product.tile_table(offs_E, order_N.shape[0])
+    table = gemm.tile_table(offs_E, order_N.shape[0])
     own, rest = split_table(table, order_N, 2 * first, 2 * last)
     expected: tuple[list, list] = ([], [])
     for tile in tiles_of(table):

@@ -156,13 +156,13 @@ class TestLowRank:
         problem = problem_of(layer)._replace(lora=lora)
         _, saved = triton.BACKEND.forward(problem, "h")
         pairs: list[int] = []
-        real = triton_low_rank.thin_pair
+        real = triton_low_rank.lora_backward
 
         def note(rows: Tensor, *others: Any, **options: Any) -> Any:
             pairs.append(rows.shape[1])
             return real(rows, *others, **options)
 
-        monkeypatch.setattr(triton_low_rank, "thin_pair", note)
+        monkeypatch.setattr(triton_low_rank, "lora_backward", note)
         monkeypatch.setattr(triton_low_rank.LowRank, "_thin", lambda *_: pytest.fail("a thin product of its own"))
         needs = Needs(x=True, weight=True, **dict.fromkeys(LORA_NAMES, True))
         found = triton.BACKEND.backward(problem, saved, layer.dy_TH, needs)
@@ -171,7 +171,7 @@ class TestLowRank:
 
     @pytest.mark.parametrize("rank", [1, 15, 60])
     def test_every_rank(self, rank: int) -> None:
-        """Two of 15 are joined to 30, nearly the most that `thin_pair` takes in fp32; 60 has passes of its own."""
+        """Two of 15 are joined to 30, nearly the most that `lora_backward` takes in fp32; 60 has passes of its own."""
         layer = layer_here(tokens=6, rank=rank)
         found, expected = layer.gradients("triton"), layer.gradients("eager")
         for name, gradient in found.items():

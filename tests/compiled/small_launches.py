@@ -63,13 +63,13 @@ def _of_routing(dtype: torch.dtype) -> Launches:
 def _of_factors(dtype: torch.dtype) -> Launches:
     from amoeba.core.config import Activation
     from amoeba.core.weights import LoraFactors
-    from amoeba.kernels.join_factors import join_factors
-    from amoeba.kernels.thin_pair import thin_pair, widest_rank
+    from amoeba.kernels.lora.backward import lora_backward, widest_rank
+    from amoeba.kernels.lora.join_factors import join_factors
 
     def pair(per_expert: int, rank: int) -> None:
         N, offs = E * per_expert, words(E)
         rows, order, weight = empty(N // K, H, dtype=dtype), words(N), numbers(N // K, K)
-        _, sums = thin_pair(
+        _, sums = lora_backward(
             rows, empty(E, H, rank, dtype=dtype), empty(N, rank, dtype=dtype), offs, rank=rank, scaling=2.0,
             order_N=order, weight_TK=weight, top_k=K,
         )  # fmt: skip

@@ -52,7 +52,7 @@ SCALED = (
 )
 # Gradients of weights in e4m3, stored as they are summed and transposed.
 SCALED_GRADIENTS = ("scaled_up_gradient", "scaled_down_gradient")
-# The same in another way, see `scaled_product.WAYS`.
+# The same in another way, see `fp8_gemm.WAYS`.
 IN_WAYS = (
     "scaled_up, brisk",
     "scaled_up, all",
@@ -149,16 +149,18 @@ def compiled_by(program: str, cache: Path, *names: str) -> dict[str, dict[str, i
 def launches() -> dict[str, Callable[[], None]]:
     """Calls of the launchers as a backend makes them, by name."""
     from amoeba.core.config import Activation
-    from amoeba.kernels.addend import Addend
-    from amoeba.kernels.hopper import coded_product, product, scaled_product
-    from amoeba.kernels.hopper.activation import Down, Up, activate_backward
-    from amoeba.kernels.hopper.gradient import weight_gradient
-    from amoeba.kernels.hopper.order import KEPT_BYTES, TALL, order_of_product
-    from amoeba.kernels.hopper.product import multiply, up
-    from amoeba.kernels.hopper.scaled_gradient import weight_gradient as scaled_gradient
-    from amoeba.kernels.programs import share_the_gpu
+    from amoeba.kernels.hopper import fp8_gemm as scaled_product
+    from amoeba.kernels.hopper import gemm as product
+    from amoeba.kernels.hopper import weight_only_gemm as coded_product
+    from amoeba.kernels.hopper.fp8_wgrad import weight_gradient as scaled_gradient
+    from amoeba.kernels.hopper.gemm import multiply, up
+    from amoeba.kernels.hopper.lora_activation_backward import Down, Up, activate_backward
+    from amoeba.kernels.hopper.tile_order import KEPT_BYTES, TALL, order_of_product
+    from amoeba.kernels.hopper.wgrad import weight_gradient
+    from amoeba.kernels.launch.persistent_grid import share_the_gpu
+    from amoeba.kernels.lora.epilogue import Addend
     from amoeba.kernels.quantise import empty_rows, empty_weights
-    from amoeba.kernels.quantise_turned import BLOCK, SPARE, RowBlocks, Turned
+    from amoeba.kernels.quantise_transposed import BLOCK, SPARE, RowBlocks, Transposed
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
     from amoeba.precision.quantised import block_counts
 
@@ -185,9 +187,9 @@ def launches() -> dict[str, Callable[[], None]]:
 
     blocks = RowBlocks(table, offs)
 
-    def turned(width: int, scales: int) -> Turned:
+    def turned(width: int, scales: int) -> Transposed:
         codes = empty(blocks.most, width, BLOCK, dtype=torch.uint8)
-        return Turned(codes, empty(scales, dtype=torch.float32))
+        return Transposed(codes, empty(scales, dtype=torch.float32))
 
     turned_h, turned_a = (turned(width, blocks.most * width + SPARE) for width in (2 * I, I))
     turned_x = turned(H, H)
@@ -345,24 +347,24 @@ def _type_of(argument: Any) -> str:
 
 def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     """Figures of each compiled kernel."""
-    from amoeba.kernels.hopper import activation as hopper_activation
-    from amoeba.kernels.hopper import coded_product as hopper_coded
-    from amoeba.kernels.hopper import gradient as hopper_gradient
-    from amoeba.kernels.hopper import product as hopper_product
-    from amoeba.kernels.hopper import scaled_gradient as hopper_scaled_gradient
-    from amoeba.kernels.hopper import scaled_product as hopper_scaled
+    from amoeba.kernels.hopper import fp8_gemm as hopper_scaled
+    from amoeba.kernels.hopper import fp8_wgrad as hopper_scaled_gradient
+    from amoeba.kernels.hopper import gemm as hopper_product
+    from amoeba.kernels.hopper import lora_activation_backward as hopper_activation
+    from amoeba.kernels.hopper import weight_only_gemm as hopper_coded
+    from amoeba.kernels.hopper import wgrad as hopper_gradient
 
     of_codes = hopper_scaled, hopper_scaled_gradient, hopper_coded
     for module in (hopper_product, hopper_gradient, hopper_activation, *of_codes):
         module.programs = lambda device: 132
     hopper_product.programs_in_halves = lambda device: 660
-    product = hopper_product.product_kernel = CompileOnly(hopper_product.product_kernel.kernel)
-    gradient = hopper_gradient.gradient_kernel = CompileOnly(hopper_gradient.gradient_kernel.kernel)
+    product = hopper_product.gemm_kernel = CompileOnly(hopper_product.gemm_kernel.kernel)
+    gradient = hopper_gradient.wgrad_kernel = CompileOnly(hopper_gradient.wgrad_kernel.kernel)
     activation = hopper_activation.activation_kernel = CompileOnly(hopper_activation.activation_kernel.kernel)
-    scaled = hopper_scaled.scaled_product_kernel = CompileOnly(hopper_scaled.scaled_product_kernel.kernel)
-    coded = hopper_coded.coded_product_kernel = CompileOnly(hopper_coded.coded_product_kernel.kernel)
-    of_weights = CompileOnly(hopper_scaled_gradient.scaled_gradient_kernel.kernel)
-    hopper_scaled_gradient.scaled_gradient_kernel = of_weights
+    scaled = hopper_scaled.fp8_gemm_kernel = CompileOnly(hopper_scaled.fp8_gemm_kernel.kernel)
+    coded = hopper_coded.weight_only_gemm_kernel = CompileOnly(hopper_coded.weight_only_gemm_kernel.kernel)
+    of_weights = CompileOnly(hopper_scaled_gradient.fp8_wgrad_kernel.kernel)
+    hopper_scaled_gradient.fp8_wgrad_kernel = of_weights
     hopper_scaled.list_tiles = lambda table, *sizes: table  # type: ignore[assignment]
     found = {}
     for name in wanted:

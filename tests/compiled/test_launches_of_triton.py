@@ -45,12 +45,12 @@ def test_the_driver_is_handed_the_same_bytes(tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, __file__, library], env=environment, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout.splitlines()[-1])
-    names = {"product_kernel", "gradient_kernel", "_combine", "_activate_backward"}
-    assert {name for name, _ in found} >= names | {"scaled_product_kernel", "_quantise_rows", "_quantise_weights"}
-    assert {name for name, _ in found} >= {"scaled_gradient_kernel", "_turn_rows", "_column_sizes", "_turn_codes"}
+    names = {"gemm_kernel", "wgrad_kernel", "_combine", "_activate_backward"}
+    assert {name for name, _ in found} >= names | {"fp8_gemm_kernel", "_quantise_rows", "_quantise_weights"}
+    assert {name for name, _ in found} >= {"fp8_wgrad_kernel", "_transpose_rows", "_column_sizes", "_transpose_codes"}
     assert all(same for _, same in found), found
     told_of = set(json.loads(told.stdout.splitlines()[-2]))  # of plain numbers alone, see `amoeba.kernels.launch`
-    assert "_combine" in told_of and "product_kernel" not in told_of
+    assert "_combine" in told_of and "gemm_kernel" not in told_of
 
 
 def compare(library: str) -> list[tuple[str, bool]]:
@@ -68,10 +68,14 @@ def compare(library: str) -> list[tuple[str, bool]]:
     from amoeba.backends.triton import BACKEND
     from amoeba.core.problem import Needs, Problem
     from amoeba.core.weights import ExpertWeights
-    from amoeba.kernels import choice, launch, launch_plan
-    from amoeba.kernels.hopper import gradient, product, scaled_gradient, scaled_product
+    from amoeba.kernels import launch, tile_sizes
+    from amoeba.kernels.hopper import fp8_gemm as scaled_product
+    from amoeba.kernels.hopper import fp8_wgrad as scaled_gradient
+    from amoeba.kernels.hopper import gemm as product
+    from amoeba.kernels.hopper import wgrad as gradient
+    from amoeba.kernels.launch import plan as launch_plan
 
-    choice.capability_of = lambda device: (9, 0)
+    tile_sizes.capability_of = lambda device: (9, 0)
     for module in (product, gradient, scaled_product, scaled_gradient):
         module.programs = lambda device: 132
     triton_rows.why_not_hopper = lambda problem: None

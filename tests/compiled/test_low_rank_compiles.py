@@ -41,9 +41,9 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels import thin_pair
+    from amoeba.kernels.lora import backward as lora_backward
 
-    kernel = thin_pair._thin_pair.kernel
+    kernel = lora_backward._lora_backward.kernel
     names = kernel.arg_names
     found = {}
     for name, rank, dtype, gathered in (
@@ -55,7 +55,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     ):
         if name not in wanted:
             continue
-        chosen = thin_pair.configuration(1 << 17, 64, rank, dtype, (9, 0))
+        chosen = lora_backward.configuration(1 << 17, 64, rank, dtype, (9, 0))
         of_rows = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         order = ("*i32", of_rows) if gathered else ("constexpr", "constexpr")
         types = (of_rows, of_rows, of_rows, *order, "*i32", of_rows, "*fp32", "fp32")

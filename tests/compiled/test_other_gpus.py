@@ -107,17 +107,17 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         cross_entropy,
         expert_sums,
         quantise,
-        quantise_turned,
+        quantise_transposed,
         router_balance,
         sort,
     )
     from amoeba.kernels.activation_backward_product import down_backward
-    from amoeba.kernels.addend import Addend
     from amoeba.kernels.decode import Like, decode
     from amoeba.kernels.decode import attention as decode_attention
     from amoeba.kernels.decode.quantised_configuration import by_expert as quantised_by_expert
     from amoeba.kernels.dequantise import dequantise
     from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
+    from amoeba.kernels.lora.epilogue import Addend
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
     from amoeba.precision.experts import quantise_experts
@@ -219,8 +219,12 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
                 a, h, scale, order, activation, h, a, offs,
                 quantised_dh=quantise.empty_rows(N, 2 * I, x.device),
             ),
-            "turn_rows": lambda: quantise_turned.turn_rows(h, quantise_turned.row_blocks(offs, table)),
-            "turn_tokens": lambda: quantise_turned.turn_tokens(x, order, K, quantise_turned.RowBlocks(table, offs)),
+            "transpose_rows": lambda: quantise_transposed.transpose_rows(
+                h, quantise_transposed.row_blocks(offs, table)
+            ),
+            "transpose_tokens": lambda: quantise_transposed.transpose_tokens(
+                x, order, K, quantise_transposed.RowBlocks(table, offs)
+            ),
         }  # fmt: skip
 
     def decoding_block_scaled(format: Format, tokens: int, rank: int = 0) -> None:
@@ -313,9 +317,9 @@ def _arrival(dy_TH: torch.Tensor) -> Any:
 def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
     """The up projection with factors of the deepest step, in every configuration that a search may choose."""
     from amoeba.core.config import Activation
-    from amoeba.kernels.addend import Addend
-    from amoeba.kernels.candidates import candidates
     from amoeba.kernels.grouped_product import multiply_rows_activated
+    from amoeba.kernels.lora.epilogue import Addend
+    from amoeba.kernels.tile_sizes import candidates
 
     E, H, I, R = 64, 2048, 1024, 128
     offs = torch.empty(E, dtype=torch.int32, device="meta")
@@ -399,7 +403,7 @@ def _type_of(argument: Any) -> str:
 
 
 def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]:
-    from amoeba.kernels import choice, launch
+    from amoeba.kernels import launch, tile_sizes
 
     compiler = Compiler(int(capability))
     launch.Quick._launch = lambda self, grid, arguments, constants: compiler.compile(
@@ -408,7 +412,7 @@ def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]
     launch._Fixed.__call__ = lambda self, *tensors: compiler.compile(
         self._kernel.kernel, (*tensors, *self._numbers), self._constants
     )
-    choice.capability_of = lambda device: divmod(int(capability), 10)  # before the kernels import it
+    tile_sizes.capability_of = lambda device: divmod(int(capability), 10)  # before the kernels import it
     every = candidate_launches if wanted == ("candidates",) else launches
     for name, launched in every(getattr(torch, dtype), divmod(int(capability), 10)).items():
         if not wanted or wanted == ("candidates",) or name in wanted:

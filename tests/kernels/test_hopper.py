@@ -22,10 +22,8 @@ from amoeba.core.config import Activation
 from amoeba.core.layout import build_layout
 from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.kernels.activate import activate_backward
-from amoeba.kernels.addend import Addend, padded_rank
-from amoeba.kernels.hopper import activation as hopper_activation
-from amoeba.kernels.hopper import gradient as hopper_gradient
-from amoeba.kernels.hopper import product as hopper_product
+from amoeba.kernels.hopper import gemm, lora_activation_backward, wgrad
+from amoeba.kernels.lora.epilogue import Addend, padded_rank
 from amoeba.kernels.weight_gradient import heaviest_first
 from amoeba.proof.reference.experts import activate
 from selection import quick
@@ -121,7 +119,7 @@ def on_any_number_of_programs(
     same."""
     first, *others = compute(), compute()
     for number in (3, 528):
-        for module in (hopper_product, hopper_gradient, hopper_activation):
+        for module in (gemm, wgrad, lora_activation_backward):
             monkeypatch.setattr(module, "programs", lambda device, number=number: number)
         others.append(compute())
     for again in others:
@@ -175,9 +173,9 @@ def test_up_projection_with_its_activation(
     def compute() -> tuple[Tensor, ...]:
         h_NJ, h_memory = poisoned(rows.tokens * K, width, dtype=dtype, device=device)
         a_NI, a_memory = poisoned(rows.tokens * K, inner, dtype=dtype, device=device)
-        table = hopper_product.tile_table(rows.offs_E, rows.tokens * K)
+        table = gemm.tile_table(rows.offs_E, rows.tokens * K)
         kept = h_NJ if keep else None
-        hopper_product.up(x_TH, rows.order_N, K, gate_up_EJH, table, activation, a_NI, h_NJ=kept, bias_EJ=bias_EJ)
+        gemm.up(x_TH, rows.order_N, K, gate_up_EJH, table, activation, a_NI, h_NJ=kept, bias_EJ=bias_EJ)
         return a_memory, h_memory
 
     a_memory, h_memory = on_any_number_of_programs(monkeypatch, compute)
@@ -230,8 +228,8 @@ def test_rows_times_their_experts_matrix(
 
     def compute() -> tuple[Tensor, ...]:
         out_NO, memory = poisoned(rows.tokens * K, width, dtype=dtype, device=device)
-        table = hopper_product.tile_table(rows.offs_E, rows.tokens * K)
-        hopper_product.multiply(left, matrix_EOW, table, out_NO, bias_EO=bias_EO, **order)
+        table = gemm.tile_table(rows.offs_E, rows.tokens * K)
+        gemm.multiply(left, matrix_EOW, table, out_NO, bias_EO=bias_EO, **order)
         return (memory,)
 
     (memory,) = on_any_number_of_programs(monkeypatch, compute)
@@ -289,12 +287,12 @@ def test_an_addend_is_more_of_the_depth(
     def compute() -> tuple[Tensor, ...]:
         columns = width // 2 if activated else width
         out_NO, memory = poisoned(rows.tokens * K, columns, dtype=dtype, device=device)
-        table = hopper_product.tile_table(rows.offs_E, rows.tokens * K)
+        table = gemm.tile_table(rows.offs_E, rows.tokens * K)
         addend = Addend(low_NR, factor_EOR, rank)
         if activated:
-            hopper_product.up(left, rows.order_N, K, matrix_EOW, table, Activation(), out_NO, addend=addend)
+            gemm.up(left, rows.order_N, K, matrix_EOW, table, Activation(), out_NO, addend=addend)
         else:
-            hopper_product.multiply(left, matrix_EOW, table, out_NO, addend=addend, **order)
+            gemm.multiply(left, matrix_EOW, table, out_NO, addend=addend, **order)
         return (memory,)
 
     (memory,) = on_any_number_of_programs(monkeypatch, compute)
@@ -328,7 +326,7 @@ def test_weight_gradient(
         shape = (E, width, hidden) if transposed else (E, hidden, width)
         stored, memory = poisoned(*shape, dtype=dtype, device=device)
         out_EHW = stored.transpose(1, 2) if transposed else stored
-        hopper_gradient.weight_gradient(left_TH, rows.order_N, K, right_NW, rows.offs_E, heaviest_E, out_EHW)
+        wgrad.weight_gradient(left_TH, rows.order_N, K, right_NW, rows.offs_E, heaviest_E, out_EHW)
         return (memory,)
 
     (memory,) = on_any_number_of_programs(monkeypatch, compute)
@@ -344,9 +342,9 @@ def test_weight_gradient(
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_the_table_holds_every_tile_once(routing: str, device: torch.device) -> None:
     rows = routed(routing, device)
-    total, _, _, _, *entries = hopper_product.tile_table(rows.offs_E, rows.tokens * K).tolist()
+    total, _, _, _, *entries = gemm.tile_table(rows.offs_E, rows.tokens * K).tolist()
     found = [tuple(entries[4 * i : 4 * i + 4]) for i in range(total)]
-    block = hopper_product.BLOCK_M
+    block = gemm.BLOCK_M
     assert found == [
         (e, first, of_e.stop, -(-(of_e.stop - of_e.start) // block))
         for e, of_e in rows.experts()
@@ -392,13 +390,13 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
     expected_ds = activate_backward(
         da_NI, h_NJ, weight_TK, rows.order_N, activation, expected_dh, scaled_a_NI, rows.offs_E
     )
-    table = hopper_product.tile_table(rows.offs_E, count)
+    table = gemm.tile_table(rows.offs_E, count)
 
     def compute() -> tuple[Tensor, ...]:
         h, (dh_NJ, memory) = h_NJ.clone(), poisoned(count, 2 * inner, dtype=dtype, device=device)
         if in_place:
             dh_NJ = memory = h
-        found = hopper_activation.activate_backward(
+        found = lora_activation_backward.activate_backward(
             da_NI,
             h,
             weight_TK,
@@ -407,8 +405,8 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
             dh_NJ,
             rows.offs_E,
             table,
-            up=hopper_activation.Up(b_EOP, low_NP, of_gate, of_up, scaling),
-            down=hopper_activation.Down(dlow_down_NP, down_rank),
+            up=lora_activation_backward.Up(b_EOP, low_NP, of_gate, of_up, scaling),
+            down=lora_activation_backward.Down(dlow_down_NP, down_rank),
         )
         sums = [
             found.db.write(torch.full((E, inner, rank), math.nan, dtype=dtype, device=device), first=first, rank=of)
@@ -449,9 +447,9 @@ def test_activation_backward_with_thin_products(name, dtype, ranks, inner, in_pl
 def test_a_layer_with_lora_takes_that_pass_and_its_gradients_are_right(ranks, shared, device, monkeypatch):
     """Of ranks that are one short step, whole or padded, and of those that are two."""
     taken: list[int] = []
-    real = hopper_activation.activate_backward
+    real = lora_activation_backward.activate_backward
     monkeypatch.setattr(
-        hopper_activation, "activate_backward", lambda *given, **named: taken.append(1) or real(*given, **named)
+        lora_activation_backward, "activate_backward", lambda *given, **named: taken.append(1) or real(*given, **named)
     )
     hidden, inner, tokens = 256, 128, 1024
     gate, up, down = ranks

@@ -25,11 +25,12 @@ from amoeba.backends import sorted_rows
 from amoeba.backends import triton as backend
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.core.problem import Problem
-from amoeba.kernels import launch, launch_plan
-from amoeba.kernels.choice import as_with
+from amoeba.kernels import launch
 from amoeba.kernels.launch import Quick, quick
-from amoeba.kernels.launch_plan import planned
-from amoeba.kernels.programs import share_the_gpu
+from amoeba.kernels.launch import plan as launch_plan
+from amoeba.kernels.launch.persistent_grid import share_the_gpu
+from amoeba.kernels.launch.plan import planned
+from amoeba.kernels.tile_sizes import as_with
 from repeated_steps import check_elsewhere
 from small_layer import H, Layer, kernel_device
 

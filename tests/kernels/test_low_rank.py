@@ -1,4 +1,4 @@
-"""LoRA's kernels for sorted rows: `join_factors`, and `thin_pair` against sums in fp64."""
+"""LoRA's kernels for sorted rows: `join_factors`, and `lora_backward` against sums in fp64."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.weights import LoraFactors
-from amoeba.kernels.addend import padded_rank
-from amoeba.kernels.join_factors import join_factors
-from amoeba.kernels.thin_pair import configuration, thin_pair
+from amoeba.kernels.lora.backward import configuration, lora_backward
+from amoeba.kernels.lora.epilogue import padded_rank
+from amoeba.kernels.lora.join_factors import join_factors
 from amoeba.proof.reference import experts as truth
 from selection import each_value_once
 
@@ -110,7 +110,7 @@ def test_a_pair_of_thin_products_from_one_read(device, rows, width, rank, gather
     given = random(device, count, width, seed=3).to(dtype)
     if not gathered:
         given[owned:] = math.nan
-    found, sums = thin_pair(
+    found, sums = lora_backward(
         given,
         factor,
         low,

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
-from amoeba.kernels.hopper import product_kernel, scaled_product_plan
-from amoeba.kernels.hopper.coded_product_kernel import CodedPlan
-from amoeba.kernels.hopper.product_kernel import Constants, Plan
-from amoeba.kernels.hopper.scaled_product_plan import Ways
+from amoeba.kernels.hopper import fp8_gemm, gemm_kernel
+from amoeba.kernels.hopper.fp8_gemm import Ways
+from amoeba.kernels.hopper.gemm_kernel import Constants, Plan
+from amoeba.kernels.hopper.weight_only_gemm_kernel import WeightOnlyPlan
 
 COMMON: dict[str, Any] = {"ACTIVATE": True, "GATHER": True, "BIAS": False, "KEEP": True}
 PLANS = {
     "bf16": Plan(B_K_MAJOR=True, LOW=0, **COMMON),
-    "codes": CodedPlan(B_K_MAJOR=True, LOW=16, **COMMON),
-    "e4m3": scaled_product_plan.Plan(**COMMON),
+    "codes": WeightOnlyPlan(B_K_MAJOR=True, LOW=16, **COMMON),
+    "e4m3": fp8_gemm.Plan(**COMMON),
 }
 by_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
@@ -68,6 +68,6 @@ def test_a_property_that_was_written_anew_makes_another_kernel(plan: Any) -> Non
 
 def test_another_depth_of_a_stage_makes_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: repr(Constants(PLANS[name])) for name in ("bf16", "codes")}
-    monkeypatch.setattr(product_kernel, "BLOCK_K", 128)
+    monkeypatch.setattr(gemm_kernel, "BLOCK_K", 128)
     for name, told in before.items():
         assert repr(Constants(PLANS[name])) != told

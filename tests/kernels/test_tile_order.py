@@ -8,9 +8,9 @@ import types
 import pytest
 import torch
 
-from amoeba.kernels.hopper import order
-from amoeba.kernels.hopper.order import BY_COLUMNS, IN_GROUPS, TALL, order_of_product
-from amoeba.kernels.hopper.product import tile_table
+from amoeba.kernels.hopper import tile_order
+from amoeba.kernels.hopper.gemm import tile_table
+from amoeba.kernels.hopper.tile_order import BY_COLUMNS, IN_GROUPS, TALL, order_of_product
 
 BLOCK_M, GROUP_M = 128, 8
 
@@ -19,7 +19,7 @@ BLOCK_M, GROUP_M = 128, 8
 def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels compute with, of plain numbers."""
     plain = types.SimpleNamespace(minimum=min, maximum=max, cdiv=lambda one, other: -(-one // other))
-    monkeypatch.setattr(order, "gl", plain)
+    monkeypatch.setattr(tile_order, "gl", plain)
 
 
 def tiles_in_order(counts: list[int], column_tiles: int, which: int, device: torch.device) -> list[tuple[int, ...]]:
@@ -27,12 +27,12 @@ def tiles_in_order(counts: list[int], column_tiles: int, which: int, device: tor
     offs_E = torch.tensor(counts, device=device).cumsum(0).int()
     table = tile_table(offs_E, sum(counts))
     if which > 0:
-        table = order.list_tiles(table, column_tiles, which, BLOCK_M)
+        table = tile_order.list_tiles(table, column_tiles, which, BLOCK_M)
     (tiles, begun, _, _), *entries = table.view(-1, 4).tolist()
     assert which <= 0 or begun == 0, "programs count from zero"
     found = []
     for tile in range(tiles * column_tiles):
-        slot, n = order._slot_of_tile.fn(tile, tiles, column_tiles, GROUP_M, which)
+        slot, n = tile_order._slot_of_tile.fn(tile, tiles, column_tiles, GROUP_M, which)
         found.append((*entries[slot][:3], entries[slot][3] if which > 0 else n))
     return found
 
@@ -105,8 +105,10 @@ def test_a_program_that_has_waited_in_vain_waits_no_more(monkeypatch: pytest.Mon
     looked = 0
     for others, looks, after in ((131, 0, 0), (100, 64, 64), (100, 0, 64), (132, 0, 64)):
         counter = Begun(others)
-        monkeypatch.setattr(order.gl, "atomic_add", counter.atomic_add, raising=False)
-        monkeypatch.setattr(order.gl, "num_programs", lambda axis: 132, raising=False)
-        monkeypatch.setattr(order.gl, "where", lambda condition, one, other: one if condition else other, raising=False)
-        looked = order.sync_tiles.fn(None, 0, 10_000, looked, 64)
+        monkeypatch.setattr(tile_order.gl, "atomic_add", counter.atomic_add, raising=False)
+        monkeypatch.setattr(tile_order.gl, "num_programs", lambda axis: 132, raising=False)
+        monkeypatch.setattr(
+            tile_order.gl, "where", lambda condition, one, other: one if condition else other, raising=False
+        )
+        looked = tile_order.sync_tiles.fn(None, 0, 10_000, looked, 64)
         assert (counter.looks, looked) == (looks, after), others

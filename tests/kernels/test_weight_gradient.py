@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba.kernels.configuration import Configuration
+from amoeba.kernels.tile_sizes import Configuration
 from amoeba.kernels.weight_gradient import heaviest_first, weight_gradient
 from selection import each_value_once
 

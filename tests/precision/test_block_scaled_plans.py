@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
 from amoeba.backends import block_scaled_rows, block_scaled_triton, sorted_rows
-from amoeba.kernels import launch_plan
+from amoeba.kernels.launch import plan as launch_plan
 from amoeba.precision import FP8_128, MXFP4, NVFP4, Format
 from amoeba.precision.experts import BlockScaledExperts, quantise_experts
 from repeated_steps import check_elsewhere

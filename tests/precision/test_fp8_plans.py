@@ -15,8 +15,9 @@ from torch import Tensor
 
 from amoeba import Routing, experts, with_precision
 from amoeba.backends import fp8_codes, sorted_rows
-from amoeba.kernels import launch, launch_plan
-from amoeba.kernels.hopper import scaled_gradient, scaled_product
+from amoeba.kernels import launch
+from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
+from amoeba.kernels.launch import plan as launch_plan
 from amoeba.precision import QuantisedMatrix, UnchangedWeights
 from fp8_stand_ins import product, up, weight_gradient
 from selection import quick
@@ -64,9 +65,9 @@ def _whole(value: Any, parts: Iterator[Any]) -> Any:
 
 @pytest.fixture
 def layer(stood_in: None, monkeypatch: pytest.MonkeyPatch) -> Layer:  # noqa: F811
-    monkeypatch.setattr(scaled_product, "multiply", as_launch(product))
-    monkeypatch.setattr(scaled_product, "up", as_launch(up))
-    monkeypatch.setattr(scaled_gradient, "weight_gradient", as_launch(weight_gradient))
+    monkeypatch.setattr(fp8_gemm, "multiply", as_launch(product))
+    monkeypatch.setattr(fp8_gemm, "up", as_launch(up))
+    monkeypatch.setattr(fp8_wgrad, "weight_gradient", as_launch(weight_gradient))
     launch_plan.forget_plans()
     return Layer(tokens=5, hidden=64, inner=64, bias=False)
 
@@ -138,5 +139,5 @@ def test_another_way_to_the_same_bits_is_another_kind(layer, monkeypatch):
     for _ in range(2):
         step(layer, "fp8")
     forbid(monkeypatch)
-    with pytest.raises(TypeError), scaled_product.way("under"):
+    with pytest.raises(TypeError), fp8_gemm.way("under"):
         step(layer, "fp8")

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 from test_fp8_kernels import gradients, on_gpu, on_hopper
 
-from amoeba.kernels import launch_plan
-from amoeba.kernels.hopper import scaled_product
+from amoeba.kernels.hopper import fp8_gemm
+from amoeba.kernels.launch import plan as launch_plan
 
 pytestmark = [pytest.mark.gpu, on_hopper]
 # (tokens, H, I): many tiles with halves that have no rows; half blocks; fewer rows than a tile; whole turns of the ring
@@ -18,12 +18,12 @@ SIZES = [(1500, 256, 384), (300, 192, 320), (5, 128, 128), (1500, 1024, 384), (3
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("way", [name for name in scaled_product.WAYS if name != "plain"])
+@pytest.mark.parametrize("way", [name for name in fp8_gemm.WAYS if name != "plain"])
 def test_every_way_has_the_bits_of_the_plain_one(way: str, sizes: tuple[int, int, int]) -> None:
     layer = on_gpu(*sizes)
-    with scaled_product.way("plain"):
+    with fp8_gemm.way("plain"):
         expected = gradients(layer, "fp8", "triton")
-    with scaled_product.way(way):
+    with fp8_gemm.way(way):
         found = gradients(layer, "fp8", "triton")
         without_h = gradients(layer, "fp8", "triton", recompute=True)
     for name, value in expected.items():
@@ -40,7 +40,7 @@ def test_the_ways_that_are_taken_have_the_bits_of_the_plain_one(
     layer = on_gpu(*sizes, bias=bias)
     found = gradients(layer, recipe, "triton")
     without_h = gradients(layer, recipe, "triton", recompute=True)
-    with scaled_product.way("plain"):
+    with fp8_gemm.way("plain"):
         expected = gradients(layer, recipe, "triton")
     for name, value in expected.items():
         assert torch.equal(found[name], value), name

@@ -17,9 +17,9 @@ from amoeba import Activation
 from amoeba.backends import fp8_triton
 from amoeba.backends.fp8_kernel_rows import AllInFp8KernelRows
 from amoeba.backends.triton_rows import HopperRows, TritonRows
-from amoeba.kernels.hopper import scaled_gradient, scaled_product
-from amoeba.kernels.hopper.product import tile_table
-from amoeba.kernels.quantise_turned import RowBlocks, Turned, row_blocks
+from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
+from amoeba.kernels.hopper.gemm import tile_table
+from amoeba.kernels.quantise_transposed import RowBlocks, Transposed, row_blocks
 from amoeba.precision import FP8_TRAINING_ROWS, QuantisedMatrix, quantise
 from amoeba.precision.formats import E4M3
 from amoeba.proof.reference.experts import activate
@@ -61,7 +61,9 @@ def up(
         codes.data[:owned], codes.scales[:owned] = found.data, found.scales
 
 
-def weight_gradient(left: Turned, right: Turned, blocks: RowBlocks, heaviest_E: Tensor, out_EMN: Tensor) -> None:
+def weight_gradient(
+    left: Transposed, right: Transposed, blocks: RowBlocks, heaviest_E: Tensor, out_EMN: Tensor
+) -> None:
     height = out_EMN.shape[1]
     scales_BM = left.scales[: blocks.most * height].view(-1, height)
     for e, (start, end) in enumerate(itertools.pairwise([0, *blocks.end_E.tolist()])):
@@ -75,11 +77,11 @@ def _row_blocks(rows: AllInFp8KernelRows) -> RowBlocks:
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scaled_product, "multiply", product)
-    patch.setattr(scaled_product, "up", up)
+    patch.setattr(fp8_gemm, "multiply", product)
+    patch.setattr(fp8_gemm, "up", up)
     patch.setattr(HopperRows, "table", property(lambda rows: rows.offs_E))
     patch.setattr(HopperRows, "_multiply", TritonRows._multiply)
     patch.setattr(HopperRows, "weight_gradient", TritonRows.weight_gradient)
-    patch.setattr(scaled_gradient, "weight_gradient", weight_gradient)
+    patch.setattr(fp8_wgrad, "weight_gradient", weight_gradient)
     patch.setattr(AllInFp8KernelRows, "row_blocks", property(_row_blocks))
     patch.setattr(fp8_triton.BACKEND, "why_not", lambda request: None, raising=False)

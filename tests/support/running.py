@@ -69,7 +69,7 @@ _SECONDS = float(os.environ.get("AMOEBA_THOROUGH_SECONDS", "inf"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if (plans := sys.modules.get("amoeba.kernels.launch_plan")) is not None:
+    if (plans := sys.modules.get("amoeba.kernels.launch.plan")) is not None:
         plans.forget_plans()  # a test may put something else in the place of what they were made with
     if item.get_closest_marker("thorough") is not None and time.monotonic() - _BEGAN > _SECONDS:
         pytest.skip(f"AMOEBA_THOROUGH_SECONDS={_SECONDS:g} are over")

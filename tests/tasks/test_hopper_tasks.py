@@ -199,16 +199,16 @@ def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
 
 
 def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
-    from amoeba.kernels.hopper import gradient, product
+    from amoeba.kernels.hopper import gemm, wgrad
     from amoeba.tasks import hopper_queue
 
     bytes_of_stage = hopper_queue.STAGE_BYTES.value
-    assert bytes_of_stage == 2 * product.BLOCK_K * (product.BLOCK_M + product.BLOCK_N)
-    assert bytes_of_stage == 2 * gradient.BLOCK_N * (gradient.BLOCK_H + gradient.BLOCK_W)
+    assert bytes_of_stage == 2 * gemm.BLOCK_K * (gemm.BLOCK_M + gemm.BLOCK_N)
+    assert bytes_of_stage == 2 * wgrad.BLOCK_N * (wgrad.BLOCK_H + wgrad.BLOCK_W)
     tile = (hopper_queue.BLOCK_M.value, hopper_queue.BLOCK_N.value, hopper_queue.BLOCK_K.value)
-    assert tile == (product.BLOCK_M, product.BLOCK_N, product.BLOCK_K)
-    assert tile == (gradient.BLOCK_H, gradient.BLOCK_W, gradient.BLOCK_N)
-    assert hopper_queue.STAGES.value == product.STAGES == gradient.STAGES
+    assert tile == (gemm.BLOCK_M, gemm.BLOCK_N, gemm.BLOCK_K)
+    assert tile == (wgrad.BLOCK_H, wgrad.BLOCK_W, wgrad.BLOCK_N)
+    assert hopper_queue.STAGES.value == gemm.STAGES == wgrad.STAGES
     for intermediate in (64, 128, 192, 256, 512, 768, 1024, 1408, 1472, 2048):
         plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
         assert bytes_of_stage == 2 * 3 * plan.LINES * plan.BLOCK

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from amoeba.kernels import choice, decode
+from amoeba.kernels import decode, tile_sizes
 from amoeba.kernels.attention.tile import tile_of
 from amoeba.system import tuned
 
 
 def forget() -> None:
     """As if the process had just begun."""
-    for each in (tuned.entries, tuned._warn_once, choice._configuration_on, tile_of):
+    for each in (tuned.entries, tuned._warn_once, tile_sizes._configuration_on, tile_of):
         each.cache_clear()
     decode._plans.clear()

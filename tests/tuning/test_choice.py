@@ -15,10 +15,18 @@ from forgetting import forget
 
 from amoeba.commands import doctor
 from amoeba.kernels.attention import tile as attention
-from amoeba.kernels.candidates import bucket, candidates, shared_bytes
-from amoeba.kernels.choice import configuration_on, tile_key
-from amoeba.kernels.configuration import DTYPES, Configuration, Role, configuration
 from amoeba.kernels.decode.candidates import candidates as decode_candidates
+from amoeba.kernels.tile_sizes import (
+    DTYPES,
+    Configuration,
+    Role,
+    bucket,
+    candidates,
+    configuration,
+    configuration_on,
+    shared_bytes,
+    tile_key,
+)
 from amoeba.system import tuned
 from selection import each_value_once, quick
 

@@ -22,8 +22,8 @@ from amoeba.backends.triton_rows import (
     with_plain_rows,
 )
 from amoeba.core.problem import Needs, Problem, Saved
-from amoeba.kernels.addend import Addend
 from amoeba.kernels.block_scaled_product import multiply_rows
+from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.sort import sort_rows
 from amoeba.precision.quantised import QuantisedMatrix
 
@@ -78,7 +78,7 @@ class HopperBlockScaledRows(HopperRows):
     bits."""
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
-        from amoeba.kernels.hopper import coded_product, product
+        from amoeba.kernels.hopper import gemm, weight_only_gemm
 
         weights = self.problem.weights
         if weights.activation.interleaved:
@@ -87,7 +87,7 @@ class HopperBlockScaledRows(HopperRows):
         assert order_N is not None
         matrix, bias_EJ = weights.gate_up_EJH.matrix, weights.gate_up_bias_EJ
         if not self._is_dequantised(matrix):
-            coded_product.up(
+            weight_only_gemm.up(
                 x_TH,
                 order_N,
                 self.top_k,
@@ -101,7 +101,7 @@ class HopperBlockScaledRows(HopperRows):
             )
             return h_NJ
         for part in self._dequantised(matrix, bias_EJ, addend):
-            product.up(
+            gemm.up(
                 x_TH,
                 order_N,
                 self.top_k,
@@ -124,12 +124,12 @@ class HopperBlockScaledRows(HopperRows):
         bias_EO: Tensor | None = None,
         addend: Addend | None = None,
     ) -> None:
-        from amoeba.kernels.hopper import coded_product, product
+        from amoeba.kernels.hopper import gemm, weight_only_gemm
 
         plain, order_N = self._gathered(rows)
         matrix, transposed = matrix_EOI.matrix, matrix_EOI.transposed
         if not self._is_dequantised(matrix):
-            coded_product.multiply(
+            weight_only_gemm.multiply(
                 plain,
                 matrix,
                 self.table,
@@ -142,7 +142,7 @@ class HopperBlockScaledRows(HopperRows):
             )
             return
         for part in self._dequantised(matrix, bias_EO, addend):
-            product.multiply(
+            gemm.multiply(
                 plain,
                 part.matrix_EOI.mT if transposed else part.matrix_EOI,
                 part.table,
@@ -154,7 +154,7 @@ class HopperBlockScaledRows(HopperRows):
             )
 
     def _is_dequantised(self, matrix: QuantisedMatrix) -> bool:
-        from amoeba.kernels.hopper.coded_product import is_in_one_piece
+        from amoeba.kernels.hopper.weight_only_gemm import is_in_one_piece
 
         if not is_in_one_piece(matrix):
             return True
@@ -166,7 +166,7 @@ class HopperBlockScaledRows(HopperRows):
     ) -> Iterator[_SomeExperts]:
         """So many experts at a time as `DEQUANTISED_BYTES` hold; in one place, which the next ones take."""
         from amoeba.kernels.dequantise import dequantise
-        from amoeba.kernels.hopper.product import tile_table
+        from amoeba.kernels.hopper.gemm import tile_table
 
         experts, rows, columns = matrix.shape
         x_TH = self.problem.x_TH
@@ -203,9 +203,9 @@ def why_not_hopper(problem: Problem) -> str | None:
         return reason
     if problem.x_TH.dtype != torch.bfloat16:
         return f"decodes to bf16, x is {problem.x_TH.dtype}"
-    from amoeba.kernels.hopper import coded_product
+    from amoeba.kernels.hopper import weight_only_gemm
 
     for matrix in (weights.gate_up_EJH.matrix, weights.down_EHI.matrix):
-        if (reason := coded_product.why_not(matrix)) is not None:
+        if (reason := weight_only_gemm.why_not(matrix)) is not None:
             return reason
     return None

@@ -51,7 +51,7 @@ class BlockScaledTritonBackend(PassesBackend):
     def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         """However few rows there are."""
         from amoeba.backends.block_scaled_rows import BlockScaledRows
-        from amoeba.kernels.launch_plan import planned
+        from amoeba.kernels.launch.plan import planned
 
         what = ("forward", self.operator_name, save, *_pass_constants(problem))
         tensors = triton.pass_tensors(problem)
@@ -59,7 +59,7 @@ class BlockScaledTritonBackend(PassesBackend):
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         from amoeba.backends.block_scaled_rows import BlockScaledRows
-        from amoeba.kernels.launch_plan import planned
+        from amoeba.kernels.launch.plan import planned
 
         what = ("backward", self.operator_name, needs, saved is None, graph_is_freed(), *_pass_constants(problem))
         tensors = (*triton.pass_tensors(problem), dy_TH, *(saved or ()))

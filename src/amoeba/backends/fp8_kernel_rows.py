@@ -24,9 +24,9 @@ from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, sorted_maps
 from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
-from amoeba.kernels.hopper import scaled_gradient, scaled_product
+from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.quantise import empty_rows, quantise_rows
-from amoeba.kernels.quantise_turned import RowBlocks, row_blocks, turn_rows, turn_tokens
+from amoeba.kernels.quantise_transposed import RowBlocks, row_blocks, transpose_rows, transpose_tokens
 from amoeba.precision.quantised import QuantisedMatrix
 
 
@@ -44,9 +44,7 @@ class StraightThroughKernelRows(HopperRows):
         h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), codes_of(weights.gate_up_EJH)
         gate_up.write(weights.gate_up_EJH, both=self.goes_back)
         rows, bias_EJ = quantise_rows(self.problem.x_TH), weights.gate_up_bias_EJ
-        scaled_product.multiply(
-            rows, gate_up.matrix, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ
-        )
+        fp8_gemm.multiply(rows, gate_up.matrix, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ)
         return h_NJ
 
     def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
@@ -56,7 +54,7 @@ class StraightThroughKernelRows(HopperRows):
         gate_up, down = codes_of(weights.gate_up_EJH), codes_of(weights.down_EHI)
         gate_up.write(weights.gate_up_EJH, both=want_h and self.goes_back)
         down.write(weights.down_EHI, both=want_h and self.goes_back)
-        scaled_product.up(
+        fp8_gemm.up(
             quantise_rows(self.problem.x_TH),
             self.order_N,
             self.top_k,
@@ -85,7 +83,7 @@ class StraightThroughKernelRows(HopperRows):
         weights = self.problem.weights
         y_NH = self.new_rows(weights.hidden)
         matrix = codes_of(weights.down_EHI).matrix
-        scaled_product.multiply(a_NI, matrix, self.table, y_NH, bias_EO=weights.down_bias_EH)
+        fp8_gemm.multiply(a_NI, matrix, self.table, y_NH, bias_EO=weights.down_bias_EH)
         return y_NH
 
     goes_back = False  # whether backward multiplies by codes
@@ -101,7 +99,7 @@ class Fp8KernelRows(StraightThroughKernelRows):
         problem, weights = self.problem, self.problem.weights
         da_NI = self.new_rows(weights.intermediate)
         down = codes_of(weights.down_EHI).turned(weights.down_EHI)
-        scaled_product.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
+        fp8_gemm.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
         scaled_a_NI = da_NI if needs.scaled_a else None
         fused = needs.x and self._has_whole_blocks
         self._dh = empty_rows(self.rows, dh_NJ.shape[1], dh_NJ.device) if fused else None
@@ -125,7 +123,7 @@ class Fp8KernelRows(StraightThroughKernelRows):
         dh = quantise_rows(dh_NJ) if dh is None else dh
         dx_NH = self.new_rows(weights.hidden)
         gate_up = codes_of(weights.gate_up_EJH).turned(weights.gate_up_EJH)
-        scaled_product.multiply(dh, gate_up, self.table, dx_NH)
+        fp8_gemm.multiply(dh, gate_up, self.table, dx_NH)
         return dx_NH, {}
 
 
@@ -164,9 +162,9 @@ class AllInFp8KernelRows(Fp8KernelRows):
         else:
             by_token, sorted_NW, out_EWH = rows, grad, gradient  # type: ignore[assignment]
         assert isinstance(by_token, ByToken) and isinstance(sorted_NW, Tensor)
-        left = turn_rows(sorted_NW, self.row_blocks)
-        right = turn_tokens(by_token.rows_TW, self.order_N, self.top_k, self.row_blocks)
-        scaled_gradient.weight_gradient(left, right, self.row_blocks, self.heaviest_E, out_EWH)
+        left = transpose_rows(sorted_NW, self.row_blocks)
+        right = transpose_tokens(by_token.rows_TW, self.order_N, self.top_k, self.row_blocks)
+        fp8_wgrad.weight_gradient(left, right, self.row_blocks, self.heaviest_E, out_EWH)
         return gradient
 
     @cached_property

@@ -54,7 +54,7 @@ class Fp8TritonBackend(PassesBackend):
         rows = self.rows(problem.weights)
         if not _stays(problem):
             return sorted_rows.forward(_with_rows_here(problem), save, rows)
-        from amoeba.kernels.launch_plan import planned
+        from amoeba.kernels.launch.plan import planned
 
         both, codes = save == "h" and rows.goes_back, _codes(problem)
         due = [each.prepare(weight, both=both) for weight, each in codes]
@@ -71,7 +71,7 @@ class Fp8TritonBackend(PassesBackend):
         codes = _codes(problem) if rows.goes_back else []
         if saved is None or not _stays(problem) or not all(each.has_turned(weight) for weight, each in codes):
             return sorted_rows.backward(_with_rows_here(problem), saved, dy_TH, needs, rows)  # may write codes
-        from amoeba.kernels.launch_plan import planned
+        from amoeba.kernels.launch.plan import planned
 
         what = ("backward", needs, graph_is_freed(), *_constants(problem))
         of_codes = (tensor for _, each in codes for tensor in each.tensors())
@@ -106,7 +106,7 @@ def _codes(problem: Problem) -> list[tuple[Tensor, WeightCodes]]:
 
 def _constants(problem: Problem) -> tuple:
     """What a pass depends on besides its tensors."""
-    from amoeba.kernels.hopper.scaled_product import current_way
+    from amoeba.kernels.hopper.fp8_gemm import current_way
 
     return "fp8", problem.weights.recipe, current_way(), *triton.pass_constants(problem)
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.triton_rows import HopperRows, TritonRows, sorted_maps, why_not_hopper, with_plain_rows
 from amoeba.core.problem import Problem, Saved, Travel
-from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine
+from amoeba.kernels.lora.epilogue import Addend
 
 
 def why_not_travelling(problem: Problem) -> str | None:
@@ -122,13 +122,13 @@ class TravellingRows(HopperRows):
 
     @cached_property
     def _all_tiles(self) -> Tensor:
-        from amoeba.kernels.hopper.product import tile_table
+        from amoeba.kernels.hopper.gemm import tile_table
 
         return tile_table(self.offs_E, self.order_N.shape[0])
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor]:
-        from amoeba.kernels.hopper.split_table import split_table
+        from amoeba.kernels.hopper.tile_order import split_table
 
         own = self._travel.own
         return split_table(self._all_tiles, self.order_N, own.start * self.top_k, own.stop * self.top_k)

@@ -35,7 +35,7 @@ _TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 def low_ranks(problem: Problem) -> tuple[int, int]:
     """How wide the saved rows of LoRA are."""
-    from amoeba.kernels.addend import padded_rank
+    from amoeba.kernels.lora.epilogue import padded_rank
 
     lora = problem.lora
     if lora is None:
@@ -74,7 +74,7 @@ class TritonBackend(PassesBackend):
 
     def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         """However few rows there are."""
-        from amoeba.kernels.launch_plan import planned
+        from amoeba.kernels.launch.plan import planned
 
         what = ("forward", self.name, save, *pass_constants(problem))
         return planned(what, pass_tensors(problem), lambda: self._forward(problem, save))
@@ -82,7 +82,7 @@ class TritonBackend(PassesBackend):
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         if problem.travel is not None:  # what it launches is not its own alone, and cannot be repeated as such
             return self._backward(problem, saved, dy_TH, needs)
-        from amoeba.kernels.launch_plan import planned
+        from amoeba.kernels.launch.plan import planned
 
         what = ("backward", self.name, needs, saved is None, graph_is_freed(), *pass_constants(problem))
         tensors = (*pass_tensors(problem), dy_TH, *(saved or ()))

@@ -11,9 +11,9 @@ R LoRA rank · P ranks, joined and padded
 The mathematics is that of `amoeba.backends.low_rank`. A thin product gives each row its few numbers, and the large one
 after it takes them as more of its depth (`Addend`), so that nothing of the size of the rows is written or read for
 them. c (x Aᵀ) and c (a A_dᵀ) are saved by forward, N x P each. So backward reads dy once for dy B_d and the gradient of
-B_d, and dh once for dh B and the gradients of B (`thin_pair`); on Hopper the pass that makes dh gives these, and the
-gradient of A_d, which needs a (`activation_backward`). Where gate and up share their A, its ranks are there once: one
-x Aᵀ for both, one dh B that is the sum of theirs, and one gradient of A.
+B_d, and dh once for dh B and the gradients of B (`lora_backward`); on Hopper the pass that makes dh gives these, and
+the gradient of A_d, which needs a (`activation_backward`). Where gate and up share their A, its ranks are there once:
+one x Aᵀ for both, one dh B that is the sum of theirs, and one gradient of A.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.core.problem import Needs
 from amoeba.core.weights import LoraFactors
 from amoeba.kernels import grouped_product
-from amoeba.kernels.addend import Addend
-from amoeba.kernels.join_factors import Pair, join_factors
-from amoeba.kernels.thin_pair import Sums, thin_pair, widest_rank
+from amoeba.kernels.lora.backward import Sums, lora_backward, widest_rank
+from amoeba.kernels.lora.epilogue import Addend
+from amoeba.kernels.lora.join_factors import Pair, join_factors
 
 if TYPE_CHECKING:
     from amoeba.backends.triton_rows import TritonRows
@@ -94,7 +94,7 @@ class LowRank:
             self._dlow_down_NP = self._thin(ByToken(dy_TH), down.b_EOP)
         else:
             rows = self.rows
-            self._dlow_down_NP, self._db_down = thin_pair(
+            self._dlow_down_NP, self._db_down = lora_backward(
                 dy_TH,
                 down.b_EOP,
                 self._low_down_NP,
@@ -111,7 +111,7 @@ class LowRank:
         self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, table: Tensor, needs: Needs
     ) -> ActivationGradients | None:
         """On Hopper, with all that LoRA makes of dh and a; None where that kernel does not serve, or others read a."""
-        from amoeba.kernels.hopper.activation import Down, Up, activate_backward, serves
+        from amoeba.kernels.hopper.lora_activation_backward import Down, Up, activate_backward, serves
 
         rows, (up, _) = self.rows, self._pairs
         experts, activation = rows.offs_E.shape[0], rows.problem.weights.activation
@@ -171,7 +171,7 @@ class LowRank:
             self._dlow_NP = self._thin(dh_NJ, up.b_EOP)
         else:
             assert self._low_NP is not None
-            self._dlow_NP, self._db = thin_pair(
+            self._dlow_NP, self._db = lora_backward(
                 dh_NJ, up.b_EOP, self._low_NP, self.rows.offs_E, rank=rank, scaling=self.lora.scaling
             )
         return Addend(self._dlow_NP, up.a_EPI.mT, rank)

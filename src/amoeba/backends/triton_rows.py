@@ -23,9 +23,9 @@ from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels import activation_backward_product, grouped_product, weight_gradient
 from amoeba.kernels.activate import activate, activate_backward
-from amoeba.kernels.addend import Addend
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
+from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.sort import sort_rows
 
 # What H and I have to be multiples of in the kernels for Hopper.
@@ -284,14 +284,14 @@ class HopperRows(TritonRows):
         return ByToken(in_whole_pieces(rows_TH))
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
-        from amoeba.kernels.hopper import product
+        from amoeba.kernels.hopper import gemm
 
         weights = self.problem.weights
         if weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1:
             return self._multiply_x_then_activate(h_NJ, a_NI, addend)
         x_TH, order_N = self._gathered(self.x)
         assert order_N is not None
-        product.up(
+        gemm.up(
             x_TH,
             order_N,
             self.top_k,
@@ -315,10 +315,10 @@ class HopperRows(TritonRows):
         bias_EO: Tensor | None = None,
         addend: Addend | None = None,
     ) -> None:
-        from amoeba.kernels.hopper import product
+        from amoeba.kernels.hopper import gemm
 
         plain, order_N = self._gathered(rows)
-        product.multiply(
+        gemm.multiply(
             plain,
             matrix_EOI,
             self.table,
@@ -339,7 +339,7 @@ class HopperRows(TritonRows):
         return self.low_rank.activation_backward(da_NI, h_NJ, dh_NJ, self.table, needs)
 
     def weight_gradient(self, grad: Rows, rows: Rows, weight_EOI: Tensor) -> Tensor:
-        from amoeba.kernels.hopper import gradient as gradients
+        from amoeba.kernels.hopper import wgrad
 
         gradient = torch.empty_like(weight_EOI)
         # the kernel gathers its left side and writes (left, right)
@@ -348,9 +348,7 @@ class HopperRows(TritonRows):
         else:
             left, right, out = rows, grad, gradient.transpose(1, 2)  # type: ignore[assignment]
         assert isinstance(right, Tensor)
-        gradients.weight_gradient(
-            _rows_of_tokens(left), self.order_N, self.top_k, right, self.offs_E, self.heaviest_E, out
-        )
+        wgrad.weight_gradient(_rows_of_tokens(left), self.order_N, self.top_k, right, self.offs_E, self.heaviest_E, out)
         return gradient
 
     @property
@@ -360,9 +358,9 @@ class HopperRows(TritonRows):
 
     @cached_property
     def table(self) -> Tensor:
-        from amoeba.kernels.hopper import product
+        from amoeba.kernels.hopper import gemm
 
-        return product.tile_table(self.offs_E, self.order_N.shape[0])
+        return gemm.tile_table(self.offs_E, self.order_N.shape[0])
 
 
 def sorted_maps(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants, gated, gated_backward, plain, plain_backward
-from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.quantise import BLOCK, load_codes, store_codes
 from amoeba.kernels.row_tiles import column_block, expert_of_row
 from amoeba.precision.quantised import QuantisedMatrix

@@ -20,11 +20,10 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.kernels.activation import constants, gated_backward, plain_backward
-from amoeba.kernels.arguments import check_arguments, have_lines
-from amoeba.kernels.choice import configuration_on
-from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.product_tiles import accumulate, halves
+from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
 
 # Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all

@@ -39,10 +39,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.fences import fenced, microseconds
 from amoeba.kernels.index_export import MOST_IDS, row_length, sizes, write_row
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments
 from amoeba.kernels.talk import (
     ANSWER_HEADER,
     COMPUTED,

@@ -19,12 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.addend import Addend
-from amoeba.kernels.arguments import check_arguments, have_lines
-from amoeba.kernels.choice import configuration_on
-from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
+from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.product_tiles import add_low_rank
+from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
 from amoeba.precision.quantised import QuantisedMatrix
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.row_tiles import column_block
 
 WARPS = 4

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
 
 IN_REGISTERS = 32768  # columns: 32 a thread, with as many threads as there can be
 COLUMNS, WARPS = 4096, 16  # of a block of a longer row; fewer rows at a time leave more of them in the cache

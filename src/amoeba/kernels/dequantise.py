@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.block_scaled_product import block_constants, decode_e2m1, decode_scales, scale_row
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments
 from amoeba.kernels.quantise import decode
 from amoeba.precision.quantised import QuantisedMatrix
 

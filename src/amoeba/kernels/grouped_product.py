@@ -18,12 +18,11 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants, gated, plain
-from amoeba.kernels.addend import Addend
-from amoeba.kernels.arguments import check_arguments, have_lines
-from amoeba.kernels.choice import configuration_on
-from amoeba.kernels.configuration import Configuration, with_addend
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
+from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.product_tiles import accumulate, add_low_rank, halves, multiply_tile
+from amoeba.kernels.tile_sizes import Configuration, configuration_on, with_addend
 from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
 
 

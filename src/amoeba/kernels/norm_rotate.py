@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
 
 
 class Tile(NamedTuple):

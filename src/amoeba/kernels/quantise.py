@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.arguments import check_arguments, have_lines
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.row_tiles import column_block
 from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_ROWS
 from amoeba.precision.quantised import QuantisedMatrix, block_counts

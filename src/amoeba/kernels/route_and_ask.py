@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
-from amoeba.kernels.arguments import check_arguments
 from amoeba.kernels.ask import question, question_of
 from amoeba.kernels.launch import next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments
 from amoeba.kernels.router import MAX_COLUMNS, MAX_TOP_K, choose_experts, columns, forward_constants
 from amoeba.kernels.talk import Handed, Talk, Turn
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import next_power_of_2
+from amoeba.kernels.tile_sizes import Configuration
 
 
 def slots(rows: int, experts: int, block_m: int) -> int:

@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.arguments import check_arguments
-from amoeba.kernels.choice import configuration_on
-from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments
+from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import grouped_order
 
 

@@ -21,10 +21,10 @@ from triton.experimental.gluon import language as gl
 from amoeba.core.config import Activation
 from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
-from amoeba.kernels.hopper.descriptor import descriptor, shared_layout
-from amoeba.kernels.hopper.product_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
+from amoeba.kernels.hopper.gemm_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
+from amoeba.kernels.hopper.tma import descriptor, shared_layout
 from amoeba.kernels.launch import cdiv, next_power_of_2
-from amoeba.kernels.programs import multiprocessors
+from amoeba.kernels.launch.persistent_grid import multiprocessors
 from amoeba.kernels.row_tiles import column_block
 from amoeba.kernels.tiles import slots
 from amoeba.tasks.arrivals import Arrival

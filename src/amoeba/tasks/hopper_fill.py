@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from amoeba.kernels.hopper.product_fill import fill_product, row_pointers
+from amoeba.kernels.hopper.gemm_kernel import fill_product, row_pointers
 from amoeba.tasks.decoder import ACTIVATE, COMBINE, DOWN, DOWN_WEIGHTS, UP, UP_WEIGHTS
 from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES
 from amoeba.tasks.hopper_row_passes import fill_lines, fill_tokens

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from amoeba.kernels.hopper.descriptor import barrier
+from amoeba.kernels.hopper.tma import barrier
 
 # Of a task that is passed on: kind, item, part, expert, first row, end of the rows, ticket.
 # They are written at once, with room for one more.

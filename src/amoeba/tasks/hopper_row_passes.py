@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from amoeba.kernels.activation import gated_backward
-from amoeba.kernels.hopper.descriptor import barrier, bulk_load, gather, reinterpret
+from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
 from amoeba.tasks.hopper_arrivals import COMES, numbers_at, room_for_sums
 from amoeba.tasks.hopper_queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
 

@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from amoeba.kernels.hopper.gradient import fill_gradient, store_gradient, sum_stage
-from amoeba.kernels.hopper.product_kernel import multiply_stage
-from amoeba.kernels.hopper.product_store import column_parts, store_tile
+from amoeba.kernels.hopper.epilogue import column_parts, store_tile
+from amoeba.kernels.hopper.gemm_kernel import multiply_stage
+from amoeba.kernels.hopper.wgrad import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.decoder import DOWN, DOWN_WEIGHTS
 from amoeba.tasks.hopper_queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, take, tell

@@ -20,10 +20,9 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.activation_backward_product import number_of_slices
-from amoeba.kernels.choice import configuration_on
 from amoeba.kernels.combine import combine_block
-from amoeba.kernels.configuration import Configuration
 from amoeba.kernels.launch import cdiv, next_power_of_2
+from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import slots
 from amoeba.tasks.arrivals import NO_RANKS, NOTHING, Arrival
 from amoeba.tasks.decoder import Layout, make_table

@@ -11,8 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from amoeba.kernels.candidates import shared_bytes
-from amoeba.kernels.choice import capability_of
+from amoeba.kernels.tile_sizes import capability_of, shared_bytes
 from amoeba.system import tuned
 
 Kernel = Literal["forward", "query_gradient", "key_gradient"]

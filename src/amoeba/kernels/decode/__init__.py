@@ -34,7 +34,6 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.problem import Problem
-from amoeba.kernels.choice import capability_of
 from amoeba.kernels.decode import configuration as configurations
 from amoeba.kernels.decode import quantised_configuration
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
@@ -45,6 +44,7 @@ from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, r
 from amoeba.kernels.decode.slot_lists import list_slots, lists_are
 from amoeba.kernels.decode.weights import is_quantised, stored
 from amoeba.kernels.launch import Launch, next_power_of_2
+from amoeba.kernels.tile_sizes import capability_of
 from amoeba.system import tuned
 
 __all__ = ["Configuration", "Like", "can_overlap", "decode", "decode_rows", "is_by_slot", "sum_rows"]

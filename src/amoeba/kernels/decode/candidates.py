@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from amoeba.kernels.candidates import shared_bytes
 from amoeba.kernels.decode.configuration import (
     LARGEST_CHUNK,
     MOST_UP_BYTES,
@@ -21,6 +20,7 @@ from amoeba.kernels.decode.configuration import (
     configuration,
 )
 from amoeba.kernels.launch import next_power_of_2
+from amoeba.kernels.tile_sizes import shared_bytes
 from amoeba.system import tuned
 
 # By slot an expert's weights are read once for each of its slots: with more tokens than this it is never the best.

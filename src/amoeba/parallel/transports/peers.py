@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amoeba.core.phases import mark
 from amoeba.core.torch_internals import why_not_symmetric_memory
-from amoeba.kernels.programs import share_the_gpu
+from amoeba.kernels.launch.persistent_grid import share_the_gpu
 from amoeba.parallel.agreement import facts_of
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks

@@ -217,7 +217,7 @@ def _given(problem: Problem) -> tuple[Tensor, Tensor] | None:
 @contextmanager
 def _groups(problem: Problem) -> Iterator[Iterator[dict[int, int]]]:
     """All experts, in groups, with tiles as for all of them."""
-    from amoeba.kernels.choice import as_with
+    from amoeba.kernels.tile_sizes import as_with
 
     weights = problem.weights
     with as_with(weights.num_experts), closing(weights.memory.lend(weights.layer, range(weights.num_experts))) as lent:

@@ -1,0 +1,131 @@
+"""What becomes of a tile of sums: parts of it, a bias, and its way to memory.
+
+    left, right = column_parts(acc, 2)
+    store_tile(add_bias(left, bias, column, width, 128), out, desc, buffer, stride, row, end, column, width, 0)
+
+Used by every product of Hopper's, and by the weights' gradients.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from amoeba.kernels.activation import gated, plain
+from amoeba.kernels.hopper.tma import bulk_store
+
+
+@gluon.jit
+def add_bias(tile, bias, column, width, COLUMNS: gl.constexpr):
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, tile.type.layout))
+    return tile + gl.load(bias + n, mask=n < width, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def rounded(sums):
+    """To bf16, two at a time: left to itself, the compiler takes an instruction of the slow unit for each."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [sums], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def now(sums):
+    """These, computed here: the compiler would do it where they are stored, and keep what the matrix unit gave beside
+    them until then."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def column_parts(tile, PARTS: gl.constexpr):
+    """A tile's left and right half, or its four quarters."""
+    HEIGHT: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    left, right = tile.reshape((HEIGHT, 2, WIDTH // 2)).permute((0, 2, 1)).split()
+    if PARTS == 2:
+        return left, right
+    else:
+        first, second = left.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
+        third, fourth = right.reshape((HEIGHT, 2, WIDTH // 4)).permute((0, 2, 1)).split()
+        return first, second, third, fourth
+
+
+@gluon.jit
+def wait_for_buffer(whole, PENDING: gl.constexpr):
+    """Until the copies by the engine have read their buffers, all but the last PENDING. whole: it copies this, too."""
+    if PENDING == 0:
+        tma.store_wait(0)
+    elif whole:
+        tma.store_wait(PENDING)
+    else:
+        tma.store_wait(0)  # nothing is copied now: the next ones may count on it
+
+
+@gluon.jit
+def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr = 0):
+    """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it.
+
+    PENDING: of the copies by the engine, so many of the last ones do not read from this buffer.
+    """
+    whole = (row + buffer.shape[0] <= end) & (column + buffer.shape[1] <= width)
+    wait_for_buffer(whole, PENDING)
+    buffer.store(value.to(out.dtype.element_ty))
+    store_buffer(out, desc, buffer, stride, row, end, column, width, shift, whole)
+
+
+@gluon.jit
+def store_buffer(out, desc, buffer, stride, row, end, column, width, shift, whole):
+    """What a buffer holds to memory, as by `store_tile`. whole: neither rows nor columns end inside it."""
+    if whole:
+        fence_async_shared()
+        bulk_store(desc, [row, column + shift], buffer)
+    else:
+        store_masked(out, buffer, stride, row, end, column, width, shift)
+
+
+@gluon.jit
+def store_masked(out, buffer, stride, row, end, column, width, shift):
+    """What a buffer holds, by threads, up to the last row and column."""
+    HEIGHT: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    pointers = out + m.to(gl.int64)[:, None] * stride + (n + shift)[None, :]
+    gl.store(pointers, buffer.load(layout), mask=(m < end)[:, None] & (n < width)[None, :])
+
+
+@gluon.jit
+def finish_tile(
+    acc, buffers, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Add the bias, activate, store: the left half, then the right one, through the warpgroup's buffer."""
+    HALF: gl.constexpr = BLOCK_N // 2
+    column = n * PLAN.COLUMNS
+    bias_row = bias + expert.to(gl.int64) * width
+    halves = column_parts(acc, 2)
+    if PLAN.PAIRED:
+        gate, up = halves
+        buffer = buffers.index(WARPGROUP)
+        if PLAN.BIAS:
+            gate = add_bias(gate, bias_row, column, columns, HALF)
+            up = add_bias(up, bias_row + columns, column, columns, HALF)
+        if PLAN.KEEP:
+            store_tile(gate, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
+            store_tile(up, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
+        a = gated(gate, up, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+        store_tile(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
+    else:
+        for i in gl.static_range(2):
+            value = halves[i]
+            at = column + i * HALF
+            if PLAN.BIAS:
+                value = add_bias(value, bias_row, at, width, HALF)
+            buffer = buffers.index(WARPGROUP)
+            if PLAN.ACTIVATE:
+                if PLAN.KEEP:
+                    store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
+                value = plain(value, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+            store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)

@@ -1,0 +1,333 @@
+"""The persistent kernel of Hopper's products in e4m3, for every plan: its loads, its products, what it does with them.
+
+Launched by `amoeba.kernels.hopper.fp8_gemm`, which says what it computes.
+
+Widths are multiples of 64. Where one is no multiple of 128 its last block of scales is half full: the copy engine reads
+zeros behind the end of a row, gathered rows are masked, and columns behind the last one count for no scale. Blocks of a
+gated matrix are counted through gates and ups, so that with an odd number of 64 gates each 128 columns of up lie in two
+blocks, half in each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from amoeba.kernels.activation import gated
+from amoeba.kernels.hopper.epilogue import add_bias
+from amoeba.kernels.hopper.fp8_gemm_overlapped import consume_under
+from amoeba.kernels.hopper.fp8_gemm_parts import (
+    first_scales,
+    keep,
+    load_scales,
+    scales_of_columns,
+    store_codes,
+    store_half,
+    token_rows,
+)
+from amoeba.kernels.hopper.fp8_gemm_scales_in_stage import consume_along, produce_along
+from amoeba.kernels.hopper.tile_order import clamped_place, place_of_tile
+from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
+from amoeba.kernels.launch import quick
+
+
+@gluon.jit
+def _produce_in_order(
+    row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns, row_stride,
+    top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """Fills the stages, tile after tile, as they come free."""
+    BYTES: gl.constexpr = BLOCK_N * BLOCK if PLAN.GATHER else (BLOCK_N + BLOCK_M) * BLOCK
+    tiles = gl.load(table)
+    column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
+    count = 0
+    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+        pointers = rows
+        layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        if PLAN.GATHER:
+            sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
+            token = gl.load(order + sorted_row) // top_k
+            k_offset = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            pointers = rows + (token.to(gl.int64) * row_stride)[:, None] + k_offset[None, :]
+        at = expert * width + n * PLAN.COLUMNS
+        for k in range(0, depth, BLOCK):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            matrix_buf = matrix_bufs.index(stage)
+            mbarrier.expect(bar, BYTES)
+            if PLAN.PAIRED:
+                bulk_load(matrix_desc, [at, k], bar, matrix_buf.slice(0, BLOCK, 0))
+                bulk_load(matrix_desc, [at + columns, k], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
+            else:
+                bulk_load(matrix_desc, [at, k], bar, matrix_buf)
+            if PLAN.GATHER:
+                if PLAN.CUT:
+                    there = (k + gl.arange(0, BLOCK, gl.SliceLayout(0, layout)) < depth)[None, :]
+                    gather(row_bufs.index(stage), pointers, mask=there)
+                else:
+                    gather(row_bufs.index(stage), pointers)
+                pointers += BLOCK
+                if PLAN.BEHIND > 0:
+                    async_copy.commit_group()
+                    if count >= PLAN.BEHIND:
+                        async_copy.wait_group(PLAN.BEHIND)
+                        fence_async_shared()
+                        barrier()  # all have done so
+                        mbarrier.arrive(full.index((count - PLAN.BEHIND) % STAGES), count=1)
+                else:
+                    async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
+            count += 1
+    if PLAN.BEHIND > 0:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        for stage in range(gl.maximum(count - PLAN.BEHIND, 0), count):
+            mbarrier.arrive(full.index(stage % STAGES), count=1)
+
+
+@gluon.jit
+def _produce(
+    row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs, column_bufs,
+    full, empty, depth, width, columns, row_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    if PLAN.ALONG:
+        produce_along(
+            matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs, column_bufs,
+            full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
+    else:
+        _produce_in_order(
+            row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
+            row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_tile(
+    row_bufs, matrix_bufs, full, empty, count, steps, there, row_scales, left_scales, right_scales, far_scales,
+    next_row, next_left, next_right, next_far, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The two halves of a tile, in fp32, of the first `there` of its steps. Scales are along the depth; far ones are of
+    the right half's last 64 columns, where these have others. next_row and so on: the first of each."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    left = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
+    right = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
+    zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
+    near = (gl.arange(0, BLOCK, gl.SliceLayout(0, mma)) < BLOCK // 2)[None, :]
+    for step in range(0, there):
+        stage = count % STAGES
+        of_left = next_row * next_left
+        of_right = next_row * next_right
+        of_far = next_row * next_far
+        ahead = gl.minimum(step + 1, steps - 1)
+        next_row, next_left, next_right, next_far = load_scales(
+            row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
+        )
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        if PLAN.GATHER and PLAN.BEHIND == 0:
+            fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
+        rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+        matrix = matrix_bufs.index(stage)
+        found = warpgroup_mma(rows, matrix.slice(0, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
+        left += found * of_left[:, None]
+        found = warpgroup_mma(rows, matrix.slice(BLOCK, BLOCK, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        if PLAN.SHIFTED:
+            right += found * gl.where(near, of_right[:, None], of_far[:, None])
+        else:
+            right += found * of_right[:, None]
+        count += 1
+    if PLAN.SKIPS:
+        for _ in range(there, steps):
+            mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+            mbarrier.arrive(empty.index(count % STAGES), count=1)
+            count += 1
+    return left, right, count
+
+
+@gluon.jit
+def _consume_in_order(
+    table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
+    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise, store."""
+    tiles = gl.load(table)
+    column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
+    HEIGHT: gl.constexpr = BLOCK_M // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    first_buffer: gl.constexpr = WARPGROUP * PLAN.BUFFERS
+    buffer = staging.index(first_buffer)
+    steps = gl.cdiv(depth, BLOCK)
+    blocks = gl.cdiv(width, BLOCK)
+    count = 0
+    if PLAN.AHEAD:
+        expert, row, end, n = clamped_place(
+            gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+        )
+        m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
+        of_row, of_left, of_right, of_far = first_scales(
+            row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+        )
+    for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
+        if PLAN.AHEAD:
+            next_expert, next_row, next_end, next_n = clamped_place(
+                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+            )
+        else:
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+            row += WARPGROUP * HEIGHT
+            m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
+            of_row, of_left, of_right, of_far = first_scales(
+                row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+            )
+        left_scales, right_scales, far_scales = scales_of_columns(
+            matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+        )
+        there = steps
+        if PLAN.SKIPS:
+            there = gl.where(row < end, steps, 0)
+        left, right, count = _multiply_tile(
+            row_bufs, matrix_bufs, full, empty, count, steps, there, row_scale + m * steps, left_scales, right_scales,
+            far_scales, of_row, of_left, of_right, of_far, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES,
+        )  # fmt: skip
+        if PLAN.AHEAD:
+            m = token_rows(order, next_row, next_end, top_k, PLAN, HEIGHT, mma)
+        bias_row = bias + expert.to(gl.int64) * width
+        if PLAN.PAIRED:
+            column = n * BLOCK
+            if PLAN.BIAS:
+                left = add_bias(left, bias_row, column, columns, BLOCK)
+                right = add_bias(right, bias_row + columns, column, columns, BLOCK)
+            left, right = left.to(gl.bfloat16), right.to(gl.bfloat16)
+            if PLAN.KEEP:
+                keep(
+                    left, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP,
+                    False, PLAN,
+                )  # fmt: skip
+                keep(
+                    right, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks,
+                    WARPGROUP, True, PLAN,
+                )  # fmt: skip
+            left, right = left.to(gl.float32), right.to(gl.float32)
+            a = gated(left, right, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            if PLAN.AHEAD:
+                of_row, of_left, of_right, of_far = first_scales(
+                    row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
+                )
+            store_codes(
+                a, out, out_desc, out_scale, buffer, out_stride, row, end,
+                column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
+            )  # fmt: skip
+        else:
+            for half in gl.static_range(2):
+                if PLAN.AHEAD and half == 1:
+                    of_row, of_left, of_right, of_far = first_scales(
+                        row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
+                    )
+                store_half(
+                    right if half else left, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging,
+                    h_stride, out_stride, row, end, (2 * n + half) * BLOCK, width, blocks, WARPGROUP, first_buffer,
+                    half, PLAN,
+                )  # fmt: skip
+        if PLAN.AHEAD:
+            expert, row, end, n = next_expert, next_row, next_end, next_n
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, order,
+    row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    if PLAN.ALONG:
+        consume_along(
+            table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias,
+            h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP, PLAN, BLOCK_M, BLOCK,
+            STAGES, GROUP_M,
+        )  # fmt: skip
+    elif PLAN.UNDER:
+        consume_under(
+            table, row_bufs, matrix_bufs, full, empty, staging, out_desc, order, row_scale, matrix_scale, bias, out,
+            out_scale, depth, width, columns, out_stride, top_k, WARPGROUP, PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
+    else:
+        _consume_in_order(
+            table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
+            bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP, PLAN,
+            BLOCK_M, BLOCK, STAGES, GROUP_M,
+        )  # fmt: skip
+
+
+@quick
+@gluon.jit
+def fp8_gemm_kernel(
+    row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, h_scale, out,
+    out_scale, depth, width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr,
+    ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
+    matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
+    dtype: gl.constexpr = out.dtype.element_ty
+    STAGED: gl.constexpr = BLOCK // 2 if PLAN.ALONG and not PLAN.ACTIVATE else BLOCK
+    if PLAN.ALTERNATE and PLAN.KEEP:  # codes leave through the first buffer of h
+        kept = gl.allocate_shared_memory(h.dtype.element_ty, [4, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
+        staging = reinterpret(kept, dtype, [4, BLOCK_M // 2, BLOCK], STAGE_LAYOUT)
+    else:
+        staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
+        kept = staging
+        if PLAN.KEEP:
+            KEPT: gl.constexpr = BLOCK if PLAN.CODED else BLOCK // 2
+            kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, BLOCK_M // 2, KEPT], KEPT_LAYOUT)
+    scale_bufs, column_bufs = matrix_bufs, matrix_bufs  # stand for what this plan does not have
+    if PLAN.ALONG:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+        column_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 4], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        # the copy engine, and 128 gathering threads or one for them all
+        mbarrier.init(full.index(i), count=(2 if PLAN.BEHIND > 0 else 129) if PLAN.GATHER else 1)
+        mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    gl.warp_specialize(
+        [
+            (_consume, (
+                table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
+                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
+                out_stride, top_k, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+            )),
+            (_consume, (
+                table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
+                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
+                out_stride, top_k, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
+            )),
+            (_produce, (
+                row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs,
+                column_bufs, full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK,
+                STAGES, GROUP_M,
+            )),
+        ],
+        [4, 4 if PLAN.GATHER else 1],
+        PLAN.REGISTERS,
+    )  # fmt: skip

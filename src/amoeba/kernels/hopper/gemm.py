@@ -1,0 +1,236 @@
+"""Sorted rows times expert matrices on Hopper, in Gluon: one warpgroup feeds shared memory, two multiply.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
+
+    table = tile_table(offs_E, rows=N)                                          # once a pass
+    up(x_TH, order_N, K, gate_up_EJH, table, activation, h_NJ=h, a_NI=a)        # gathers rows of x as it loads them
+    multiply(a, down_EHI, table, out=y_NH)                                      # y[n] = a[n] · down[e]ᵀ
+    multiply(dh, gate_up_EJH.transpose(1, 2), table, out=dx_NH)
+
+A persistent kernel: each multiprocessor walks over tiles of 128 rows by 256 columns, no tile crosses from one expert to
+the next. Weights come by the bulk copy engine, rows likewise or gathered by asynchronous copies; a full tile leaves by
+the bulk copy engine, an expert's last one under a mask. Nothing is padded and the host knows no row count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.core.config import Activation
+from amoeba.kernels.activation import constants
+from amoeba.kernels.hopper.gemm_kernel import (
+    BLOCK_K,
+    BLOCK_M,
+    BLOCK_N,
+    GROUP_M,
+    STAGES,
+    Constants,
+    Plan,
+    gemm_kernel,
+)
+from amoeba.kernels.hopper.tile_order import KEPT_BYTES, list_tiles, order_of_product
+from amoeba.kernels.hopper.tma import descriptor, shared_layout
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch.persistent_grid import halvings, programs, programs_in_halves, sharing
+from amoeba.kernels.lora.epilogue import Addend, padded_rank
+
+_ROWS = (BLOCK_M, BLOCK_K)
+
+
+@quick
+@triton.jit
+def _tile_table(
+    offs_E, table, first_expert, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
+):
+    e = tl.arange(0, EXPERTS)
+    end = tl.load(offs_E + first_expert + e, mask=e < experts, other=0)
+    start = tl.load(offs_E + first_expert + e - 1, mask=(first_expert + e > 0) & (e < experts), other=0)
+    tiles = tl.where(e < experts, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    tile_end = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    owner = tl.sum((tile_end[None, :] <= tile[:, None]).to(tl.int32), 1)  # experts that end at or before the tile
+    mine = owner[:, None] == e[None, :]
+    first = tl.sum(tl.where(mine, (start - (tile_end - tiles) * BLOCK_M)[None, :], 0), 1) + tile * BLOCK_M
+    last = tl.sum(tl.where(mine, end[None, :], 0), 1)
+    of_owner = tl.sum(tl.where(mine, tiles[None, :], 0), 1)
+    at = table + 4 + tile * 4
+    real = tile < total
+    tl.store(at, owner, mask=real)
+    tl.store(at + 1, first, mask=real)
+    tl.store(at + 2, last, mask=real)
+    tl.store(at + 3, of_owner, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(table, total)
+
+
+def tile_table(offs_E: Tensor, rows: int, first: int = 0, last: int | None = None) -> Tensor:
+    """The number of tiles and three unused places; then for each tile: expert, first row, expert's end and tiles.
+
+    first, last: of some experts alone, which are counted from the first one on.
+    """
+    experts = (offs_E.shape[0] if last is None else last) - first
+    most = rows // BLOCK_M + min(experts, rows)
+    table = torch.empty(4 + 4 * most, dtype=torch.int32, device=offs_E.device)
+    block = 64
+    _tile_table[(cdiv(most, block),)](
+        offs_E, table, first, experts, EXPERTS=next_power_of_2(experts), BLOCK_M=BLOCK_M, BLOCK=block
+    )
+    return table
+
+
+@cache
+def _bound(plan: Plan, dtype: torch.dtype) -> Any:
+    """The kernel for this plan."""
+    return gemm_kernel.bound(
+        PLAN=Constants(plan),
+        ROW_LAYOUT=shared_layout(_ROWS, dtype),
+        MATRIX_LAYOUT=shared_layout(plan.MATRIX, dtype),
+        STAGE_LAYOUT=shared_layout(plan.STAGED, dtype),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        STAGES=STAGES,
+        GROUP_M=GROUP_M,
+        num_warps=4,
+    )
+
+
+def _launch(
+    plan: Plan,
+    rows: Tensor,
+    matrix_EOW: Tensor,
+    table: Tensor,
+    out: Tensor,
+    order_N: Tensor | None,
+    top_k: int,
+    bias_EO: Tensor | None,
+    h: Tensor | None,
+    addend: Addend | None,
+) -> None:
+    _, width, depth = matrix_EOW.shape
+    count = programs
+    if halvings():
+        plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
+    matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
+    if plan.ORDER > 0:
+        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, BLOCK_M)
+    layout = shared_layout(plan.MATRIX, out.dtype)
+    # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
+    row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
+    h_desc = None if h is None else descriptor(h, plan.STAGED)
+    low_desc = factor_desc = None
+    if addend is not None:
+        low_desc = descriptor(addend.low_NR, _ROWS)
+        factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
+    h = out if h is None else h
+    _bound(plan, out.dtype)[(count(out.device),)](
+        row_desc,
+        descriptor(matrix, plan.COPIED, layout),
+        low_desc,
+        factor_desc,
+        h_desc,
+        descriptor(out, plan.STAGED),
+        rows,
+        table if order_N is None else order_N,  # the table stands for what this plan does not read
+        table,
+        table if bias_EO is None else bias_EO,
+        h,
+        out,
+        depth,
+        0 if addend is None else addend.low_NR.shape[1],
+        width,
+        width // 2 if plan.PAIRED else width,
+        rows.stride(0),
+        h.stride(0),
+        out.stride(0),
+        top_k,
+    )
+
+
+def _step(addend: Addend | None) -> int:
+    """Of the addend's depth, which the matrix unit takes in 16s: no more than there is, if one step takes it all."""
+    return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
+
+
+def _chosen(matrix_EOW: Tensor, addend: Addend | None, activated: bool, whole_table: bool) -> dict[str, Any]:
+    """Fields of the plan that depend on the sizes."""
+    _, width, depth = matrix_EOW.shape
+    unrolled = addend is None and depth % (STAGES * BLOCK_K) == 0
+    if not whole_table or sharing() != (1, 0):
+        return {"UNROLLED": unrolled}
+    matrix_bytes = width * depth * matrix_EOW.element_size()
+    order = order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated)
+    return {"UNROLLED": unrolled, "ORDER": order, "TILE_SYNC": order > 0 and matrix_bytes > KEPT_BYTES}
+
+
+def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
+    """All experts' matrices one below the other, stored (O, W) or (W, O); a copy where they are stored otherwise."""
+    stored = (matrix_EOW if k_major else matrix_EOW.transpose(1, 2)).contiguous()
+    return stored.view(-1, stored.shape[2])
+
+
+def multiply(
+    rows_NW: Tensor,
+    matrix_EOW: Tensor,
+    table: Tensor,
+    out_NO: Tensor,
+    *,
+    order_N: Tensor | None = None,
+    top_k: int = 1,
+    bias_EO: Tensor | None = None,
+    addend: Addend | None = None,
+    whole_table: bool = True,
+) -> None:
+    """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend; with order_N the rows are gathered, rows[order[n] // top_k].
+
+    The addend's rank is padded as `padded_rank` says. whole_table: an expert's tiles follow one another in it.
+    """
+    plan = Plan(
+        ACTIVATE=False,
+        GATHER=order_N is not None,
+        B_K_MAJOR=matrix_EOW.stride(2) == 1,
+        BIAS=bias_EO is not None,
+        KEEP=False,
+        LOW=_step(addend),
+        **_chosen(matrix_EOW, addend, False, whole_table),
+    )
+    _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
+
+
+def up(
+    x_TH: Tensor,
+    order_N: Tensor,
+    top_k: int,
+    gate_up_EJH: Tensor,
+    table: Tensor,
+    activation: Activation,
+    a_NI: Tensor,
+    *,
+    h_NJ: Tensor | None = None,
+    bias_EJ: Tensor | None = None,
+    addend: Addend | None = None,
+    whole_table: bool = True,
+) -> None:
+    """h = gathered x · gate_upᵀ + bias + addend and a = act(h); h is written where it is given.
+
+    The weights are stored (J, H), all gates before all ups. whole_table: as for `multiply`.
+    """
+    plan = Plan(
+        ACTIVATE=True,
+        GATHER=True,
+        B_K_MAJOR=True,
+        BIAS=bias_EJ is not None,
+        KEEP=h_NJ is not None,
+        LOW=_step(addend),
+        **_chosen(gate_up_EJH, addend, True, whole_table),
+        **constants(activation),  # type: ignore[arg-type]
+    )
+    _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)

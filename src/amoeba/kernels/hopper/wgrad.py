@@ -1,0 +1,283 @@
+"""Weight gradients on Hopper, in Gluon: the sum over each expert's rows of (row of x or dy)ᵀ · (sorted row).
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · W width of the sorted rows
+
+    weight_gradient(dy_TH, order_N, K, scaled_a_NI, offs_E, heaviest_E, d_down_EHI)
+    weight_gradient(x_TH, order_N, K, dh_NJ, offs_E, heaviest_E, d_gate_up_EJH.transpose(1, 2))
+
+A persistent kernel as in `hopper_product`: a warpgroup feeds shared memory, two multiply. The left operand is gathered
+by token, 128 wide, by asynchronous copies, its row numbers fetched one step ahead; the right one, 256 wide, comes by
+the bulk copy engine. An expert's last rows come under a mask, zeros behind them; an expert without rows gets zeros.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from amoeba.kernels.hopper.tma import bulk_load, descriptor, gather, shared_layout
+from amoeba.kernels.hopper.wgrad_ring import consume_onward, fill_onward
+from amoeba.kernels.hopper.wgrad_tiles import place_of_turn, store_gradient
+from amoeba.kernels.launch import quick
+from amoeba.kernels.launch.persistent_grid import programs
+
+# A tile of the gradient, and how many rows one stage holds. 4 stages and the epilogue's buffers take 224 KB of the 227.
+BLOCK_H, BLOCK_W, BLOCK_N, STAGES = 128, 256, 64, 4
+# Tiles along H that sweep W together.
+GROUP = 8
+
+
+@gluon.jit
+def _produce(
+    right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden, width,
+    left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, places, TOP_K: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Fills the stages, tile after tile, as they come free."""
+    if TOP_K > 0:
+        fill_onward(
+            right_desc, left, right, order, offs_E, heaviest_E, places, left_bufs, right_bufs, full, empty, experts,
+            hidden, width, left_stride, right_stride, TOP_K, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, BLOCK_LAYOUT,
+            WHOLE_WIDTH,
+        )  # fmt: skip
+    else:
+        h_tiles = gl.cdiv(hidden, BLOCK_H)
+        w_tiles = gl.cdiv(width, BLOCK_W)
+        tiles = experts * h_tiles * w_tiles
+        count = 0
+        for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
+            _, _, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+            count = fill_gradient(
+                right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES,
+            )  # fmt: skip
+
+
+@gluon.jit
+def fill_gradient(
+    right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, start, end, hidden, width,
+    left_stride, right_stride, top_k, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The stages of one tile, as they come free."""
+    HALF: gl.constexpr = BLOCK_H // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    column = h * BLOCK_H + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    slot = gl.load(order + start + n, mask=start + n < end, other=0)
+    for row in range(start, end, BLOCK_N):
+        pointers = left + (slot // top_k).to(gl.int64)[:, None] * left_stride + column[None, :]
+        ahead = row + BLOCK_N + n
+        slot = gl.load(order + ahead, mask=ahead < end, other=0)
+        owned = (row + n < end)[:, None]
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        right_buf = right_bufs.index(stage)
+        if row + BLOCK_N <= end:
+            mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
+            bulk_load(right_desc, [row, w * BLOCK_W], bar, right_buf)
+        else:
+            mbarrier.arrive(bar, count=1)
+            _copy_last_rows(right, right_stride, w * BLOCK_W, width, row, end, right_buf)
+        gather(left_bufs.index(stage * 2), pointers, mask=owned & (column < hidden)[None, :])
+        gather(left_bufs.index(stage * 2 + 1), pointers + HALF, mask=owned & (column + HALF < hidden)[None, :])
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+        count += 1
+    return count
+
+
+@gluon.jit
+def _copy_last_rows(source, stride, column, width, row, end, buffer):
+    """Sorted rows up to the expert's end, and zeros behind them."""
+    COUNT: gl.constexpr = buffer.shape[0]
+    WIDTH: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    n = row + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
+    c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    pointers = source + n.to(gl.int64)[:, None] * stride + c[None, :]
+    gather(buffer, pointers, mask=(n < end)[:, None] & (c < width)[None, :])
+    fence_async_shared()  # here, seldom; else the compiler has one in each stage, before the engine writes there
+
+
+@gluon.jit
+def _consume_tiles(
+    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """... tile by tile."""
+    h_tiles = gl.cdiv(hidden, BLOCK_H)
+    w_tiles = gl.cdiv(width, BLOCK_W)
+    tiles = experts * h_tiles * w_tiles
+    HALF: gl.constexpr = BLOCK_H // 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
+    count = 0
+    for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
+        tile, expert, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        acc = gl.zeros((HALF, BLOCK_W), gl.float32, mma)  # what an expert without rows gets
+        for row in range(start, end, BLOCK_N):
+            acc = sum_stage(acc, left_bufs, right_bufs, full, empty, count, row > start, WARPGROUP, STAGES)
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
+        if tile < tiles:
+            store_gradient(
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
+            )
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WHOLE_HEIGHT: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each tile along H."""
+    if WHOLE_HEIGHT:
+        consume_onward(
+            offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, WHOLE_WIDTH,
+        )  # fmt: skip
+    else:
+        _consume_tiles(
+            offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+            WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP,
+        )  # fmt: skip
+
+
+@gluon.jit
+def sum_stage(acc, left_bufs, right_bufs, full, empty, count, more, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+    """acc += leftᵀ · right of a stage, begun; the stage before it is given back. more: not the first of a tile."""
+    stage = count % STAGES
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
+    left = left_bufs.index(stage * 2 + WARPGROUP).permute((1, 0))
+    acc = warpgroup_mma(left, right_bufs.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+    return acc
+
+
+@quick
+@gluon.jit
+def wgrad_kernel(
+    right_desc, out_desc, left, right, order, offs_E, heaviest_E, out, experts, hidden, width, left_stride,
+    right_stride, top_k, TRANSPOSED: gl.constexpr, LEFT_LAYOUT: gl.constexpr, RIGHT_LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, BLOCK_LAYOUT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TOP_K: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """TOP_K: where tiles are whole along H and follow one another in the ring, else 0 and top_k is read."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    if TOP_K > 0:
+        left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_H], LEFT_LAYOUT)
+    else:
+        left_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_N, BLOCK_H // 2], LEFT_LAYOUT)
+    right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_W], RIGHT_LAYOUT)
+    if TRANSPOSED:
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_W // 2, BLOCK_H // 2], OUT_LAYOUT)
+    else:
+        staging = gl.allocate_shared_memory(dtype, [2, BLOCK_H // 2, BLOCK_W // 2], OUT_LAYOUT)
+    if TOP_K > 0:
+        places = gl.allocate_shared_memory(gl.uint32, [STAGES * BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        places = left_bufs
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129)  # the copy engine, and 128 gathering threads
+        mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    gl.warp_specialize(
+        [
+            (_consume, (
+                offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+                gl.constexpr(0), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, WHOLE_WIDTH,
+            )),
+            (_consume, (
+                offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+                gl.constexpr(1), TRANSPOSED, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, TOP_K > 0, WHOLE_WIDTH,
+            )),
+            (_produce, (
+                right_desc, left, right, order, offs_E, heaviest_E, left_bufs, right_bufs, full, empty, experts, hidden,
+                width, left_stride, right_stride, top_k, BLOCK_H, BLOCK_W, BLOCK_N, STAGES, GROUP, places,
+                TOP_K, BLOCK_LAYOUT, WHOLE_WIDTH,
+            )),
+        ],
+        [4, 4],
+        [208, 88] if TOP_K == 0 else [200, 104],
+    )  # fmt: skip
+
+
+def _staged(transposed: bool) -> tuple[int, int]:
+    return (BLOCK_W // 2, BLOCK_H // 2) if transposed else (BLOCK_H // 2, BLOCK_W // 2)
+
+
+@cache
+def _bound(transposed: bool, dtype: torch.dtype, top_k: int, whole_width: bool) -> Any:
+    return wgrad_kernel.bound(
+        TRANSPOSED=transposed,
+        LEFT_LAYOUT=shared_layout((BLOCK_N, BLOCK_H if top_k else BLOCK_H // 2), dtype),
+        RIGHT_LAYOUT=shared_layout((BLOCK_N, BLOCK_W), dtype),
+        BLOCK_LAYOUT=shared_layout((BLOCK_N, 64), dtype),
+        OUT_LAYOUT=shared_layout(_staged(transposed), dtype),
+        BLOCK_H=BLOCK_H,
+        BLOCK_W=BLOCK_W,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES,
+        GROUP=GROUP,
+        TOP_K=top_k,
+        WHOLE_WIDTH=whole_width,
+        num_warps=4,
+    )
+
+
+def weight_gradient(
+    left_TH: Tensor,
+    order_N: Tensor,
+    top_k: int,
+    right_NW: Tensor,
+    offs_E: Tensor,
+    heaviest_E: Tensor,
+    out_EHW: Tensor,
+) -> None:
+    """out[e] = Σ over e's sorted rows n of left[order[n] // top_k]ᵀ · right[n].
+
+    out may be stored (E, W, H): then it is given transposed. heaviest_E: the experts by falling number of rows.
+    """
+    experts, hidden, width = out_EHW.shape
+    transposed = out_EHW.stride(2) != 1
+    stored = out_EHW.transpose(1, 2) if transposed else out_EHW
+    known_top_k = top_k if hidden % BLOCK_H == 0 else 0  # elsewhere it need not be known
+    _bound(transposed, out_EHW.dtype, known_top_k, width % BLOCK_W == 0)[(programs(out_EHW.device),)](
+        descriptor(right_NW, (BLOCK_N, BLOCK_W)),
+        descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), _staged(transposed)),
+        left_TH,
+        right_NW,
+        order_N,
+        offs_E,
+        heaviest_E,
+        out_EHW,
+        experts,
+        hidden,
+        width,
+        left_TH.stride(0),
+        right_NW.stride(0),
+        top_k,
+    )

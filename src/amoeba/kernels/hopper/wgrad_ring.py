@@ -1,0 +1,266 @@
+"""A weight gradient's tiles one behind the other in the ring of stages, without a pause between them.
+
+    fill_onward(...)          # all tiles' stages, by the gathering warpgroup
+    consume_onward(...)       # all tiles' sums, by a multiplying one
+
+For `amoeba.kernels.hopper.wgrad`, where tiles are whole along H. A tile begins at whichever stage comes next: the
+stages up to the ring's end are its head, then come whole turns of the ring, in which each stage has code of its own,
+then its tail, and last the rows that do not fill a stage, multiplied sixteen at a time. An expert without rows has
+sixteen zeros there. Where the next tile lies, and its first row numbers, are found on the way.
+
+WHOLE_WIDTH: tiles are whole along the width, too; else the last ones are stored under a mask.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from amoeba.kernels.hopper.epilogue import column_parts
+from amoeba.kernels.hopper.tma import bulk_load, bulk_store, gather, reinterpret
+from amoeba.kernels.hopper.wgrad_tiles import expert_of_turn, rows_of_turn, store_gradient, turns_of_program
+
+PIECE = gl.constexpr(8)  # a row begins at 16 bytes: counted in these, all places of 64 GB have a 32-bit number
+
+
+@gluon.jit
+def ring_parts(start, end, count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Where the head of a tile ends, its whole turns, and its whole stages. count: of the stages before it."""
+    filled = start + (end - start) // BLOCK_N * BLOCK_N
+    head = gl.minimum(filled, start + (STAGES - count % STAGES) * BLOCK_N)
+    return head, head + (filled - head) // (STAGES * BLOCK_N) * (STAGES * BLOCK_N), filled
+
+
+@gluon.jit
+def _fill_stage(
+    right_desc, columns, place, left_bufs, right_bufs, full, empty, stage, parity, row, w, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    pointers = columns + (place.to(gl.int64) * PIECE)[:, None]
+    mbarrier.wait(empty.index(stage), parity)
+    bar = full.index(stage)
+    mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
+    bulk_load(right_desc, [row, w * BLOCK_W], bar, right_bufs.index(stage))
+    gather(left_bufs.index(stage), pointers)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _fill_last_rows(
+    columns, place, right, left_bufs, right_bufs, full, empty, count, row, end, w, width, right_stride,
+    BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr, WHOLE_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """An expert's rows that do not fill a stage, or none where it has no rows at all, and zeros behind them."""
+    # The right side in blocks of 64 columns, as they lie one after the other.
+    BLOCK: gl.constexpr = 64
+    right_blocks = reinterpret(right_bufs, right_bufs.dtype, [STAGES * BLOCK_W // BLOCK, BLOCK_N, BLOCK], BLOCK_LAYOUT)
+    c = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    n = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    stage = count % STAGES
+    owned = (n < end)[:, None]
+    pointers = columns + (place.to(gl.int64) * PIECE)[:, None]
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+    bar = full.index(stage)
+    mbarrier.arrive(bar, count=1)
+    own = right + n.to(gl.int64)[:, None] * right_stride + (w * BLOCK_W + c)[None, :]
+    first = stage * (BLOCK_W // BLOCK)
+    blocks = BLOCK_W // BLOCK
+    if not WHOLE_WIDTH:  # what lies behind them is not stored
+        blocks = gl.minimum(width - w * BLOCK_W, BLOCK_W) // BLOCK
+    for block in range(blocks):
+        gather(right_blocks.index(first + block), own + (block * BLOCK), mask=owned)
+    # The copy engine writes here again. Said once for each tile: the compiler would say it in each turn of the ring.
+    fence_async_shared()
+    gather(left_bufs.index(stage), pointers, mask=owned)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def fill_onward(
+    right_desc, left, right, order, offs_E, heaviest_E, places, left_bufs, right_bufs, full, empty, experts, hidden,
+    width, left_stride, right_stride, TOP_K: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
+    WHOLE_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Fills the stages, tile after tile, as they come free; all of a tile's columns of the left side are there."""
+    TURN: gl.constexpr = STAGES * BLOCK_N
+    place_bufs = reinterpret(places, gl.uint32, [STAGES, BLOCK_N], places.type.layout)
+    # A thread's rows of a stage are neighbours: it reads their places in one go.
+    layout: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [4, 1], [1, 0])
+    of_stage: gl.constexpr = gl.SliceLayout(1, layout)
+    turn_n = gl.arange(0, TURN, gl.BlockedLayout([1], [32], [4], [0]))
+    pieces = (left_stride // PIECE).to(gl.uint32)
+    h_tiles = gl.cdiv(hidden, BLOCK_H)
+    w_tiles = gl.cdiv(width, BLOCK_W)
+    tiles = experts * h_tiles * w_tiles
+    count = 0
+    expert, h, w = expert_of_turn(0, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+    start, end = rows_of_turn(expert, offs_E)
+    slot = gl.load(order + (start + turn_n), mask=start + turn_n < end, other=0)
+    for turn in range(turns_of_program(tiles)):
+        columns = (left + h * BLOCK_H) + gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout))[None, :]
+        head, behind, filled = ring_parts(start, end, count, BLOCK_N, STAGES)
+        places.store((slot // TOP_K).to(gl.uint32) * pieces)
+        slot = gl.load(order + (head + turn_n), mask=head + turn_n < end, other=0)
+        expert, next_h, next_w = expert_of_turn(turn + 1, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        began = count
+        for row in range(start, head, BLOCK_N):
+            _fill_stage(
+                right_desc, columns, place_bufs.index(count - began).load(of_stage), left_bufs, right_bufs, full,
+                empty, count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
+            )  # fmt: skip
+            count += 1
+        next_start, next_end = rows_of_turn(expert, offs_E)
+        for row in range(head, behind, TURN):
+            places.store((slot // TOP_K).to(gl.uint32) * pieces)
+            ahead = row + TURN + turn_n
+            slot = gl.load(order + ahead, mask=ahead < end, other=0)
+            parity = ((count // STAGES) & 1) ^ 1
+            for stage in gl.static_range(STAGES):
+                _fill_stage(
+                    right_desc, columns, place_bufs.index(stage).load(of_stage), left_bufs, right_bufs, full, empty,
+                    stage, parity, row + stage * BLOCK_N, w, BLOCK_W, BLOCK_N,
+                )  # fmt: skip
+            count += STAGES
+        places.store((slot // TOP_K).to(gl.uint32) * pieces)
+        ahead = next_start + turn_n
+        slot = gl.load(order + ahead, mask=ahead < next_end, other=0)
+        began = count
+        for row in range(behind, filled, BLOCK_N):
+            _fill_stage(
+                right_desc, columns, place_bufs.index(count - began).load(of_stage), left_bufs, right_bufs, full,
+                empty, count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
+            )  # fmt: skip
+            count += 1
+        if (filled < end) | (start == end):
+            _fill_last_rows(
+                columns, place_bufs.index(count - began).load(of_stage), right, left_bufs, right_bufs, full, empty,
+                count, filled, end, w, width, right_stride, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, layout, WHOLE_WIDTH,
+            )  # fmt: skip
+            count += 1
+        h, w, start, end = next_h, next_w, next_start, next_end
+
+
+@gluon.jit
+def _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, parity, more, WARPGROUP: gl.constexpr):
+    """A stage's product, begun; the stage before it is given back. more: not the first of a tile."""
+    STAGES: gl.constexpr = right_bufs.shape[0]
+    HALF: gl.constexpr = left_bufs.shape[2] // 2
+    mbarrier.wait(full.index(stage), parity)
+    fence_async_shared()  # the left rows were written by threads, the matrix unit reads them as another party
+    left = left_bufs.index(stage).slice(WARPGROUP * HALF, HALF, 1).permute((1, 0))
+    acc = warpgroup_mma(left, right_bufs.index(stage), acc, use_acc=more, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), count=1, pred=more)
+    return acc
+
+
+@gluon.jit
+def _sum_last_rows(
+    acc, left_bufs, right_bufs, full, stage, parity, rows, more, WARPGROUP: gl.constexpr, STEP: gl.constexpr,
+):  # fmt: skip
+    """The product of a stage's first rows, begun, STEP of them at a time."""
+    HALF: gl.constexpr = left_bufs.shape[2] // 2
+    mbarrier.wait(full.index(stage), parity)
+    fence_async_shared()
+    left, right = left_bufs.index(stage).slice(WARPGROUP * HALF, HALF, 1), right_bufs.index(stage)
+    STEPS: gl.constexpr = right_bufs.shape[1] // STEP
+    acc = warpgroup_mma(
+        left.slice(0, STEP, 0).permute((1, 0)), right.slice(0, STEP, 0), acc, use_acc=more, is_async=True
+    )
+    acc = warpgroup_mma_wait(STEPS, deps=(acc,))  # nothing is awaited here
+    for step in gl.static_range(1, STEPS):
+        if rows > step * STEP:
+            left_rows = left.slice(step * STEP, STEP, 0).permute((1, 0))
+            acc = warpgroup_mma(left_rows, right.slice(step * STEP, STEP, 0), acc, is_async=True)
+            acc = warpgroup_mma_wait(STEPS, deps=(acc,))
+    return acc
+
+
+@gluon.jit
+def consume_onward(
+    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
+    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WHOLE_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup's half of each tile along H."""
+    h_tiles = gl.cdiv(hidden, BLOCK_H)
+    w_tiles = gl.cdiv(width, BLOCK_W)
+    tiles = experts * h_tiles * w_tiles
+    dtype: gl.constexpr = out.dtype.element_ty
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_W, 16])
+    own = staging.index(WARPGROUP)
+    acc = gl.zeros((BLOCK_H // 2, BLOCK_W), gl.float32, mma)
+    count = 0
+    turns = turns_of_program(tiles)
+    expert, h, w = expert_of_turn(0, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+    start, end = rows_of_turn(expert, offs_E)
+    for turn in range(turns):
+        head, behind, filled = ring_parts(start, end, count, BLOCK_N, STAGES)
+        for row in range(start, head, BLOCK_N):
+            acc = _sum_stage(
+                acc, left_bufs, right_bufs, full, empty, count % STAGES, (count // STAGES) & 1, row > start, WARPGROUP
+            )
+            count += 1
+        next_expert, next_h, next_w = expert_of_turn(turn + 1, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        for _ in range(head, behind, STAGES * BLOCK_N):
+            parity = (count // STAGES) & 1
+            for stage in gl.static_range(STAGES):
+                acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, parity, True, WARPGROUP)
+            count += STAGES
+        next_start, next_end = rows_of_turn(next_expert, offs_E)
+        for _ in range(behind, filled, BLOCK_N):
+            acc = _sum_stage(
+                acc, left_bufs, right_bufs, full, empty, count % STAGES, (count // STAGES) & 1, True, WARPGROUP
+            )
+            count += 1
+        partial = (filled < end) | (start == end)
+        if partial:
+            acc = _sum_last_rows(
+                acc, left_bufs, right_bufs, full, count % STAGES, (count // STAGES) & 1, end - filled, filled > start,
+                WARPGROUP, 16,
+            )  # fmt: skip
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + 2 * STAGES - 2) % STAGES), count=1, pred=partial & (filled > start))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+        if WHOLE_WIDTH:
+            if TRANSPOSED:
+                first = expert * width + w * BLOCK_W
+                second = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
+            else:
+                first = expert * hidden + h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
+                second = w * BLOCK_W
+            sums, other_sums = column_parts(acc, 2)
+            _store(sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
+            if TRANSPOSED:
+                first += BLOCK_W // 2
+            else:
+                second += BLOCK_W // 2
+            _store(other_sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
+        else:
+            store_gradient(
+                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
+            )
+        expert, h, w, start, end = next_expert, next_h, next_w, next_start, next_end
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store(value, buffer, out_desc, first, second, TRANSPOSED: gl.constexpr):
+    tma.store_wait(0)
+    if TRANSPOSED:
+        buffer.permute((1, 0)).store(value)
+    else:
+        buffer.store(value)
+    fence_async_shared()
+    bulk_store(out_desc, [first, second], buffer)

@@ -1,0 +1,342 @@
+"""Sizes of the tiles of a product over sorted rows: what was measured on this GPU, else our tables.
+
+    chosen = configuration_on(device, "product", rows=N, experts=E, reduction=H, columns=J, dtype=x_TH.dtype)
+    candidates("up", rows=N, experts=E, reduction=H, columns=J, dtype=x_TH.dtype, capability=(8, 6))    # for a search
+
+Our tables go by GPU, dtype, rows per expert and length. The answer to one question stays the same as long as the
+process lives, and costs a look-up; nothing waits for the device. What a search has found earlier has to be one of the
+candidates: none needs more shared memory than a block of that GPU may have, nor more registers than a thread has for
+its share of the accumulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import torch
+
+from amoeba.core.errors import bad_value
+from amoeba.kernels.launch import next_power_of_2
+from amoeba.system import tuned
+
+Role = Literal["product", "up", "down_backward", "weight_gradient"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Sizes of one tile and how it is computed.
+
+    block_m, block_n: rows and columns of the accumulator; in a gated up projection, half of the columns are gates.
+    block_k:          length of one step of the reduction.
+    group_m:          so many tiles of rows sweep the columns together, so that they meet in the L2 cache.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+    def constants(self) -> dict[str, int]:
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+# (rows per expert, length of the reduction) up to which a configuration serves -> configuration; the first that fits is
+# taken. Chosen by what the compiled kernels need: shared memory, and registers without spills. Speed not measured yet.
+# A short reduction leaves a program little to hide its beginning and its end behind: smaller tiles there, so that two
+# programs share a multiprocessor.
+_ANY = 1 << 62
+_Table = tuple[tuple[int, int, Configuration], ...]
+
+
+def _by_role(product: _Table, down_backward: _Table, weight_gradient: _Table) -> dict[Role, _Table]:
+    return {
+        "product": product,
+        "up": product,
+        "down_backward": down_backward,
+        "weight_gradient": weight_gradient,
+    }
+
+
+_HALF: dict[str, dict[Role, _Table]] = {
+    "sm90": _by_role(  # 227 KB of shared memory; 64 rows is the least that its matrix instruction takes
+        product=(
+            (16, _ANY, Configuration(16, 128, 128, 1, 4, 4)),
+            (32, _ANY, Configuration(32, 128, 64, 1, 4, 4)),
+            (192, _ANY, Configuration(64, 256, 64, 8, 4, 4)),
+            (_ANY, 512, Configuration(128, 128, 64, 8, 4, 3)),
+            (_ANY, _ANY, Configuration(128, 256, 64, 8, 8, 4)),
+        ),
+        down_backward=(
+            (16, _ANY, Configuration(16, 128, 64, 1, 4, 4)),
+            (32, _ANY, Configuration(32, 128, 64, 1, 4, 4)),
+            (192, _ANY, Configuration(64, 128, 64, 8, 4, 4)),
+            (_ANY, _ANY, Configuration(128, 256, 64, 8, 8, 4)),
+        ),
+        weight_gradient=(
+            (32, _ANY, Configuration(128, 128, 32, 8, 4, 4)),
+            (_ANY, _ANY, Configuration(128, 256, 64, 8, 8, 4)),
+        ),
+    ),
+    "sm80": _by_role(  # 163 KB of shared memory
+        product=(
+            (16, _ANY, Configuration(16, 128, 128, 1, 4, 4)),
+            (32, _ANY, Configuration(32, 128, 64, 1, 4, 4)),
+            (192, _ANY, Configuration(64, 128, 64, 8, 4, 4)),
+            (_ANY, _ANY, Configuration(128, 128, 32, 8, 4, 4)),
+        ),
+        down_backward=(
+            (16, _ANY, Configuration(16, 128, 64, 1, 4, 4)),
+            (32, _ANY, Configuration(32, 128, 64, 1, 4, 4)),
+            (192, _ANY, Configuration(64, 128, 64, 8, 4, 4)),
+            (_ANY, _ANY, Configuration(128, 128, 32, 8, 8, 4)),
+        ),
+        weight_gradient=((_ANY, _ANY, Configuration(128, 128, 32, 8, 4, 4)),),
+    ),
+    "sm86": _by_role(  # 99 KB of shared memory: the graphics cards
+        product=(
+            (16, _ANY, Configuration(16, 64, 64, 1, 4, 4)),
+            (32, _ANY, Configuration(32, 64, 64, 1, 4, 4)),
+            (192, _ANY, Configuration(64, 128, 32, 8, 4, 4)),
+            (_ANY, _ANY, Configuration(128, 128, 32, 8, 4, 4)),
+        ),
+        down_backward=(
+            (16, _ANY, Configuration(16, 64, 64, 1, 4, 4)),
+            (32, _ANY, Configuration(32, 64, 64, 1, 4, 4)),
+            (192, _ANY, Configuration(64, 128, 32, 8, 4, 4)),
+            (_ANY, _ANY, Configuration(128, 128, 32, 8, 8, 4)),
+        ),
+        weight_gradient=((_ANY, _ANY, Configuration(128, 128, 32, 8, 4, 3)),),
+    ),
+}
+# One modest table for every GPU. fp32 in full precision runs outside the matrix units, from registers; and rows that
+# are no whole number of 16-byte words come in through registers too.
+_MODEST_ROWS: _Table = (
+    (16, _ANY, Configuration(16, 64, 32, 1, 4, 3)),
+    (_ANY, _ANY, Configuration(64, 64, 32, 8, 4, 3)),
+)
+_MODEST = _by_role(
+    product=_MODEST_ROWS,
+    down_backward=_MODEST_ROWS,
+    weight_gradient=((_ANY, _ANY, Configuration(64, 64, 32, 8, 4, 3)),),
+)
+_SMALLEST_BLOCK = 16  # of tl.dot
+
+
+def configuration(
+    role: Role,
+    *,
+    rows: int,
+    experts: int,
+    reduction: int,
+    columns: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+) -> Configuration:
+    """Tile sizes for `rows` sorted rows over `experts`: how many rows an expert has, only the device knows.
+
+    reduction and columns are those of one expert's product; for the weight gradient, whose reduction runs over the
+    rows, they are the two sizes of an expert's matrix. capability None stands for Triton's interpreter.
+    """
+    if dtype not in DTYPES:
+        raise bad_value("dtype", "bfloat16, float16 or float32", dtype, "convert the layer to one of these")
+    modest = dtype == torch.float32 or not is_aligned(reduction, columns, dtype)
+    table = (_MODEST if modest else _HALF[_architecture(capability)])[role]
+    per_expert = -(-rows // experts)
+    chosen = next(entry for most_rows, longest, entry in table if per_expert <= most_rows and reduction <= longest)
+    return clipped(chosen, role, reduction, columns)
+
+
+def clipped(chosen: Configuration, role: Role, reduction: int, columns: int) -> Configuration:
+    """The same with no block larger than what it covers."""
+    block_n = min(chosen.block_n, _block(columns))
+    if role == "weight_gradient":
+        return replace(chosen, block_m=min(chosen.block_m, _block(reduction)), block_n=block_n)
+    return replace(chosen, block_n=block_n, block_k=min(chosen.block_k, _block(reduction)))
+
+
+def with_addend(chosen: Configuration) -> Configuration:
+    """The same for a product that adds LoRA's part in a second, shallower one.
+
+    Where one warpgroup multiplies two tiles of 64 rows, ptxas 12.8 (of Triton 3.6) computes the address of that part's
+    operands from a register that does not hold it: wrong numbers, reads beyond shared memory. Two warpgroups have one
+    tile each.
+    """
+    return replace(chosen, num_warps=max(chosen.num_warps, chosen.block_m // 16))
+
+
+def is_aligned(reduction: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether rows are a whole number of 16-byte words: others come in through registers."""
+    return reduction * dtype.itemsize % 16 == 0 and columns * dtype.itemsize % 16 == 0
+
+
+def _architecture(capability: tuple[int, int] | None) -> str:
+    if capability is None or capability in ((9, 0), (10, 0), (10, 3)):
+        return "sm90"
+    return "sm80" if capability in ((8, 0), (8, 7), (11, 0)) else "sm86"
+
+
+def _block(size: int) -> int:
+    return max(_SMALLEST_BLOCK, next_power_of_2(size))
+
+
+# What a block may have, by NVIDIA's table of compute capabilities; of one that is not here, the least.
+_SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED_KB = 99
+# LoRA factors are added in steps of up to this depth, whatever the steps of the product itself are.
+_STEP_OF_FACTORS = 64
+_MOST_ACCUMULATED = 128  # fp32 numbers of a thread, of its 255 registers
+FEW_ROWS = 32  # per expert
+# Rows per expert that are searched as one: up to each of these, and all above. Where our tables change is among them.
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+_ABOVE = 256
+
+#                 block_m block_n block_k group_m warps stages
+_SEARCHED_FEW_ROWS = (
+    (16, 128, 64, 1, 4, 4),
+    (16, 64, 64, 1, 4, 4),
+    (16, 128, 128, 1, 4, 3),
+    (16, 64, 128, 1, 4, 4),
+    (32, 128, 64, 1, 4, 4),
+    (32, 64, 64, 1, 4, 4),
+    (32, 128, 64, 1, 4, 3),
+    (32, 128, 128, 1, 4, 3),
+    (64, 64, 64, 1, 4, 4),
+    (64, 128, 64, 1, 4, 3),
+)
+_SEARCHED = (
+    (128, 128, 32, 8, 4, 4),
+    (128, 128, 64, 8, 8, 3),
+    (128, 256, 64, 8, 8, 3),
+    (64, 128, 64, 8, 4, 3),
+    (128, 128, 32, 8, 8, 4),
+    (128, 128, 64, 8, 4, 3),
+    (64, 256, 64, 8, 4, 3),
+    (128, 256, 32, 8, 8, 3),
+    (128, 64, 64, 8, 4, 3),
+    (64, 128, 32, 8, 4, 4),
+    (64, 64, 64, 8, 4, 4),
+    (128, 128, 32, 8, 4, 3),
+)
+_SEARCHED_WIDE_FEW_ROWS = (
+    (16, 64, 32, 1, 4, 2),
+    (16, 64, 16, 1, 4, 3),
+    (16, 128, 16, 1, 4, 3),
+    (32, 64, 32, 1, 4, 3),
+    (32, 64, 16, 1, 4, 3),
+    (32, 128, 16, 1, 8, 3),
+)
+_SEARCHED_WIDE = (
+    (64, 64, 16, 8, 4, 3),
+    (64, 128, 16, 8, 8, 3),
+    (128, 128, 16, 8, 8, 2),
+    (64, 64, 32, 8, 8, 3),
+    (128, 64, 16, 8, 8, 3),
+    (64, 64, 32, 8, 4, 2),
+    (32, 64, 16, 8, 4, 3),
+    (128, 128, 16, 8, 8, 3),
+)
+
+
+def shared_bytes(capability: tuple[int, int] | None) -> int:
+    """What a block may have on a GPU of this kind. None stands for the interpreter, which has no limit of its own."""
+    return 1024 * (227 if capability is None else _SHARED_KB.get(capability, _LEAST_SHARED_KB))
+
+
+def bucket(rows: int, experts: int) -> int:
+    """What stands for so many rows in the key of a search."""
+    per_expert = -(-rows // experts)
+    return next((most for most in _BUCKETS if per_expert <= most), _ABOVE)
+
+
+def candidates(role: Role, *, capability: tuple[int, int] | None, **problem: Any) -> tuple[Configuration, ...]:
+    """Without repetitions, our own choice first. The arguments are those of `configuration`."""
+    default = configuration(role, capability=capability, **problem)
+    reduction, columns, dtype = problem["reduction"], problem["columns"], problem["dtype"]
+    wide = dtype == torch.float32 or not is_aligned(reduction, columns, dtype)
+    few = role != "weight_gradient" and bucket(problem["rows"], problem["experts"]) <= FEW_ROWS
+    listed = (
+        (_SEARCHED_WIDE_FEW_ROWS if few else _SEARCHED_WIDE) if wide else (_SEARCHED_FEW_ROWS if few else _SEARCHED)
+    )
+    found = (clipped(Configuration(*sizes), role, reduction, columns) for sizes in listed)
+    return tuple(dict.fromkeys((default, *(each for each in found if _fits(each, dtype, capability)))))
+
+
+def _fits(chosen: Configuration, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    # Where asynchronous copies feed registers, the last stage's are in those; Hopper multiplies from shared memory.
+    buffers = chosen.num_stages if capability is None or capability[0] in (9, 10) else chosen.num_stages - 1
+    depth = max(chosen.block_k, _STEP_OF_FACTORS)
+    needed = buffers * (chosen.block_m + chosen.block_n) * depth * dtype.itemsize
+    accumulated = chosen.block_m * chosen.block_n // (32 * chosen.num_warps)
+    return needed <= shared_bytes(capability) and 1 <= accumulated <= _MOST_ACCUMULATED
+
+
+# of the pass that is under way; None: as many as its weights have
+_experts: ContextVar[int | None] = ContextVar("experts", default=None)
+
+
+@contextmanager
+def as_with(experts: int) -> Iterator[None]:
+    """Configurations are chosen as if the weights had so many experts: some of them, in slots, are computed with the
+    tiles, and so with the last bits, of all."""
+    token = _experts.set(experts)
+    try:
+        yield
+    finally:
+        _experts.reset(token)
+
+
+def as_many(experts: int) -> int:
+    """By which a configuration is chosen for weights of so many experts."""
+    return _experts.get() or experts
+
+
+def configuration_on(device: torch.device, role: Role, *, experts: int, **problem: Any) -> Configuration:
+    """For the GPU, or the interpreter, that `device` stands for. The arguments are those of `configuration`."""
+    return _configuration_on(device, role, experts=as_many(experts), **problem)
+
+
+@lru_cache(maxsize=1 << 16)
+def _configuration_on(
+    device: torch.device,
+    role: Role,
+    *,
+    rows: int,
+    experts: int,
+    reduction: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Configuration:
+    capability = capability_of(device)
+    problem: dict[str, Any] = {
+        "rows": rows, "experts": experts, "reduction": reduction, "columns": columns, "dtype": dtype
+    }  # fmt: skip
+    measured = tuned.choose(
+        device, tile_key(role, **problem), lambda: candidates(role, capability=capability, **problem)
+    )
+    return configuration(role, capability=capability, **problem) if measured is None else measured
+
+
+def tile_key(role: Role, *, rows: int, experts: int, reduction: int, columns: int, dtype: torch.dtype) -> str:
+    """What one measurement stands for: the number of experts makes no difference to a tile."""
+    return tuned.key(role, dtype, rows=bucket(rows, experts), reduction=reduction, columns=columns)
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """None for the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

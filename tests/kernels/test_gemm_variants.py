@@ -1,0 +1,116 @@
+"""Variants of Hopper's products, chosen by their sizes: the same bits on a GPU; elsewhere which one, and registers.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from test_hopper_compiles import compiled
+from torch import Tensor
+
+from amoeba.core.config import Activation
+from amoeba.core.layout import build_layout
+from amoeba.kernels.hopper import gemm
+from amoeba.kernels.hopper.tile_order import BY_COLUMNS, TALL
+from amoeba.kernels.launch.persistent_grid import share_the_gpu
+from amoeba.kernels.lora.epilogue import Addend
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+LARGE = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
+COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
+K = 2
+
+
+def test_stages_are_unrolled_only_where_a_tile_is_whole_turns_of_the_ring() -> None:
+    assert gemm._chosen(matrix(512, 768), None, False, True)["UNROLLED"]
+    assert not gemm._chosen(matrix(512, 320), None, False, True)["UNROLLED"]
+    low_NR, factor_EOR = torch.empty(4, 16), torch.empty(8, 512, 16)
+    assert not gemm._chosen(matrix(512, 768), Addend(low_NR, factor_EOR, 16), False, True)["UNROLLED"]
+
+
+@pytest.mark.parametrize(("whole_table", "order"), [(True, TALL), (False, None)])
+def test_parts_of_a_table_keep_the_usual_order(whole_table: bool, order: int | None) -> None:
+    assert gemm._chosen(LARGE, None, True, whole_table).get("ORDER") == order
+
+
+def test_programs_wait_for_one_another_only_with_large_matrices() -> None:
+    assert not gemm._chosen(matrix(1536, 2048), None, True, True)["TILE_SYNC"]
+    assert gemm._chosen(LARGE, None, True, True)["TILE_SYNC"]
+    assert "TILE_SYNC" not in gemm._chosen(LARGE, None, True, False)
+
+
+@pytest.mark.parametrize("halvings", [0, 5])
+def test_where_the_gpu_is_shared_tiles_keep_their_order_and_nobody_waits(halvings: int) -> None:
+    share_the_gpu(True, halvings)
+    found = gemm._chosen(LARGE, None, True, True)
+    share_the_gpu(False)
+    assert found.keys() == {"UNROLLED"}
+
+
+def matrix(width: int, depth: int) -> Tensor:
+    return torch.empty(8, width, depth, device="meta", dtype=torch.bfloat16)
+
+
+@pytest.mark.thorough
+def test_all_stays_in_registers(tmp_path: Path) -> None:
+    """A turn has four stages of four products each, of two warpgroups; the first ones may have code of their own."""
+    for (name, found), count in zip(compiled(("up", "down"), tmp_path).items(), (1, 2), strict=True):
+        assert found["wgmma"] == 32 * count, name
+        assert found["local_accesses_between_products"] == 0, f"{name} does not keep its sums in registers"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
+@pytest.mark.parametrize("order", [None, BY_COLUMNS, 2, TALL])
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (768, 512), (320, 192)])
+def test_each_variant_has_the_bits_of_the_plain_one(
+    order: int | None, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """order: of tiles, where it is not what their bytes ask for."""
+    with monkeypatch.context() as patch:
+        patch.setattr(gemm, "_chosen", lambda *sizes: {})
+        plain = products(hidden, inner, device)
+    if order is not None:
+        monkeypatch.setattr(gemm, "order_of_product", lambda *sizes: order)
+        monkeypatch.setattr(gemm, "KEPT_BYTES", 0)  # so that programs wait for one another
+    for programs in (None, 3):
+        if programs is not None:
+            monkeypatch.setattr(gemm, "programs", lambda device: 3)
+        found = products(hidden, inner, device)
+        for name, one in plain.items():
+            assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), name
+
+
+def products(hidden: int, inner: int, device: torch.device) -> dict[str, Tensor]:
+    """What a layer's products write, NaN where they write nothing."""
+    from amoeba.kernels.hopper.gemm import multiply, tile_table, up
+
+    owner_N = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
+    shuffled = owner_N[torch.randperm(len(owner_N), generator=torch.Generator().manual_seed(3))]
+    layout = build_layout(shuffled.view(-1, K).to(device), len(COUNTS))
+    order_N, offs_E, rows = layout.order_N.int(), layout.offs_E.int(), len(owner_N)
+    table = tile_table(offs_E, rows)
+
+    def normal(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+        return (drawn * shape[-1] ** -0.5).to(device, torch.bfloat16)
+
+    def unwritten(width: int) -> Tensor:
+        return torch.full((rows + 64, width), math.nan, dtype=torch.bfloat16, device=device)
+
+    x_TH, dh_NJ = normal(rows // K, hidden) * 9, normal(rows, 2 * inner)
+    gate_up_EJH, down_EHI = normal(len(COUNTS), 2 * inner, hidden), normal(len(COUNTS), hidden, inner)
+    made = {name: unwritten(width) for name, width in (("h", 2 * inner), ("a", inner), ("y", hidden), ("da", inner))}
+    made |= {"dx": unwritten(hidden), "a alone": unwritten(inner)}
+    silu = Activation()
+    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a"][:rows], h_NJ=made["h"][:rows])
+    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a alone"][:rows])
+    multiply(made["a"][:rows], down_EHI, table, made["y"][:rows])
+    multiply(x_TH, down_EHI.transpose(1, 2), table, made["da"][:rows], order_N=order_N, top_k=K)
+    multiply(dh_NJ, gate_up_EJH.transpose(1, 2), table, made["dx"][:rows])
+    return made
