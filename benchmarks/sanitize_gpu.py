@@ -84,12 +84,6 @@ def run_layer(
     torch.cuda.synchronize()
 
 
-def run_in_order(order: str) -> None:
-    """The scheduled backward with another order of tickets; few rows of an expert, so that tiles are bundled."""
-    os.environ["AMOEBA_TASKS_ORDER"] = order
-    run_layer(torch.bfloat16, 300, 320, 192, Activation(), False, backend="tasks")
-
-
 def run_in_fp8(recipe: str, hidden: int, inner: int) -> None:
     """Forward and backward with products in e4m3, as `--precision` trains; one expert has no rows."""
     from amoeba.precision.recipes import with_precision
@@ -261,7 +255,6 @@ LAYERS: dict[str, Callable[[], None]] = {
     "gated with biases": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), True),
     "gated": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False),
     "scheduled backward": lambda: run_layer(torch.bfloat16, 300, 320, 192, Activation(), False, backend="tasks"),
-    "scheduled, small": lambda: run_in_order("small"),
     "fp8": lambda: run_in_fp8("fp8", 384, 256),
     "fp8 of half blocks": lambda: run_in_fp8("fp8", 320, 192),
     "fp8-saved": lambda: run_in_fp8("fp8-saved", 384, 256),

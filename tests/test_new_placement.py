@@ -281,7 +281,7 @@ class TestTransformers:
     def test_generate_takes_it_and_writes_the_same_text(self, tmp_path: Path) -> None:
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-        from amoeba.jobs.generate import GenerationOptions, generate
+        from amoeba.jobs.generate.generate import GenerationOptions, generate
         from tiny_models import randomise, save_byte_tokenizer, tiny_config
 
         torch.manual_seed(0)

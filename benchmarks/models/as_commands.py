@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from amoeba import lora
-from amoeba.data.answers import pad_rows
+from amoeba.data.sft_dataset import pad_rows
 from amoeba.data.token_rows import stack
 from amoeba.jobs.settings import FinetuneSettings, RunSettings, TrainSettings
 from benchmarks.models.candidate import Stage, Step
@@ -96,10 +96,10 @@ def _step(
     problem: Problem,
     stage: Stage,
 ) -> Step:
-    from amoeba.jobs.fast_paths import fast_paths
-    from amoeba.jobs.fast_trainer import Rows
-    from amoeba.jobs.kept_model import WholeModel
-    from amoeba.jobs.training_loop import make_trainer
+    from amoeba.jobs.train.fast_paths import fast_paths
+    from amoeba.jobs.train.saved_model import WholeModel
+    from amoeba.jobs.train.trainer import Rows
+    from amoeba.jobs.train.training_loop import make_trainer
 
     length = problem.batch.length
     folder = Path(stage.enter_context(tempfile.TemporaryDirectory()))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amoeba import lora
-from amoeba.jobs.token_steps import choose_steps
+from amoeba.jobs.generate.token_steps import choose_steps
 from benchmarks.models.candidate import Decode, Stage, who_computes
 from benchmarks.models.greedy import compare
 from benchmarks.models.problem import LORA_ALPHA, LORA_RANK, Problem

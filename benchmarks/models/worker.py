@@ -64,7 +64,7 @@ def _import_all(kind: str) -> None:
     import amoeba.integrations.transformers
 
     if kind != "decode":
-        import amoeba.jobs.training_loop  # noqa: F401
+        import amoeba.jobs.train.training_loop  # noqa: F401
 
 
 def _end_with(stdin: int) -> None:

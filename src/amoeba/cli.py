@@ -246,8 +246,8 @@ def train(
     output = start(verbose, over_ranks=True)
     with loading():
         from amoeba.commands import train as train_command
-        from amoeba.jobs.resume import settings_of
         from amoeba.jobs.settings import TrainSettings
+        from amoeba.jobs.train.resume import settings_of
 
     with usage():
         given = {name: value for name, value in flags.items() if value is not None}

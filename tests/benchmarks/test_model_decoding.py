@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amoeba.decoding import Decoder
-from amoeba.jobs.token_steps import Steps
+from amoeba.jobs.generate.token_steps import Steps
 from benchmarks.models import decoding
 from benchmarks.models.candidate import Candidate, Stage
 from benchmarks.models.candidates import CANDIDATES

@@ -16,8 +16,9 @@ import torch
 
 from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.integrations import attention
-from amoeba.jobs import fast_paths, fast_trainer
 from amoeba.jobs.model_cost import training_flops_per_token
+from amoeba.jobs.train import fast_paths
+from amoeba.jobs.train import trainer as fast_trainer
 from benchmarks.models import measure as measure_module
 from benchmarks.models import suite, worker
 from benchmarks.models import tables as bench_models

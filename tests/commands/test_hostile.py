@@ -27,7 +27,7 @@ from amoeba.commands import exits
 from amoeba.data import chat_template
 from amoeba.data.chat_template import by_template
 from amoeba.data.documents import Message
-from amoeba.jobs.merge import merge
+from amoeba.jobs.convert.merge import merge
 from amoeba.system.shell import shell_command
 from hostile_folders import (
     POSITIONS,

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 from typer.testing import CliRunner
 
 from amoeba.cli import app
 from amoeba.tasks.graph import Graph, Kind
-from amoeba.tasks.simulate import Pace
-from amoeba.tasks.simulate import simulate as run_schedule
-from amoeba.tasks.sizes import Sizes
-from amoeba.tasks.work import scripts_of
 
 SMALL = ("--shape", "9,8,6,4,2", "--schedules", "3")
 
@@ -32,7 +27,7 @@ def test_schedules_are_run_and_told():
     found = document(result)
     assert found["ok"] and found["fault"] is None and found["schedules"] == 3
     assert set(found["errors"]) == {"x", "weight", "gate", "gate_up", "down"}
-    for words in ("nobody got stuck", "ok: gradients within", "workers were busy", "gradPostGEMM", "waited us each"):
+    for words in ("nobody got stuck", "ok: gradients within", "workers were busy", "gradPostGEMM", "waited steps each"):
         assert words in result.stdout
     for kind in Kind:
         assert (found["kinds"][kind.name.lower()]["tasks"] > 0) == (kind != Kind.RETURN)
@@ -50,20 +45,6 @@ def test_a_fault_is_shown_and_fails(monkeypatch):
     assert result.exit_code == 1
     assert "FAILED, schedule 0: read too early" in result.stdout
     assert not json.loads(result.stdout.splitlines()[-1])["ok"]
-
-
-def test_the_order_alone_serves_layers_of_real_size():
-    found = document(simulate("--timing", "--shape", "512,1024,512,16,4", "--ranks", 1, "--passes", 1, "--json"))
-    assert found["workers"] == 132 and found["kinds"]["down"]["tasks"] >= 2 * 512 * 4 / 128
-    assert "errors" not in found
-
-
-def test_an_order_with_a_name_is_estimated_beside_the_one_that_was_measured():
-    words = ("--timing", "--shape", "256,1024,256,64,4", "--ranks", 1, "--passes", 1, "--json")
-    measured, small = (document(simulate(*words, *more)) for more in ((), ("--order", "small")))
-    assert (measured["order"], small["order"]) == ("measured", "small")
-    assert small["kinds"]["up_weights"]["tasks"] < measured["kinds"]["up_weights"]["tasks"], "bundles of tiles"
-    assert small["span"] < measured["span"]
 
 
 def test_a_trace_opens_in_perfetto(tmp_path):
@@ -97,34 +78,15 @@ def test_a_schedule_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--shape", "4096,2048,768,128,8"), "add --timing"),
-        (("--shape", "10000000,2048,768,128,8", "--timing"), "tasks; got about"),
+        (("--shape", "4096,2048,768,128,8"), "Lower T, H, I or --passes"),
         (("--remote", "2"), "ranks from 0 to 1; got 2"),
         (("--remote", "one"), "Count them from 0"),
         (("--trace", "."), "a folder"),
         (("--picture", "."), "a folder"),
         (("--ranks", 1000), "--ranks: expected at most 64; got 1000"),
         (("--passes", 100000), "multiplications in all"),
-        (("--timing", "--order", "smal"), "--order: expected one of measured, small, listed"),
-        (("--order", "small"), "--order: expected --timing with it"),
     ],
 )
 def test_what_cannot_be_is_refused(words, said):
     result = simulate(*words)
     assert result.exit_code == 2 and said in result.output
-
-
-def test_the_order_alone_takes_the_time_of_the_order_with_its_memory_checked():
-    sizes = Sizes(64, 32, 6, 2)
-    ran = []
-    for memory in (True, False):
-        begun: list[int] = []
-        job = [scripts_of(sizes, 40, 2, memory=memory)]
-        ran.append(run_schedule(job, 4, Pace(0, [1.0, 1.0], even=True), progress=begun.append).records)
-        assert begun == list(range(1, len(ran[-1]) + 1))
-    assert ran[0] == ran[1]
-
-
-def test_a_long_estimate_tells_how_far_it_is():
-    result = simulate("--timing", "--shape", "512,1024,512,16,4", "--ranks", 1, "--passes", 1)
-    assert re.search(r"^[\d,]+ of [\d,]+ tasks$", result.stderr, re.MULTILINE), result.stderr

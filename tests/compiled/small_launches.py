@@ -127,7 +127,7 @@ def _of_streaming(dtype: torch.dtype) -> Launches:
 def _of_ranks(dtype: torch.dtype) -> Launches:
     from amoeba.kernels import peer_copies, peer_rows, peer_sums
     from amoeba.kernels.peer_post import ROWS, SUMS, Plan, Post, heap_layout
-    from amoeba.tasks.arrivals import Arrival
+    from amoeba.tasks.triton.arrivals import Arrival
 
     tokens, ranks = 4096, 2
     at, sizes, _ = heap_layout(ranks, tokens, K, H * dtype.itemsize)

@@ -20,9 +20,7 @@ from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
 SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
-# The last ones: qwen3_30b's sizes, in the order of that name. Layers of a name of their own are in the usual one.
-COMPILED = (*SHAPES, "measured", "small", "lean", "small listed")
-HAVE_A_LIST = (*SHAPES, "small listed")
+COMPILED = (*SHAPES, "small")  # the last one: qwen3_30b's sizes, as of a layer with few rows
 # What a thread may keep in memory between two tasks: predicates and addresses that are found once. Never a sum: Triton
 # 3.9 fetches one such number again in each step of a product, in three of the four loops, 3.6 none.
 MOST_STACK = 96
@@ -52,34 +50,32 @@ def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(
     assert len(signals) >= 2 and len(signals) == order.count("arrived")
     assert order.count("release") == 2 * order.count("arrived")
     waits = re.findall(r"acquire (?:barrier |acquire )+fence", order)
-    assert 1 <= len(waits) <= 5  # row pass, dx, weights, tokens; the compiler may let their ends be one
-    # of each one, and one in its loop; of a block of tokens a thread looks for two slots; dx in place has two gates
-    # those of a list are one, but for the tokens'
-    expected = 2 * (1 + 2 if name in HAVE_A_LIST else 3 + 2 + (name == "lean"))
-    assert sum(wait.count("acquire") for wait in waits) == order.count("acquire") == expected
+    assert 1 <= len(waits) <= 2  # of tasks of the list, and of tokens; the compiler may let their ends be one
+    # of each one, and one in its loop; of a block of tokens a thread looks for two slots
+    assert sum(wait.count("acquire") for wait in waits) == order.count("acquire") == 2 * (1 + 2)
     assert order.count("fence") == len(signals) + len(waits)
 
 
 def test_the_next_ticket_is_not_waited_for_where_it_is_drawn(found):
     """The compiler takes an atomic that all threads of a warp do as one, and hands its result around at once."""
-    assert min(found[name]["drawn_waits"] for name in ("small", *HAVE_A_LIST)) > 40 > found["measured"]["drawn_waits"]
+    assert min(found[name]["drawn_waits"] for name in COMPILED) > 40 > found["over ranks"]["drawn_waits"]
 
 
 def test_rows_are_gathered_without_a_fence_in_each_stage_where_there_is_one_a_task(found):
     """A fence waits for what was gathered. Left is one for an expert's last rows, in the loops of gradients."""
-    for name in HAVE_A_LIST:
+    for name in COMPILED:
         assert set(found[name]["fences_among_gathers"]) == {0, 1}, name
-    assert set(found["small"]["fences_among_gathers"]) == {1, 2}
+    assert set(found["over ranks"]["fences_among_gathers"]) == {1, 2}
 
 
 def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_are_raised_behind_them_for_the_whole_system(found):
     over_ranks = found["over ranks"]
     assert over_ranks["stack_bytes"] <= MOST_STACK + 32 and over_ranks["shared"] <= SHARED_BYTES
-    assert over_ranks["local_in_loops"] <= found["measured"]["local_in_loops"]
+    assert over_ranks["local_in_loops"] <= 3
     assert re.search(r"load16 (load16 )*store16 (store16 )*(barrier )+raise", over_ranks["sends"]), over_ranks["sends"]
     assert over_ranks["sends"].count("raise") == 2  # of two warpgroups
     assert over_ranks["sends"].count("look") >= 4  # what was taken, rows of a product, rows of a block of tokens
-    assert not re.search("raise|look", found["measured"]["sends"])
+    assert not re.search("raise|look", found["qwen3_30b"]["sends"])
 
 
 def test_a_line_of_the_row_pass_is_laid_out_as_the_row_pass_of_triton(found):
@@ -89,14 +85,13 @@ def test_a_line_of_the_row_pass_is_laid_out_as_the_row_pass_of_triton(found):
 
 
 def test_the_launch_that_lists_tasks_keeps_all_in_registers(found):
-    assert found["lists"] == {"dx in its own place": 0, "dx over s·a": 0}
+    assert found["list"] == 0
 
 
 def main(names: list[str]) -> dict[str, dict]:
     from amoeba.core.config import Activation
-    from amoeba.tasks import hopper
-    from amoeba.tasks.decoder import Table
-    from amoeba.tasks.orders import ORDERS
+    from amoeba.tasks.hopper.backward import backward as hopper
+    from amoeba.tasks.triton.tickets import Table
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -106,7 +101,7 @@ def main(names: list[str]) -> dict[str, dict]:
 
     hopper.multiprocessors = lambda device: 132
     kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
-    hopper.make_own_table, hopper.write_letter = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
+    hopper.make_local_table, hopper.write_peer_context = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
     hopper.make_list = lambda *told, **besides: numbers(8)
     hopper.make_table = lambda offs_E, block, counters: Table(numbers(8), numbers(9), numbers(8))
     made = {}
@@ -121,15 +116,14 @@ def main(names: list[str]) -> dict[str, dict]:
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
             Activation(), (numbers(N), numbers(N), numbers(E)), arrival=others if name == "over ranks" else None,
-            order=ORDERS.get(name, ORDERS["listed"]),  # which has no list over ranks
+            small=name == "small",
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}
         made[name]["sends"] = order_of(compiled.asm["ptx"], OVER_RANKS)
         made[name]["drawn_waits"] = after_drawing(compiled)
         made[name]["fences_among_gathers"] = fences_among_gathers(compiled)
-    made["lists"] = {"dx in its own place": list_stack(False), "dx over s·a": list_stack(True)}
-    return made | {"lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512, 1024, 1472)}}
+    return made | {"list": list_stack(), "lines": {I: lines_of(I) for I in (64, 128, 256, 768, 512, 1024, 1472)}}
 
 
 WORDS = {
@@ -203,16 +197,16 @@ def fences_among_gathers(compiled) -> list[int]:
 GATHERS = ("UTMALDG", "LDGSTS.E")
 
 
-def list_stack(in_place: bool) -> int:
+def list_stack() -> int:
     """Bytes, of qwen3_30b's sizes."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.tasks.listing import _make_list
+    from amoeba.tasks.hopper.task_list import _make_list
 
-    values = {"IN_PLACE": in_place, "EXPERTS": 128, "TN": 3, "TNX": 8, "GROUP": 8, "STEPS": 7, "BLOCK_G": 16}
-    values |= {"BLOCK_M": 128, "ROW_COUNTERS": 129, "BESIDE": 3, "BLOCK": 128}
+    values = {"EXPERTS": 128, "TN": 3, "TNX": 8, "GROUP": 8, "STEPS": 7, "BLOCK_G": 16}
+    values |= {"BLOCK_M": 128, "ROW_COUNTERS": 129, "BLOCK": 128}
     pointers = ("heaviest_E", "first_tile", "offs_E", "records")
     names = _make_list.kernel.arg_names
     types = dict.fromkeys(names, "i32") | dict.fromkeys(pointers, "*i32") | dict.fromkeys(values, "constexpr")
@@ -229,7 +223,7 @@ def lines_of(intermediate: int) -> tuple[list, list]:
     from amoeba.core.config import Activation
     from amoeba.kernels.activate import BACKWARD_TILE, WARPS, _activate_backward
     from amoeba.kernels.activation import constants
-    from amoeba.tasks.hopper import Plan
+    from amoeba.tasks.hopper.backward import Plan
 
     plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
     values = {"I": intermediate, "DA_STRIDE": intermediate, "H_STRIDE": plan.J, "DH_STRIDE": plan.J}

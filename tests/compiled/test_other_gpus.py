@@ -73,7 +73,7 @@ def kernels_of_the_source() -> set[str]:
     for path in source.rglob("*.py"):
         if "hopper" not in str(path.relative_to(source)):
             found.update(re.findall(r"^@quick\n(?:@.*\n)+def _?(\w+)\(", path.read_text(), re.MULTILINE))
-    return found - {"decode", "make_list"}  # of the tasks' table: for tests, and of Hopper's tasks
+    return found - {"make_list"}  # of Hopper's tasks
 
 
 def check(capability: int, found: dict[str, dict[str, int]], exact: bool = False) -> None:
@@ -123,7 +123,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.precision.experts import quantise_experts
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.stream.store.layers import layer_entry
-    from amoeba.tasks.plain import scheduled_backward
+    from amoeba.tasks.triton.backward import scheduled_backward
 
     E, K, H, I, R = 64, 8, 2048, 1024, 16
     activation, plain = Activation(), Activation("gelu", gated=False)
@@ -300,7 +300,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
 def _arrival(dy_TH: torch.Tensor) -> Any:
     """Of rank 0 of two, on a GPU."""
     from amoeba.kernels.peer_post import Plan, Post, heap_layout
-    from amoeba.tasks.arrivals import Arrival
+    from amoeba.tasks.triton.arrivals import Arrival
 
     class OnGpu(Arrival):
         def constants(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from amoeba.jobs.generation_options import GenerationOptions
+from amoeba.jobs.generate.options import GenerationOptions
 from amoeba.jobs.same_on_ranks import BY_CONTENT, job_facts
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
 

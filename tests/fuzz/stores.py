@@ -81,7 +81,7 @@ def attempt(case: StoreCase) -> Outcome:
 @functools.cache
 def _stores(format: str, device: str) -> tuple[Path, Path, tuple[Any, ...]]:
     """A store, one of another model of the same shapes, and what the first one's model says."""
-    from amoeba.jobs.quantise import quantise_folder
+    from amoeba.jobs.convert.quantise import quantise_folder
     from amoeba.stream.store.packing import pack
     from hostile_folders import byte_tokenizer, tiny
 

@@ -16,9 +16,9 @@ from amoeba import lora, stream
 from amoeba.integrations.model_folder import load_config, load_model
 from amoeba.integrations.model_limits import vocabulary
 from amoeba.integrations.text_model import beyond_text
-from amoeba.jobs.finetune import finetune
-from amoeba.jobs.merge import merge
-from amoeba.jobs.quantise import quantise_folder
+from amoeba.jobs.convert.merge import merge
+from amoeba.jobs.convert.quantise import quantise_folder
+from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.stream.store.packing import pack
 from tiny_composites import VOCABULARY, kinds, save_composite

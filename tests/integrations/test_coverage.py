@@ -16,12 +16,12 @@ from amoeba.data.corpus import load_corpus
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.coverage import coverage
 from amoeba.integrations.placement import place_experts
-from amoeba.jobs.finetune import finetune
-from amoeba.jobs.loaded_model import _warm_up
-from amoeba.jobs.quantise import quantise_folder
-from amoeba.jobs.run_folder import Console
+from amoeba.jobs.convert.quantise import quantise_folder
+from amoeba.jobs.finetune.finetune import finetune
+from amoeba.jobs.generate.loaded_model import _warm_up
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
-from amoeba.jobs.train import train
+from amoeba.jobs.train.run_folder import Console
+from amoeba.jobs.train.train import train
 from amoeba.observe.router_watch import RouterWatch, check_balance
 from amoeba.stream.store.packing import pack
 from amoeba.tuning.model_shapes import shapes_of

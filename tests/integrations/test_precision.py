@@ -17,7 +17,7 @@ import amoeba
 from amoeba.backends import fp8
 from amoeba.decoding.refusal import why_not
 from amoeba.integrations.experts_module import experts_modules, weights_of
-from amoeba.jobs import fast_paths
+from amoeba.jobs.train import fast_paths
 from amoeba.precision.recipes import Fp8Experts
 from selection import quick
 from tiny_models import build

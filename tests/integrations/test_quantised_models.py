@@ -26,8 +26,8 @@ import amoeba
 from amoeba import lora
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, placed_in
-from amoeba.jobs.finetune import finetune
-from amoeba.jobs.generate import GenerationOptions, generate
+from amoeba.jobs.finetune.finetune import finetune
+from amoeba.jobs.generate.generate import GenerationOptions, generate
 from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
 from quantised_checkpoints import write_fp8, write_mxfp4

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amoeba.jobs import fast_trainer
-from amoeba.jobs.captured_step import CapturedStep, on_stream
-from amoeba.jobs.fast_trainer import FastTrainer
+from amoeba.jobs.train import trainer as fast_trainer
+from amoeba.jobs.train.captured_step import CapturedStep, on_stream
+from amoeba.jobs.train.trainer import FastTrainer
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
 
 
@@ -137,7 +137,7 @@ class TestOnAGpu:
 COUNTS_REPLAYS = """
 import atexit
 from amoeba.cli import main
-from amoeba.jobs.captured_step import CapturedStep
+from amoeba.jobs.train.captured_step import CapturedStep
 
 calls, replay = [], CapturedStep.__call__
 CapturedStep.__call__ = lambda *given: (calls.append(1), replay(*given))[1]

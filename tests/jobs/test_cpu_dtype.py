@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.core import load_core
 from amoeba.jobs import cpu_dtype
-from amoeba.jobs.training_loop import WatchedTrainer
+from amoeba.jobs.train.training_loop import WatchedTrainer
 from amoeba.system.cpu_features import has_bf16_instructions
 from selection import quick
 from tiny_models import build

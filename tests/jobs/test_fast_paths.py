@@ -15,9 +15,10 @@ from torch import nn
 from amoeba.integrations import fused_attention
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
 from amoeba.integrations.randomness import draws_random_numbers
-from amoeba.jobs import fast_paths, finetune
-from amoeba.jobs.captured_step import CapturedStep
-from amoeba.jobs.fast_trainer import FastTrainer
+from amoeba.jobs.finetune.finetune import finetune
+from amoeba.jobs.train import fast_paths
+from amoeba.jobs.train.captured_step import CapturedStep
+from amoeba.jobs.train.trainer import FastTrainer
 from amoeba.ops import rotary_attention
 from selection import quick
 from tiny_models import build

@@ -30,17 +30,17 @@ from amoeba.cli import app
 from amoeba.cpu import placements as cpu_placements
 from amoeba.cpu import planner as planner_module
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.data.answers import PLAIN_TEMPLATE, AnswerRows, pad_rows
 from amoeba.data.corpus import load_corpus
+from amoeba.data.sft_dataset import PLAIN_TEMPLATE, SftDataset, pad_rows
 from amoeba.data.token_rows import NO_LABEL, PackedDataset
 from amoeba.data.tokenizer import train_tokenizer
 from amoeba.integrations.placement import Placed, place_experts
 from amoeba.jobs import cpu_dtype
-from amoeba.jobs.finetune import AdapterAlone, finetune
-from amoeba.jobs.merge import merge
-from amoeba.jobs.resume import settings_of
+from amoeba.jobs.convert.merge import merge
+from amoeba.jobs.finetune.finetune import AdapterAlone, finetune
 from amoeba.jobs.settings import FinetuneSettings, load_settings
-from amoeba.jobs.training_loop import Rows, make_trainer
+from amoeba.jobs.train.resume import settings_of
+from amoeba.jobs.train.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
@@ -124,7 +124,7 @@ def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batch(packed: bool, 
         held_out: Any = PackedDataset(documents, tokenizer, 13, keep_last=True)
         assert (held_out[len(held_out) - 1]["labels"] == NO_LABEL).any()
     else:
-        held_out = AnswerRows(documents, tokenizer, 512)
+        held_out = SftDataset(documents, tokenizer, 512)
         assert len({int((row["labels"] != NO_LABEL).sum()) for row in held_out}) > 1
 
     def found(batch_size: int) -> float:
@@ -186,7 +186,7 @@ def test_base_weights_are_bit_identical_in_the_trained_model(
     base: Path, data: str, tmp_path: Path, monkeypatch
 ) -> None:
     kept = []
-    from amoeba.jobs import finetune as job
+    from amoeba.jobs.finetune import finetune as job
 
     real = job.load_placed
     monkeypatch.setattr(job, "load_placed", lambda *given, **named: kept.extend(real(*given, **named)) or tuple(kept))
@@ -226,7 +226,7 @@ def test_a_merge_that_is_interrupted_says_so_and_leaves_nothing(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("amoeba.jobs.merge.note_merged", interrupt)
+    monkeypatch.setattr("amoeba.jobs.convert.merge.note_merged", interrupt)
     words = ["merge", str(base), "--adapter", str(finished[0]), "--out", str(tmp_path / "merged")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 130 and "interrupted: nothing was written" in done.output
@@ -612,7 +612,9 @@ def test_autocast_is_for_routers_that_train_in_fp32_beside_a_bf16_model(
 ) -> None:
     """The experts' fp32 factors do not need it, and it would cast and copy in every layer."""
     seen = []
-    monkeypatch.setattr("amoeba.jobs.finetune.run_to_end", lambda trainer, *_: seen.append(trainer.args.bf16) or 1 / 0)
+    monkeypatch.setattr(
+        "amoeba.jobs.finetune.finetune.run_to_end", lambda trainer, *_: seen.append(trainer.args.bf16) or 1 / 0
+    )
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(ZeroDivisionError):
         finetune(settings(tmp_path / "run", base, data, dtype=name, train_router=train_router), Quiet())

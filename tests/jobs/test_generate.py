@@ -31,8 +31,9 @@ from amoeba.data import token_stream
 from amoeba.decoding import Decoder
 from amoeba.integrations import placement
 from amoeba.integrations.experts_module import experts_modules
-from amoeba.jobs import cpu_dtype, token_steps
-from amoeba.jobs.generate import GenerationOptions, GenerationReport, generate
+from amoeba.jobs import cpu_dtype
+from amoeba.jobs.generate import token_steps
+from amoeba.jobs.generate.generate import GenerationOptions, GenerationReport, generate
 from planted_backend import Planted, plant
 from tiny_models import byte_tokenizer, randomise, save_byte_tokenizer, tiny_config
 
@@ -595,7 +596,7 @@ def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("amoeba.jobs.loaded_model.load_placed", interrupted)
+    monkeypatch.setattr("amoeba.jobs.generate.loaded_model.load_placed", interrupted)
     result = invoke(folder, "Once")
     assert result.exit_code == 130
     assert "interrupted: before the first token" in result.stderr

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from amoeba.commands import generate as command
 from amoeba.data.prompts import Prompt
-from amoeba.jobs import prompt_batches, token_steps
-from amoeba.jobs.generate import GenerationOptions, generate
-from amoeba.jobs.prompt_batches import Row, batches_of
+from amoeba.jobs.generate import prompt_batches, token_steps
+from amoeba.jobs.generate.generate import GenerationOptions, generate
+from amoeba.jobs.generate.prompt_batches import Row, batches_of
 from tiny_models import byte_tokenizer, randomise, tiny_config
 
 TEXTS = ["Once upon a time", "x", "", "The end of it", "Ab"]  # the third line is blank
@@ -166,7 +166,7 @@ def test_a_file_of_somebody_else_is_left_alone(folder, prompts, tmp_path, conten
     ],
 )
 def test_a_bad_line_is_named_before_a_model_is_loaded(folder, tmp_path, monkeypatch, name, content, words):
-    monkeypatch.setattr("amoeba.jobs.loaded_model.load_placed", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("amoeba.jobs.generate.loaded_model.load_placed", lambda *_, **__: pytest.fail("loaded"))
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert words in refusal(folder, "--prompts", path)
@@ -217,7 +217,7 @@ class Manager:
 def test_continuous_batching_and_what_it_fails_with(folder, prompts, alone, monkeypatch, fails):
     manager = Manager(fails)
     monkeypatch.setattr(prompt_batches, "why_not_continuous", lambda model: None)
-    monkeypatch.setattr("amoeba.jobs.generate_prompts.why_not_continuous", lambda model: None)
+    monkeypatch.setattr("amoeba.jobs.generate.generate_prompts.why_not_continuous", lambda model: None)
     monkeypatch.setattr(Qwen3MoeForCausalLM, "init_continuous_batching", lambda self, generation_config: manager)
     result = invoke(folder, "--prompts", prompts, "--json")
     *lines, document = result.stdout.splitlines()
@@ -238,7 +238,7 @@ def test_continuous_batching_that_does_not_begin(folder, prompts, alone, monkeyp
     def refuse(self, generation_config):
         raise ValueError("attention of another kind")
 
-    monkeypatch.setattr("amoeba.jobs.generate_prompts.why_not_continuous", lambda model: None)
+    monkeypatch.setattr("amoeba.jobs.generate.generate_prompts.why_not_continuous", lambda model: None)
     monkeypatch.setattr(Qwen3MoeForCausalLM, "init_continuous_batching", refuse)
     result = invoke(folder, "--prompts", prompts)
     assert {record["prompt"]: record["text"] for record in records(result.stdout).values()} == alone

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from amoeba.jobs import manifest
-from amoeba.jobs.manifest import MANIFEST, damages, seal
+from amoeba.jobs.train import manifest
+from amoeba.jobs.train.manifest import MANIFEST, damages, seal
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from amoeba import lora
 from amoeba.integrations.model_folder import load_model
-from amoeba.jobs.merge import merge
+from amoeba.jobs.convert.merge import merge
 from amoeba.stream.store.tensor_files import SHARDS
 from tiny_composites import build_composite
 from tiny_models import build, experts_classes, relative, save_byte_tokenizer, token_ids

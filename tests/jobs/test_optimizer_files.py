@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from amoeba.jobs.optimizer_files import GROUPS, _Parts
+from amoeba.jobs.train.optimizer_files import GROUPS, _Parts
 
 OWNED = ([0, 2, 4], [1, 3])  # experts of two ranks, as a table of one's own may have them
 

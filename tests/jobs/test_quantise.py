@@ -24,8 +24,8 @@ import amoeba
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, place, placed_in
 from amoeba.integrations.model_folder import check_model
-from amoeba.jobs import quantise as job
-from amoeba.jobs.quantise import quantise_folder
+from amoeba.jobs.convert import quantise as job
+from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.placements import placement_named
 from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
 from selection import quick

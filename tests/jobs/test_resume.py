@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 from amoeba.cli import app
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Text
-from amoeba.jobs import training_loop
-from amoeba.jobs.metrics import RunLog
-from amoeba.jobs.resume import Earlier, began_with, check_data, settings_of
-from amoeba.jobs.run_folder import checkpoints, remove_unfinished, run_folder
 from amoeba.jobs.settings import AT_RESUME
-from amoeba.jobs.training_loop import WatchedTrainer
+from amoeba.jobs.train import training_loop
+from amoeba.jobs.train.metrics import RunLog
+from amoeba.jobs.train.resume import Earlier, began_with, check_data, settings_of
+from amoeba.jobs.train.run_folder import checkpoints, remove_unfinished, run_folder
+from amoeba.jobs.train.training_loop import WatchedTrainer
 from selection import each_value_once, quick
 from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 

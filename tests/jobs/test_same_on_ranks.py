@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="models of transformers are compared"
 from fuzz.fake_ranks import compare
 
 from amoeba.jobs import same_on_ranks
-from amoeba.jobs.generation_options import GenerationOptions
+from amoeba.jobs.generate.options import GenerationOptions
 from amoeba.jobs.same_on_ranks import BY_CONTENT, OF_ONE_RANK, VARIABLES, job_facts, model_facts
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
 from tiny_models import build

@@ -13,8 +13,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from amoeba.cli import app
-from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings, load_settings
+from amoeba.jobs.train.resume import settings_of
 
 KINDS = {"train": TrainSettings, "finetune": FinetuneSettings}
 # What is written after flags that do not take any text or number, and what becomes of it.

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
-from amoeba.jobs import time_budget
-from amoeba.jobs.resume import settings_of
 from amoeba.jobs.settings import TrainSettings
+from amoeba.jobs.train import time_budget
+from amoeba.jobs.train.resume import settings_of
 from amoeba.parallel.together import ALONE
 from selection import quick
 from tiny_runs import KINDS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 from amoeba.decoding import compiled_code
 from amoeba.decoding import decoder as decoders
-from amoeba.jobs import token_steps
-from amoeba.jobs.token_steps import choose_steps
+from amoeba.jobs.generate import token_steps
+from amoeba.jobs.generate.token_steps import choose_steps
 from tiny_models import build
 
 GREEDY = {"do_sample": False, "repetition_penalty": 1.0}

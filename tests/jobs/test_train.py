@@ -19,7 +19,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 
 from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
-from amoeba.jobs.train import train
+from amoeba.jobs.train.train import train
 from amoeba.observe.run_log import read_run
 from tiny_runs import Quiet
 

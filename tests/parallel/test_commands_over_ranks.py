@@ -16,8 +16,8 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 import rank_jobs
 from amoeba.cli import app
-from amoeba.jobs.run_folder import checkpoints
 from amoeba.jobs.sharded_model import load_share
+from amoeba.jobs.train.run_folder import checkpoints
 from amoeba.parallel import Ranks
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.together import Together

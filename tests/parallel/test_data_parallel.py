@@ -20,7 +20,7 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 import rank_jobs
 from amoeba.cli import app
-from amoeba.jobs.run_folder import checkpoints
+from amoeba.jobs.train.run_folder import checkpoints
 from amoeba.parallel.processes import LocalRanks
 from same_runs import check_same_run
 from selection import quick

@@ -20,9 +20,9 @@ import amoeba
 import rank_jobs
 import rank_training
 from amoeba.integrations.own_tensors import sharded_modules
-from amoeba.jobs.run_precision import run_precision
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.sharded_model import shard_model
+from amoeba.jobs.train.run_precision import run_precision
 from amoeba.parallel import Ranks
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.together import Together

@@ -17,9 +17,9 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 import rank_jobs
 from amoeba.cli import app
-from amoeba.jobs.resume import settings_of
-from amoeba.jobs.run_folder import checkpoints
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
+from amoeba.jobs.train.resume import settings_of
+from amoeba.jobs.train.run_folder import checkpoints
 from amoeba.parallel import Owners, Ranks
 from amoeba.parallel.mesh import RankMesh, make_mesh
 from amoeba.parallel.processes import LocalRanks
@@ -169,7 +169,7 @@ def test_one_rank_computes_the_same_with_its_parameters_in_shards(
         all_of_it = DeviceMesh.from_group(ranks.group, device)
         for name, meshes in (("copies", ()), ("shards", (all_of_it, all_of_it))):
             mesh = RankMesh(ranks, ranks, *meshes)
-            monkeypatch.setattr("amoeba.jobs.train.mesh_of", lambda *_, mesh=mesh: mesh)
+            monkeypatch.setattr("amoeba.jobs.train.train.mesh_of", lambda *_, mesh=mesh: mesh)
             settings = tiny_settings("train", tmp_path / name, inputs, **CHANGED, experts="ranks")
             tiny_run(settings, Quiet(), together=Together(ranks))
     finally:

@@ -15,7 +15,7 @@ from selection import quick
 
 pytest.importorskip("triton")
 from amoeba.parallel.transports.peers import PeerExchange
-from amoeba.tasks.arrivals import Arrival, announce, announced
+from amoeba.tasks.triton.arrivals import Arrival, announce, announced
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
-from amoeba.jobs.run_folder import checkpoints
+from amoeba.jobs.train.run_folder import checkpoints
 from tiny_runs import make_inputs
 
 ROOT = Path(__file__).parents[2]

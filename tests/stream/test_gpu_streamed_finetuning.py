@@ -24,10 +24,10 @@ from typer.testing import CliRunner
 
 from amoeba import lora
 from amoeba.cli import app
-from amoeba.jobs import fast_paths
-from amoeba.jobs import finetune as finetune_job
-from amoeba.jobs.finetune import FinetuneReport, finetune
+from amoeba.jobs.finetune import finetune as finetune_job
+from amoeba.jobs.finetune.finetune import FinetuneReport, finetune
 from amoeba.jobs.settings import FinetuneSettings, load_settings
+from amoeba.jobs.train import fast_paths
 from amoeba.stream import attaching
 from amoeba.stream.gpu import budgets
 from amoeba.stream.gpu.tiers import LayerTiers
@@ -152,7 +152,7 @@ def test_captured_passes_of_resident_experts_train_alike(streamed, inputs, tmp_p
     assert_alike(streamed, captured, exactly=False)
 
 
-@without_a_gpu_thorough  # with streaming to the CPU: tests/jobs/test_stream_parts.py
+@without_a_gpu_thorough  # with streaming to the CPU: tests/jobs/test_streaming_report.py
 def test_a_run_that_goes_on_with_another_budget_ends_as_it_would_have(streamed, inputs, tmp_path) -> None:
     run, budgets = tmp_path / "run", ["--vram", vram(inputs, EXPERTS), "--ram", "1MiB"]
     shutil.copytree(streamed.folder, run)

@@ -29,7 +29,7 @@ from amoeba.cli import app
 from amoeba.decoding.decoder import Outlet
 from amoeba.decoding.refusal import why_not
 from amoeba.decoding.step import Step
-from amoeba.jobs import token_steps
+from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching
 from amoeba.stream.gpu import budgets, early_copies
 from amoeba.stream.gpu.fast_path import serving_library

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import amoeba
 from amoeba import lora
 from amoeba.integrations.experts_module import experts_modules
-from amoeba.jobs.quantise import quantise_folder
+from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.stream.store import open_store
 from amoeba.stream.store.index import _crc32
 from amoeba.stream.store.packing import pack

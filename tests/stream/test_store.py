@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from stored_models import check_experts, expected_experts, save
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from amoeba.jobs.quantise import quantise_folder
+from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.stream.store import StoreError, aligned_buffer, is_store, open_store, reading
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import pack

@@ -19,7 +19,7 @@ from stored_models import save
 import amoeba
 from amoeba.core.errors import BadValue
 from amoeba.integrations.model_folder import load_tokenizer
-from amoeba.jobs.quantise import quantise_folder
+from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.stream.store import StoreError
 from amoeba.stream.store.packing import pack
 from hostile_folders import byte_tokenizer, change_json

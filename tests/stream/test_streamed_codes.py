@@ -24,8 +24,8 @@ import amoeba
 from amoeba import lora
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, placed_in
-from amoeba.jobs import quantise as quantising
-from amoeba.jobs.quantise import quantise_folder
+from amoeba.jobs.convert import quantise as quantising
+from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.sharded_model import load_share
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.stream import attaching

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import amoeba
 from amoeba.cli import app
-from amoeba.jobs import token_steps
+from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching, gpu_spans, timeline
 from amoeba.stream.store import StoreError, open_store, reading
 from amoeba.stream.store.packing import pack

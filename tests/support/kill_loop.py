@@ -31,7 +31,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a fork cannot have the GPU of the pro
 import torch
 
 from amoeba.cli import app
-from amoeba.jobs import metrics as run_log
+from amoeba.jobs.train import metrics as run_log
 from tiny_runs import TOLD, WEIGHTS, kept_weights, make_inputs
 
 for name in ("accelerate", "peft", "pydantic", "rich.live", "torch.utils.tensorboard", "transformers"):

@@ -27,7 +27,7 @@ from amoeba.parallel.transports import peers
 
 E, H, I = 5, 16, 24
 # what the jobs below need, and takes seconds in each process
-PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train", "amoeba.jobs.finetune")
+PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train.train", "amoeba.jobs.finetune.finetune")
 
 
 def sharded_layer(
@@ -162,7 +162,7 @@ def checkpointed_early(rank: int, last: bool) -> tuple[list[bool], int]:
 
 def _counting_early_starts(run: Callable[[], Any], late_by: float) -> tuple[Any, int]:
     import amoeba.backends.tasks  # noqa: F401
-    from amoeba.tasks import arrivals
+    from amoeba.tasks.triton import arrivals
 
     taken, sleep, announced = [], threading.Event(), arrivals.announced
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from amoeba.data.tokenizer import train_tokenizer
-from amoeba.jobs.finetune import finetune
+from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.settings import FinetuneSettings, RunSettings, TrainSettings, load_settings
-from amoeba.jobs.train import train
+from amoeba.jobs.train.train import train
 from tiny_models import build
 
 KINDS: dict[str, type[RunSettings]] = {"train": TrainSettings, "finetune": FinetuneSettings}

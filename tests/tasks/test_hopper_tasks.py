@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.activation import constants
-from amoeba.tasks.hopper import Plan, hopper_backward, plan_of
-from amoeba.tasks.orders import ORDERS, Order, bundle_of, chosen_order
+from amoeba.tasks.hopper.backward import Plan, hopper_backward, plan_of
+from amoeba.tasks.sizes import bundle_of, is_small
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]
@@ -58,12 +58,12 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, how, dtype=torch.
     return Problem(normal(tokens, hidden), ids.cuda(), weight, weights), normal(tokens, hidden)
 
 
-def scheduled(problem, dy_TH, saved, order=ORDERS["listed"], **options):
+def scheduled(problem, dy_TH, saved, small=False, **options):
     weights = problem.weights
     with poisoned_memory():
         return hopper_backward(
             dy_TH, problem.x_TH, saved.h_NJ, problem.expert_TK, problem.weight_TK, weights.gate_up_EJH,
-            weights.down_EHI, weights.activation, saved.maps, order=order, **options,
+            weights.down_EHI, weights.activation, saved.maps, small=small, **options,
         )  # fmt: skip
 
 
@@ -107,29 +107,22 @@ class TestOnHopper:
         check(captured, first)
 
     @pytest.mark.parametrize(
-        ("order", "name"),
-        [
-            *((order, "many waves") for order in ORDERS if order != "listed"),
-            *(("small", name) for name in ("ragged", "empty experts", "one row")),
-            *(("small listed", name) for name in ("ragged", "empty experts", "one row", "many slots", "wide lines")),
-            *(("measured", name) for name in ("skew", "one expert", "a part of a line")),
-            *(("lean", name) for name in ("ragged", "one expert", "one row")),  # of the second, s·a is wider than dx
-        ],
+        "name", ["many waves", "ragged", "empty experts", "one row", "many slots", "wide lines", "skew", "one expert"]
     )
-    def test_each_order_has_the_same_bits(self, order, name):
+    def test_the_order_of_small_layers_has_the_same_bits(self, name):
         problem, dy_TH = make_problem(*CASES[name])
         _, saved = sorted_rows.forward(problem, "h", TritonRows)
         expected = sorted_rows.backward(problem, saved, dy_TH, ALL, TritonRows)
         for _ in range(3):
-            check(scheduled(problem, dy_TH, saved, order=ORDERS[order]), expected)
+            check(scheduled(problem, dy_TH, saved, small=True), expected)
 
-    @pytest.mark.parametrize("order", ["listed", "small listed"])
-    def test_copies_on_another_stream_beside_it_neither_stop_it_nor_change_a_bit(self, order):
+    @pytest.mark.parametrize("small", [False, True])
+    def test_copies_on_another_stream_beside_it_neither_stop_it_nor_change_a_bit(self, small):
         """As when the next layer's weights are gathered meanwhile: copies from the host, within the device, and kernels
         that take multiprocessors from it."""
         problem, dy_TH = make_problem(1500, 512, 256, 16, 4, "even")
         _, saved = sorted_rows.forward(problem, "h", TritonRows)
-        first = scheduled(problem, dy_TH, saved, order=ORDERS[order])
+        first = scheduled(problem, dy_TH, saved, small=small)
         differ = torch.zeros((), dtype=torch.bool, device="cuda")
         beside = torch.cuda.Stream()
         shard = torch.ones(8 << 20, dtype=torch.bfloat16, pin_memory=True)
@@ -139,7 +132,7 @@ class TestOnHopper:
             with torch.cuda.stream(beside):
                 whole[0].copy_(shard, non_blocking=True)
                 whole[1:] = whole[0] * (step + 1)
-            for left, right in zip(first, scheduled(problem, dy_TH, saved, order=ORDERS[order]), strict=True):
+            for left, right in zip(first, scheduled(problem, dy_TH, saved, small=small), strict=True):
                 differ |= (left != right).any()
         ends = [torch.cuda.Event() for _ in range(2)]
         ends[0].record()
@@ -150,9 +143,10 @@ class TestOnHopper:
             time.sleep(0.01)
         assert not differ and whole[3, -1] == 60
 
-    def test_its_tickets_are_those_of_the_decoder_each_once_behind_its_gates(self):
-        from amoeba.tasks.decoder import decode
-        from amoeba.tasks.device_trace import DeviceTrace
+    def test_its_tickets_are_those_of_the_list_each_once_behind_its_gates(self):
+        from amoeba.tasks.hopper.task_list import make_list
+        from amoeba.tasks.timeline import DeviceTrace
+        from amoeba.tasks.triton.tickets import make_table
 
         tokens, hidden, intermediate, experts, top_k, _ = CASES["skew"]
         problem, dy_TH = make_problem(*CASES["skew"])
@@ -163,17 +157,17 @@ class TestOnHopper:
         assert [record.ticket for record in records] == list(range(len(records)))
         plan = Plan(hidden, intermediate, experts, top_k, **constants(Activation()))
         programs = torch.cuda.get_device_properties(0).multi_processor_count
-        tickets = torch.arange(len(records), dtype=torch.int32, device="cuda")
-        *expected, total = decode(tickets, saved.offs_E, plan.layout(tokens, tokens * top_k, programs)).tolist()
-        assert total == [len(records)] * 3
-        assert [list(map(int, record.task)) for record in records] == expected
+        layout, table = plan.layout(tokens, tokens * top_k, programs), make_table(saved.offs_E, 128)
+        assert len(records) == layout.most_tickets(int(table.first_tile[-1]))
+        lines = make_list(table, saved.offs_E, layout, len(records), row_counters=plan.ROW_COUNTERS)
+        assert [list(map(int, record.task)) for record in records] == lines[:, :3].tolist()
         assert all(record.came <= record.started <= record.ended for record in records)
         arrows = trace.gates(records, saved.offs_E.tolist())
         assert all(before.ended <= after.started for before, after in arrows)
 
     def test_the_backend_takes_it_and_the_plain_kernel_where_it_does_not_serve(self):
         from amoeba.backends.tasks import kernel_for
-        from amoeba.tasks.plain import scheduled_backward
+        from amoeba.tasks.triton.backward import scheduled_backward
 
         problem = make_problem(*CASES["one row"])[0]
         assert kernel_for(problem) is hopper_backward
@@ -192,7 +186,7 @@ class TestOnHopper:
     ],
 )
 def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
-    from amoeba.tasks.hopper import why_not
+    from amoeba.tasks.hopper.backward import why_not
 
     found = why_not(top_k, activation)
     assert found is None if reason is None else found is not None and reason in found
@@ -200,7 +194,7 @@ def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):
 
 def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
     from amoeba.kernels.hopper import gemm, wgrad
-    from amoeba.tasks import hopper_queue
+    from amoeba.tasks.hopper import queue as hopper_queue
 
     bytes_of_stage = hopper_queue.STAGE_BYTES.value
     assert bytes_of_stage == 2 * gemm.BLOCK_K * (gemm.BLOCK_M + gemm.BLOCK_N)
@@ -238,7 +232,7 @@ def test_a_wave_is_two_turns_of_all_programs_and_some_weights_are_left_for_the_s
 
 
 def test_a_stage_holds_whole_tokens_for_their_sums():
-    from amoeba.tasks.hopper import MOST_SLOTS, Plan
+    from amoeba.tasks.hopper.backward import MOST_SLOTS, Plan
 
     for top_k in range(1, MOST_SLOTS + 1):
         plan = Plan(512, 256, 32, top_k, **constants(Activation()))
@@ -258,31 +252,23 @@ def test_a_stage_holds_whole_tokens_for_their_sums():
     ],
 )
 def test_tiles_of_experts_with_few_rows_are_bundled(tokens, small, bundle):
-    assert bundle_of(tokens * 8, 128, Order(small=small)) == bundle
+    assert bundle_of(tokens * 8, 128, small) == bundle
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_each_order_hands_out_every_tile_and_keeps_some_gradients_behind_the_sums(name):
-    order = ORDERS[name]
-    plan = plan_of(1536, 256, 128, 8, Activation(), order, bundle_of(8192, 128, order) > 1)
-    layout = plan.layout(1024, 8192, 132, order)
-    assert order == (plan.SMALL, plan.IN_PLACE, plan.LISTED) and order.small == plan.BUNDLED
-    bundle = 4 if order.small else 1
+@pytest.mark.parametrize("small", [False, True])
+def test_every_tile_is_handed_out_and_of_small_layers_some_gradients_behind_the_sums(small):
+    plan = plan_of(1536, 256, 128, 8, Activation(), small, bundle_of(8192, 128, small) > 1)
+    layout = plan.layout(1024, 8192, 132)
+    assert plan.SMALL == plan.BUNDLED == small and plan.LISTED
+    bundle = 4 if small else 1
     assert layout.down_weight_parts * bundle >= plan.DOWN_TILES > (layout.down_weight_parts - 1) * bundle
     assert layout.up_weight_parts * bundle >= plan.UP_TILES > (layout.up_weight_parts - 1) * bundle
     kept = (128 - layout.late) * layout.up_weight_parts
-    assert layout.behind == (kept * 30 // 100 if order.small else 0)
-    assert layout.token_blocks == 1024 // plan.TOKENS and layout.in_place == order.in_place
+    assert layout.behind == (kept * 30 // 100 if small else 0)
+    assert layout.token_blocks == 1024 // plan.TOKENS
 
 
-def test_small_layers_take_the_order_that_was_faster_for_them_and_the_environment_names_another(monkeypatch):
+def test_a_layer_is_small_by_its_work_and_never_over_ranks():
     large, small = (262144, 2048, 768), (65536, 2048, 768)
-    assert chosen_order(*large) == ORDERS["listed"] == Order(listed=True)
-    assert chosen_order(*small) == ORDERS["small listed"] == ORDERS["small"]._replace(listed=True)
-    assert chosen_order(*large, over_ranks=True) == chosen_order(*small, over_ranks=True) == ORDERS["measured"]
-    assert chosen_order(16384, 4096, 14336) == ORDERS["listed"], "mixtral: few rows, but long ones"
-    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "small lean")
-    assert chosen_order(*large) == ORDERS["small lean"]
-    monkeypatch.setenv("AMOEBA_TASKS_ORDER", "smal")
-    with pytest.raises(ValueError, match="AMOEBA_TASKS_ORDER: expected one of measured, small, "):
-        chosen_order(*small)
+    assert is_small(*small) and not is_small(*large) and not is_small(*small, over_ranks=True)
+    assert not is_small(16384, 4096, 14336), "mixtral: few rows, but long ones"

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from amoeba.tasks.decoder import Layout, _merged, decode, make_table
+from amoeba.tasks.triton.tickets import Layout, _merged, count_tickets, decode_ticket, make_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,7 +40,6 @@ def random_graph(seed: int) -> tuple[Graph, torch.Tensor]:
         kept=draw.randint(1, 4),
         behind=draw.choice((0, 1, 5, 99)),
         bundle=draw.randint(1, 3),
-        in_place=draw.random() < 0.3,
     )
     sizes = Sizes(draw.randint(1, 9), draw.randint(1, 7), experts, top_k)
     counts = [sum(each == [expert] for each in ids) for expert in range(experts)]
@@ -61,8 +60,61 @@ def layout_of(graph: Graph) -> Layout:
         tiling.group,
         tiling.kept,
         tiling.behind,
-        tiling.in_place,
     )
+
+
+def decode(tickets: torch.Tensor, offs_E: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Kind, item and part of each, and how many tickets there are at the end: (n + 1, 3)."""
+    out = torch.empty((len(tickets) + 1, 3), dtype=torch.int32, device=offs_E.device)
+    _decode[(1,)](*make_table(offs_E, layout.row_block)[:2], tickets, out, len(tickets), **layout.constants())
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _decode(
+    heaviest_E,
+    first_tile,
+    tickets,
+    out,
+    count,
+    EXPERTS: tl.constexpr,
+    TN: tl.constexpr,
+    TNX: tl.constexpr,
+    DOWN_PARTS: tl.constexpr,
+    UP_PARTS: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr,
+    WAVE: tl.constexpr,
+    WAVES: tl.constexpr,
+    LATE: tl.constexpr,
+    BEHIND: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    total = count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
+    column = tl.arange(0, 4)
+    tl.store(out + 3 * count + column, total, mask=column < 3)
+    for index in range(0, count):
+        kind, item, part = decode_ticket(
+            tl.load(tickets + index),
+            tl.arange(0, BLOCK_G),
+            heaviest_E,
+            first_tile,
+            EXPERTS,
+            TN,
+            TNX,
+            DOWN_PARTS,
+            UP_PARTS,
+            TOKEN_BLOCKS,
+            WAVE,
+            WAVES,
+            LATE,
+            BEHIND,
+            GROUP,
+        )
+        line = out + 3 * index
+        tl.store(line, kind)
+        tl.store(line + 1, item)
+        tl.store(line + 2, part)
 
 
 def check(seed: int, most: int) -> None:

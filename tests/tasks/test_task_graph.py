@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from amoeba.proof.schedules import random_case
 from amoeba.tasks.graph import FLAGS, SEED_KIND, Graph, Kind, Lane, grouped, merged
 from amoeba.tasks.rows import divide_rows
-from amoeba.tasks.simulate import all_tasks
+from amoeba.tasks.simulator import all_tasks
 from amoeba.tasks.sizes import Sizes, Tiling
 
 SIX = {"gradCombine", "gradPostGEMM", "gradGateCombine", "gradPreGEMM", "gradInputCombine", "gradGateGEMM"}

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from test_task_decoder import layout_of, random_graph
 
-from amoeba.tasks.decoder import make_table
 from amoeba.tasks.graph import Graph, Kind
-from amoeba.tasks.listing import make_list
+from amoeba.tasks.hopper.task_list import make_list
+from amoeba.tasks.triton.tickets import make_table
 from selection import quick
 
 FIRST_ROW_COUNTER = 1000  # any number that is no other counter's
@@ -23,7 +23,7 @@ WEIGHTS = (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS)
 def expected(graph: Graph, ticket: int, starts: list[int]) -> list[int]:
     """Counters are of two warpgroups: twice what the graph counts."""
     kind, item, part = graph.decode(ticket)
-    experts, tiling = graph.rows.experts, graph.tiling
+    tiling = graph.tiling
     if kind == Kind.COMBINE:
         return [kind, item, part, item, 0, 0, FIRST_ROW_COUNTER + item, 0]
     if kind in WEIGHTS:
@@ -35,8 +35,6 @@ def expected(graph: Graph, ticket: int, starts: list[int]) -> list[int]:
         least = 2 * graph.parts(Kind.DOWN)
     if kind == Kind.UP:
         least = 2 * (graph.parts(Kind.DOWN) + 1)
-        if tiling.in_place and part * tiling.up_columns < graph.sizes.intermediate:
-            gate, least = 1 + experts + expert, 2 * graph.parts(Kind.DOWN_WEIGHTS)
     return [kind, item, part, expert, first, starts[expert + 1], gate, least]
 
 
@@ -44,10 +42,8 @@ def check(seed: int) -> None:
     graph, offs_E = random_graph(seed)
     layout = layout_of(graph)
     most = layout.most_tickets(graph.rows.first_tile[-1]) + 3
-    found = make_list(
-        make_table(offs_E, graph.tiling.rows), offs_E, layout, most, row_counters=FIRST_ROW_COUNTER,
-        columns=graph.tiling.up_columns, intermediate=graph.sizes.intermediate,
-    )  # fmt: skip
+    table = make_table(offs_E, graph.tiling.rows)
+    found = make_list(table, offs_E, layout, most, row_counters=FIRST_ROW_COUNTER)
     starts = [0, *offs_E.tolist()]
     told = [list(map(int, expected(graph, ticket, starts))) for ticket in range(graph.tickets)]
     assert found[: graph.tickets].tolist() == told, seed

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import pairwise
 
 import pytest
 from test_task_schedules import NAMED, run_at_random
 
 from amoeba.proof.schedules import TOLERANCE, ScheduleCase, random_case
+from amoeba.tasks.computation import Region, Regions
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Lane, Signal, Task
-from amoeba.tasks.regions import Region, Regions
-from amoeba.tasks.simulate import ScheduleFault
+from amoeba.tasks.simulator import ScheduleFault
 from selection import quick
 
 GATES = [
@@ -21,7 +20,6 @@ GATES = [
     (Kind.ACTIVATE, "rows"),
     (Kind.ACTIVATE, "finished"),
     (Kind.UP, "rows"),
-    (Kind.UP, "down"),
     (Kind.DOWN_WEIGHTS, "expert"),
     (Kind.UP_WEIGHTS, "expert"),
     (Kind.RETURN, "rows"),
@@ -38,7 +36,6 @@ SIGNALS = [
     (Kind.ACTIVATE, "expert"),
     (Kind.UP, "rows"),
     (Kind.UP, "ready"),
-    (Kind.DOWN_WEIGHTS, "down"),
     (Kind.RETURN, "returned"),
     (Kind.COMBINE, "tokens"),
     (Kind.ROUTER, "router"),
@@ -220,17 +217,6 @@ def test_sums_before_what_peers_wait_for():
 def test_products_before_what_is_sent():
     def change(runs):
         return [run for run in runs if run[0].kind != Kind.SEND] + [run for run in runs if run[0].kind == Kind.SEND]
-
-    assert how_it_dies(reordered(change)) == "stuck"
-
-
-def test_dx_before_the_gradients_of_down_that_read_what_lies_in_its_place():
-    def change(runs):
-        kinds = [run[0].kind for run in runs]
-        for at, pair in enumerate(pairwise(kinds)):
-            if pair == (Kind.DOWN_WEIGHTS, Kind.UP):
-                runs[at], runs[at + 1] = runs[at + 1], runs[at]
-        return runs
 
     assert how_it_dies(reordered(change)) == "stuck"
 

@@ -7,25 +7,26 @@ import random
 import pytest
 import torch
 
-from amoeba.tasks.graph import Kind
+from amoeba.tasks.graph import Kind, ShareGraph
 from amoeba.tasks.rows import divide_rows
-from amoeba.tasks.share import ShareGraph
 from amoeba.tasks.sizes import Sizes, Tiling
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from amoeba.kernels.launch import next_power_of_2  # noqa: E402
-from amoeba.tasks.decoder import make_table  # noqa: E402
-from amoeba.tasks.own_first import make_own_table, own_tiles_first  # noqa: E402
+from amoeba.tasks.triton.local_first import local_tiles_first, make_local_table  # noqa: E402
+from amoeba.tasks.triton.tickets import make_table  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @triton.jit
-def _reorder(out, first_tile, first_own, own_before, count, EXPERTS: tl.constexpr, WAVE: tl.constexpr, B: tl.constexpr):
+def _reorder(
+    out, first_tile, first_local, local_before, count, EXPERTS: tl.constexpr, WAVE: tl.constexpr, B: tl.constexpr
+):
     for item in range(0, count):
-        found = own_tiles_first(item, tl.arange(0, B), first_tile, first_own, own_before, EXPERTS, WAVE)
+        found = local_tiles_first(item, tl.arange(0, B), first_tile, first_local, local_before, EXPERTS, WAVE)
         tl.store(out + item, found)
 
 
@@ -62,10 +63,10 @@ def test_24_random_layouts():
             (graph.rank * tokens, (graph.rank + 1) * tokens),
         )
         table = make_table(offs_E, block)
-        own = make_own_table(order_N, offs_E, table, block, top_k, first, end)
+        own = make_local_table(order_N, offs_E, table, block, top_k, first, end)
         expected_first, expected_before = graph._own
-        assert own.first_own.tolist() == expected_first, seed
-        assert own.own_before.tolist() == expected_before, seed
+        assert own.first_local.tolist() == expected_first, seed
+        assert own.local_before.tolist() == expected_before, seed
         lanes = [lane for run in graph.runs() for lane in run if lane.kind == Kind.ACTIVATE]
         expected = [graph.lane_task(lane.kind, lane.wave, at).item for lane in lanes for at in range(lane.size)]
         found = torch.empty(len(expected), dtype=torch.int32, device=DEVICE)

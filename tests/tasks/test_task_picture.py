@@ -9,8 +9,8 @@ import pytest
 
 from amoeba.tasks.graph import Kind, Task
 from amoeba.tasks.picture import draw
-from amoeba.tasks.simulate import Record
-from amoeba.tasks.summary import travelled
+from amoeba.tasks.simulator import Record
+from amoeba.tasks.timeline import travelled
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,7 +10,7 @@ import pytest
 
 from amoeba.proof.schedules import TOLERANCE, ScheduleCase, make_case, random_case
 from amoeba.tasks.graph import Kind
-from amoeba.tasks.simulate import Pace, Script, simulate
+from amoeba.tasks.simulator import Pace, Script, simulate
 from amoeba.tasks.sizes import Sizes, Tiling
 from selection import quick
 
@@ -55,7 +55,6 @@ def test_250_random_schedules_of_random_layers(chunk):
 
 NAMED = {
     "one rank": make_case(Sizes(6, 5, 4, 2), SMALL, [[7]], (0, 0, 0, 0)),
-    "dx in the place of s·a": make_case(Sizes(6, 5, 4, 2), SMALL._replace(in_place=True), [[7]], (0, 0, 0, 0)),
     "no tokens at all": make_case(Sizes(4, 3, 2, 1), SMALL, [[0, 0]], (0, 1)),
     "all tokens on one expert": make_case(Sizes(4, 3, 5, 1), SMALL, [[6, 6]], (0, 1, 0, 1, 0), skew=100.0),
     "every expert chosen by every token": make_case(Sizes(4, 3, 3, 3), SMALL, [[3, 2, 1]], (2, 0, 1)),

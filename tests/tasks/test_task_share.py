@@ -8,10 +8,8 @@ import pytest
 from test_task_mutants import EARLY, STUCK, how_it_dies, named, raised, with_gates, with_signals
 from test_task_schedules import NAMED, SMALL, check
 
-from amoeba.proof.schedules import make_case, random_case
-from amoeba.proof.share_schedules import ShareCase, share_case
-from amoeba.tasks.graph import Kind
-from amoeba.tasks.share import ShareGraph
+from amoeba.proof.schedules import ShareCase, make_case, random_case, share_case
+from amoeba.tasks.graph import Kind, ShareGraph
 from amoeba.tasks.sizes import Sizes
 from selection import quick
 

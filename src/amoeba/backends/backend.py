@@ -70,7 +70,7 @@ class Backend(ABC):
     kinds:           the kinds of weights it serves; of others it is not asked.
     preference:      among the backends of a kind the highest that has no reason against a request is chosen.
     waits_on_gpu:    whether each pass on a GPU waits for it; nobody gets such a backend without being told.
-    starts_early:    whether its backward takes a dy of which rows are still on their way (`amoeba.tasks.arrivals`).
+    starts_early:    whether its backward takes a dy whose rows are still arriving (`amoeba.tasks.triton.arrivals`).
     """
 
     name: ClassVar[str]

@@ -3,8 +3,8 @@
     y_TH = amoeba.experts(x_TH, routing, weights, backend="tasks")
 
 `auto` takes it where it was measured to be faster (`amoeba.backends.measured`). Gradients have the bits of `triton`.
-Where Hopper's kernel in Gluon does not serve a layer that those of `triton` do, see `amoeba.tasks.hopper.why_not`, the
-plain kernel does and the two differ by rounding.
+Where the Gluon kernel for Hopper does not serve a layer that `triton` does (`amoeba.tasks.hopper.backward.why_not`),
+the plain kernel does, and the two differ by rounding.
 
 It needs more memory than `triton` (`amoeba.tasks.sizes.extra_bytes`). Where there is none, the kernels of `triton` do
 this backward, and those of layers that would need as much.
@@ -27,8 +27,8 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.tasks.sizes import Sizes, extra_bytes
 
 if TYPE_CHECKING:
-    from amoeba.tasks.arrivals import Arrival
-    from amoeba.tasks.plain import Scheduled
+    from amoeba.tasks.triton.arrivals import Arrival
+    from amoeba.tasks.triton.backward import Scheduled
 
 _no_room: dict[torch.device, int] = {}  # of each, the extra bytes for which there was none last
 
@@ -52,7 +52,7 @@ class TasksBackend(TritonBackend):
         return super().why_not(request)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        from amoeba.tasks.arrivals import announced
+        from amoeba.tasks.triton.arrivals import announced
 
         arrival = announced(dy_TH)
         if arrival is None:
@@ -112,11 +112,11 @@ def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
     from amoeba.backends.triton_rows import why_not_hopper
 
     if why_not_hopper(problem) is None:
-        from amoeba.tasks.hopper import hopper_backward, why_not
+        from amoeba.tasks.hopper.backward import hopper_backward, why_not
 
         if why_not(problem.expert_TK.shape[1], problem.weights.activation) is None:
             return hopper_backward
-    from amoeba.tasks.plain import scheduled_backward
+    from amoeba.tasks.triton.backward import scheduled_backward
 
     return scheduled_backward
 

@@ -121,8 +121,8 @@ def finetune(
     }  # fmt: skip
     output = start(verbose, over_ranks=True)
     with loading():
-        from amoeba.jobs.resume import settings_of
         from amoeba.jobs.settings import FinetuneSettings
+        from amoeba.jobs.train.resume import settings_of
 
     with usage():
         flags["experts"] = experts_in(precision, experts)
@@ -140,7 +140,7 @@ def run(
     need(*TRAINER)
     with loading():
         from amoeba.commands.over_ranks import job_over_ranks
-        from amoeba.jobs.finetune import finetune as finetune_model
+        from amoeba.jobs.finetune.finetune import finetune as finetune_model
 
     report, first = job_over_ranks(
         finetune_model, settings, output, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from amoeba.commands.output import Output
-    from amoeba.jobs.generate import GenerationReport
-    from amoeba.jobs.generate_prompts import PromptsReport
-    from amoeba.jobs.generation_options import GenerationOptions
+    from amoeba.jobs.generate.generate import GenerationReport
+    from amoeba.jobs.generate.generate_prompts import PromptsReport
+    from amoeba.jobs.generate.options import GenerationOptions
     from amoeba.parallel.together import Together
 
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
@@ -123,7 +123,7 @@ def generate(
     with usage():
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
-            from amoeba.jobs.generation_options import GenerationOptions
+            from amoeba.jobs.generate.options import GenerationOptions
 
         _check_prompts(prompt, prompts, out, batching, batch_size)
         experts = experts_in(precision, experts) or experts
@@ -193,7 +193,7 @@ def _one(
     model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output, together: Together
 ) -> GenerationReport:
     with loading():
-        from amoeba.jobs.generate import generate as generate_text
+        from amoeba.jobs.generate.generate import generate as generate_text
 
     text = together.tell(lambda: read_prompt(prompt), "the prompt")
     if not together.first:
@@ -221,8 +221,7 @@ def _many(
 ) -> PromptsReport:
     with loading():
         from amoeba.data.prompts import read_prompts
-        from amoeba.jobs.generate_prompts import BatchOptions, generate_prompts
-        from amoeba.jobs.prompt_results import Results
+        from amoeba.jobs.generate.generate_prompts import BatchOptions, Results, generate_prompts
 
     batches = BatchOptions(batching, batch_size)  # type: ignore[arg-type]  # it checks the word
     of = model if adapter is None else f"{model} with {adapter}"

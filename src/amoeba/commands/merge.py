@@ -30,7 +30,7 @@ def merge(
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")
-        from amoeba.jobs.merge import merge as merge_folders
+        from amoeba.jobs.convert.merge import merge as merge_folders
 
         hide_loading_bars(model, output)
         if adapter is None or out is None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.core.errors import bad_value
-from amoeba.jobs.run_folder import Silent
+from amoeba.jobs.train.run_folder import Silent
 from amoeba.parallel.launched import deadline_seconds, is_launched, launched_ranks
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.together import ALONE, Together

@@ -16,7 +16,7 @@ from amoeba.commands.start import start
 from amoeba.system.files import model_folder
 
 if TYPE_CHECKING:
-    from amoeba.jobs.quantise import Progress
+    from amoeba.jobs.convert.quantise import Progress
 
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -44,7 +44,7 @@ def quantise(
 
 
 def _run(folder: Path, out: Path, format: str, trust_remote_code: bool, output: Output) -> dict[str, Any]:
-    from amoeba.jobs.quantise import quantise_folder
+    from amoeba.jobs.convert.quantise import quantise_folder
     from amoeba.stream.sizes import show_size
 
     shown = time.monotonic()

@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_LINES, _LONGEST, _SHARE_OF_THE_RUN = 2.0, 60.0, 0.05
 
 
 class RunConsole:
-    """Tells how a run goes; see `amoeba.jobs.run_folder.Console`."""
+    """Tells how a run goes; see `amoeba.jobs.train.run_folder.Console`."""
 
     def __init__(self, output: Output) -> None:
         self._output = output

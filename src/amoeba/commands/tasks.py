@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,50 +14,31 @@ from amoeba.commands.options import Json, Verbose, check_file_to_write, check_se
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.core.errors import bad_value, counted
-from amoeba.system.loading import loading
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape
-    from amoeba.tasks.simulate import Ran
-    from amoeba.tasks.summary import Summary
+    from amoeba.tasks.simulator import Ran
+    from amoeba.tasks.timeline import Summary
 
 tasks = Typer(name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True)
 
 # Multiplications in fp64, some seconds' worth.
 MOST_WORK = 2e9
-MOST_RANKS, MOST_WORKERS, MOST_TASKS = 64, 4096, 400_000
+MOST_RANKS, MOST_WORKERS = 64, 4096
 OF_SCHEDULE = "tasks of the first schedule, all ranks and passes"
-_SECONDS_BETWEEN_LINES, _SECONDS_BETWEEN_UPDATES, _BAR = 5.0, 0.2, 24
-PROOF_SHAPE, TIMING_SHAPE = "40,32,24,6,2", "qwen3_small"
+SHAPE = "40,32,24,6,2"
+UNIT = "steps"  # of the simulation: a task takes one on average
 
 
 @tasks.command()
 def simulate(
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape", help=f"T,H,I,E,K, T of each rank; default {PROOF_SHAPE}. With --timing also a name (qwen3_30b)."
-        ),
-    ] = None,
+    shape: Annotated[str, typer.Option("--shape", help="T,H,I,E,K, with T tokens on each rank.")] = SHAPE,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks that share the experts.")] = 2,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=1, help="Of each rank; default 4, with --timing 132."),
-    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Workers of each rank.")] = 4,
     passes: Annotated[int, typer.Option("--passes", min=1, help="Backward passes, one after another.")] = 2,
     schedules: Annotated[int, typer.Option("--schedules", min=1, help="Random schedules.")] = 20,
     remote: Annotated[
         str | None, typer.Option("--remote", help="Ranks that put and signal instead of loading, such as 1,3.")
-    ] = None,
-    timing: Annotated[
-        bool,
-        typer.Option(
-            "--timing", help="The order alone, at an H200's estimated pace, for layers of real size: no tensors."
-        ),
-    ] = False,
-    order: Annotated[
-        str | None,
-        typer.Option("--order", help="With --timing: the order of tickets, by name (measured, small, ...)."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of tokens, routing and schedules.")] = 0,
     trace: Annotated[
@@ -76,48 +55,28 @@ def simulate(
     with usage():
         from amoeba.bench.shapes import parse_shape
 
-        found = parse_shape(shape or (TIMING_SHAPE if timing else PROOF_SHAPE))
-        count = workers or (132 if timing else 4)
-        _check_size(found, ranks, count, passes, timing)
+        found = parse_shape(shape)
+        _check_size(found, ranks, workers, passes)
         far = _ranks_named(remote, ranks)
-        _check_order(order, timing)
         for option, file, name in (("--trace", trace, "tasks.json"), ("--picture", picture, "tasks.svg")):
             if file is not None:
                 check_file_to_write(option, file, name)
         check_seed(seed)
-    if timing:
-        document, ok, ran = _estimate(found, ranks, count, passes, order or "measured", far, seed, output)
-    else:
-        document, ok, ran = _prove(found, ranks, count, passes, schedules, far, seed, output)
+    document, ok, ran = _prove(found, ranks, workers, passes, schedules, far, seed, output)
     if ran is not None:
-        document |= _written(ran, count, found, trace, picture, output)
+        document |= _written(ran, workers, found, trace, picture, output)
     finish(output, document, ok, json)
 
 
-def _check_size(shape: Shape, ranks: int, workers: int, passes: int, timing: bool) -> None:
+def _check_size(shape: Shape, ranks: int, workers: int, passes: int) -> None:
     for name, value, most in (("--ranks", ranks, MOST_RANKS), ("--workers", workers, MOST_WORKERS)):
         if value > most:
             raise bad_value(name, f"at most {most}", value, "a smaller number shows the same")
     work = 18.0 * ranks * passes * shape.rows * shape.hidden * shape.intermediate
-    if not timing and work > MOST_WORK:
-        remedy = "lower T, H or I, or add --timing, which tries the order without tensors"
-        raise bad_value("--shape", f"at most {MOST_WORK:.0e} multiplications in all", f"{work:.0e}", remedy)
-    # row tiles, and tiles of weights; of those that a GPU has, not more than memory holds here
-    tiles = (shape.rows * ranks / 128 + shape.experts) * (shape.hidden + shape.intermediate) / 256
-    tiles += shape.experts * 3 * shape.hidden * shape.intermediate / (128 * 256)
-    if timing and passes * tiles > MOST_TASKS:
+    if work > MOST_WORK:
         raise bad_value(
-            "--shape", f"at most {MOST_TASKS} tasks", f"about {passes * tiles:.0f}", "lower T, or --passes 1"
+            "--shape", f"at most {MOST_WORK:.0e} multiplications in all", f"{work:.0e}", "lower T, H, I or --passes"
         )
-
-
-def _check_order(name: str | None, timing: bool) -> None:
-    from amoeba.tasks.orders import order_named
-
-    if name is not None:
-        order_named(name, "--order")
-        if not timing:
-            raise bad_value("--order", "--timing with it", f"--order {name} alone", "add --timing, or leave it out")
 
 
 def _ranks_named(text: str | None, ranks: int) -> frozenset[int]:
@@ -141,10 +100,9 @@ def _prove(
     output: Output,
 ) -> tuple[dict[str, Any], bool, Ran | None]:
     from amoeba.proof.schedules import TOLERANCE, make_case
-    from amoeba.tasks.simulate import Pace, ScheduleFault, simulate
+    from amoeba.tasks.simulator import Pace, ScheduleFault, simulate
     from amoeba.tasks.sizes import Sizes, Tiling
-    from amoeba.tasks.summary import summarise
-    from amoeba.tasks.work import microseconds
+    from amoeba.tasks.timeline import summarise
 
     sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
     draw = random.Random(seed)
@@ -173,7 +131,7 @@ def _prove(
             if output.on_terminal:
                 output.progress(f"schedule {number + 1} of {schedules}")
             slowness = [draw.choice((1.0, 1.0, 5.0)) if number else 1.0 for _ in range(ranks)]
-            pace = Pace(seed + number, slowness, latency=draw.choice((0.1, 1.0)), work=microseconds)
+            pace = Pace(seed + number, slowness, latency=draw.choice((0.1, 1.0)))
             try:
                 found = simulate(job, workers, pace)
             except ScheduleFault as error:
@@ -200,72 +158,6 @@ def _prove(
     return document, ok, ran
 
 
-def _estimate(
-    shape: Shape,
-    ranks: int,
-    workers: int,
-    passes: int,
-    order_name: str,
-    remote: frozenset[int],
-    seed: int,
-    output: Output,
-) -> tuple[dict[str, Any], bool, Ran | None]:
-    from amoeba.tasks.orders import ORDERS
-    from amoeba.tasks.simulate import Pace, simulate
-    from amoeba.tasks.sizes import Sizes
-    from amoeba.tasks.summary import summarise
-    from amoeba.tasks.work import in_order, scripts_of
-
-    order = ORDERS[order_name]
-
-    _say(shape, ranks, workers, passes, "one schedule at an H200's estimated pace, without tensors", output)
-    # nothing here is garbage before the end, and looking for it takes most of the time
-    with output.working(), loading():
-        output.progress("making its tasks")
-        sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
-        job = [
-            scripts_of(
-                sizes,
-                shape.tokens,
-                ranks,
-                skew=shape.skew,
-                remote=remote,
-                seed=seed + number,
-                epoch=number + 1,
-                order=order,
-                router=ranks > 1,
-                memory=False,
-            )
-            for number in range(passes)
-        ]
-        total = sum(script.graph.tickets for scripts in job for script in scripts)
-        pace = Pace(seed, [1.0] * ranks, latency=2.0, even=True, work=in_order(order))
-        ran = simulate(job, workers, pace, progress=_telling(total, output))
-    summary = summarise(ran.records, workers)
-    print_summary(summary, output, OF_SCHEDULE)
-    travel = _say_travelled(ran, workers, output)
-    output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
-    document = _document(shape, ranks, workers, passes, summary)
-    document |= travel | {"order": order_name, "remote": sorted(remote), "ok": True}
-    return document, True, ran
-
-
-def _telling(total: int, output: Output) -> Callable[[int], None]:
-    """In place on a terminal; in a pipe a line every few seconds."""
-    last = 0.0
-
-    def tell(begun: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= (_SECONDS_BETWEEN_UPDATES if output.on_terminal else _SECONDS_BETWEEN_LINES):
-            last = now
-            done = _BAR * begun // total
-            bar = f"[{'#' * done}{'.' * (_BAR - done)}] " if output.on_terminal else ""
-            output.progress(f"{bar}{begun:,} of {total:,} tasks")
-
-    return tell
-
-
 def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:
     output.line(
         f"{shape.experts} experts over {counted(ranks, 'rank')}, hidden {shape.hidden}, intermediate "
@@ -274,7 +166,7 @@ def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: 
     output.line(f"{workers} workers a rank, {passes} pass{'es' if passes > 1 else ''}; {how}")
 
 
-def print_summary(summary: Summary, output: Output, title: str, unit: str = "us") -> None:
+def print_summary(summary: Summary, output: Output, title: str, unit: str = UNIT) -> None:
     from amoeba.tasks.graph import SEED_KIND
 
     all_time = sum(each.time for each in summary.kinds.values()) or 1.0
@@ -298,12 +190,12 @@ def print_summary(summary: Summary, output: Output, title: str, unit: str = "us"
 
 
 def _say_travelled(ran: Ran, workers: int, output: Output) -> dict[str, Any]:
-    from amoeba.tasks.summary import travelled
+    from amoeba.tasks.timeline import travelled
 
     found = travelled(ran.records, workers)
     if found is None:
         return {}
-    output.line(f"dy of other ranks was {found.time:.1f} us on its way, of which {found.hidden:.0%} was hidden")
+    output.line(f"dy of other ranks was {found.time:.1f} {UNIT} on its way, of which {found.hidden:.0%} was hidden")
     return {"travelled": found._asdict()}
 
 
@@ -326,7 +218,7 @@ def _written(
 ) -> dict[str, str]:
     from amoeba.system.files import write_whole
     from amoeba.tasks.picture import draw
-    from amoeba.tasks.trace import trace_text
+    from amoeba.tasks.timeline import trace_text
 
     written = {}
     if trace is not None:
@@ -335,7 +227,7 @@ def _written(
         written["trace"] = str(trace)
     if picture is not None:
         sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
-        write_whole(picture, draw(ran.records, workers, f"{sizes}, simulated", "us"))
+        write_whole(picture, draw(ran.records, workers, f"{sizes}, simulated", UNIT))
         output.line(f"{picture}: a picture of it")
         written["picture"] = str(picture)
     return written

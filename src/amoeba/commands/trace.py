@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from amoeba.bench.shapes import Shape
     from amoeba.core.problem import Problem
-    from amoeba.tasks.simulate import Record
+    from amoeba.tasks.simulator import Record
 
 GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
 
@@ -77,9 +77,8 @@ def run(
 ) -> dict[str, Any]:
     from amoeba.system.files import write_whole
     from amoeba.tasks.picture import draw
-    from amoeba.tasks.plain import programs
-    from amoeba.tasks.summary import summarise
-    from amoeba.tasks.trace import trace_text
+    from amoeba.tasks.timeline import summarise, trace_text
+    from amoeba.tasks.triton.backward import programs
 
     device, dtype = problem.x_TH.device, dtype_name(problem.x_TH.dtype)
     output.line(
@@ -198,7 +197,7 @@ def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tu
     from amoeba.backends.tasks import kernel_for
     from amoeba.backends.triton import BACKEND
     from amoeba.core.problem import Saved
-    from amoeba.tasks.device_trace import DeviceTrace
+    from amoeba.tasks.timeline import DeviceTrace
 
     _, saved = BACKEND.forward(problem, "h")
     assert isinstance(saved, Saved)

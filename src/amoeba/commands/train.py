@@ -18,7 +18,7 @@ def run(
     need(*TRAINER)
     with loading():
         from amoeba.commands.over_ranks import job_over_ranks
-        from amoeba.jobs.train import train
+        from amoeba.jobs.train.train import train
 
     report, first = job_over_ranks(
         train, settings, output, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code

@@ -1,1 +1,1 @@
-"""What the long-running commands are made of: text in, a tokenizer, rows of tokens, a trained model out."""
+"""What the long-running commands do: train, fine-tune, generate, convert. Here is what these jobs share."""

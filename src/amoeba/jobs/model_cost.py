@@ -14,7 +14,7 @@ import torch
 
 from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
 from amoeba.integrations.text_model import text_config
-from amoeba.jobs.kept_measurements import keep, kept
+from amoeba.jobs.measurement_cache import keep, kept
 from amoeba.system.machine import cpu_model, load_average, usable_cores
 
 # Products that are timed for the ceiling, at least and at most, and the seconds after which there are no more.

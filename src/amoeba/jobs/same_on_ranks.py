@@ -34,7 +34,7 @@ from amoeba.system.machine import versions
 # compared by its value, also one that is added later.
 BY_CONTENT = {
     "model": "the files of the folder (`files_of`); a name is compared as a name",
-    "data": "the documents that were read (`amoeba.jobs.resume.began_with`)",
+    "data": "the documents that were read (`amoeba.jobs.train.resume.began_with`)",
     "held_out": "the same, for a file; a share is compared as a number",
 }
 # Environment variables that change numbers, or which code computes them; patterns as of a shell.

@@ -32,7 +32,7 @@ from amoeba.precision.quantised import QuantisedMatrix
 # and 3.9 to 4.1 backward, of 4.3 copied (2026-11-15); other sizes were not tried.
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 WARPS = 4
-# Columns of a line. Backward: two warpgroups share a line of at most this width, see `amoeba.tasks.hopper`.
+# Columns of a line. Backward: two warpgroups share a line of at most this width, see `amoeba.tasks.hopper.backward`.
 WIDEST_BLOCK, WIDEST_BACKWARD = 1024, 512
 
 

@@ -16,7 +16,7 @@ from amoeba.kernels.peer_counters import CHANNELS
 
 SLOTS, ROWS, SUMS, GRADIENTS = range(4)
 NAMES = ("ids", "rows", "sums", "gradients of weights")
-FLAGS = 4  # no channel: where the flags of `amoeba.tasks.arrivals` lie, of each source one for 16 rows at most
+FLAGS = 4  # no channel: where the flags of `amoeba.tasks.triton.arrivals` lie, of each source one for 16 rows at most
 # Parts of which what a rank sends is counted, and what it takes: the same on every rank. As many programs do it, unless
 # a send is told otherwise. By 16 programs rows left at 347 to 387 GB/s on an H200, by 48 at 498 to 525, their launch by
 # the host included (2026-11-16, docs/log.md). The interpreter runs one after another.

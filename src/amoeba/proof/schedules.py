@@ -24,11 +24,10 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.proof.conformance import relative_error
 from amoeba.proof.reference.experts import experts_backward
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.tasks.computation import Computation, Layer, Tokens
-from amoeba.tasks.graph import Graph
-from amoeba.tasks.regions import Region
+from amoeba.tasks.computation import Computation, Layer, Region, ShareComputation, Tokens
+from amoeba.tasks.graph import Graph, ShareGraph
 from amoeba.tasks.rows import divide_rows
-from amoeba.tasks.simulate import Ran, Script
+from amoeba.tasks.simulator import Ran, Script
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
 
 # fp64; of d_gate not much more is left where a renormalised weight is close to 1
@@ -171,7 +170,6 @@ def random_case(seed: int) -> ScheduleCase:
         kept=draw.randint(1, 3),
         behind=draw.choice((0, 0, 1, 3)),
         bundle=draw.choice((1, 1, 2, 3)),
-        in_place=draw.random() < 0.3,
     )
     passes = draw.choice((1, 1, 3)) if ranks > 1 else 1
     tokens = [[draw.choice((0, 1, 2, 3, 5)) for _ in range(ranks)] for _ in range(passes)]
@@ -233,3 +231,34 @@ def make_case(
         all_tokens.append(tokens_W)
         all_logits.append(logits_W)
     return ScheduleCase(layer, all_tokens, all_logits, sizes, tiling, len(tokens[0]), remote)
+
+
+class ShareCase(ScheduleCase):
+    """Without the router, and with what the transport adds up added up here."""
+
+    def job(self, make_graph: MakeGraph = ShareGraph) -> list[list[Script]]:
+        return super().job(make_graph)
+
+    def _scripts(self, epoch: int, tokens_W: list[Tokens], make_graph: MakeGraph) -> list[Script]:
+        expert_WTK = [tokens.expert_TK.tolist() for tokens in tokens_W]
+        rows = divide_rows(expert_WTK, self.layer.owner_E, self.ranks, self.tiling.rows, everywhere=True)
+        graphs = [make_graph(rank, rows, self.sizes, self.tiling) for rank in range(self.ranks)]
+        return [Script(ShareComputation(graph, self.layer, tokens_W, epoch)) for graph in graphs]
+
+    def _expected_of(self, tokens_W: Sequence[Tokens], logits_W: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """One entry: of all ranks."""
+        x, dy, _, expert, weight = (torch.cat(each) for each in zip(*tokens_W, strict=True))
+        weights = ExpertWeights(self.layer.gate_up_EJH, self.layer.down_EHI)
+        return [experts_backward(dy, x, expert, weight, weights)]
+
+    def _found(self, memory_W: list[dict[Region, Tensor]]) -> list[dict[str, Tensor]]:
+        parts = [self._gradients(rank, memory) for rank, memory in enumerate(memory_W)]
+        found = {name: torch.stack([part[name] for part in parts]).sum(0) for name in ("x", "weight")}
+        for name in ("gate_up", "down"):
+            owned = {rank: iter(part[name]) for rank, part in enumerate(parts)}
+            found[name] = torch.stack([next(owned[owner]) for owner in self.layer.owner_E])
+        return [found]
+
+
+def share_case(case: ScheduleCase) -> ShareCase:
+    return ShareCase(case.layer, case.tokens, case.logits, case.sizes, case.tiling, case.ranks)

@@ -76,7 +76,6 @@ class Counter(NamedTuple):
     """
     rows (a row tile):   its tiles of dA', its row pass, its tiles of dx: FlashMoE's tQS.
     expert:              row passes of an expert.
-    down:                tasks of an expert's gradient of down, where dx is written over what they read.
     tokens (a block):    1 as soon as its dx is combined.
     router:              blocks of tokens whose d_logits are there.
     done:                tasks of the rank.
@@ -150,15 +149,6 @@ class Graph(Reach):
         """And after its last tile of dx: FlashMoE's tN + tNx, with the row pass."""
         return self.tN + 1 + self.tNx
 
-    @property
-    def in_place(self) -> bool:
-        """As in `Tiling`, where no other rank loads dx: the next pass's dA' would take its place."""
-        return self.tiling.in_place and self.ranks == 1
-
-    def takes_place(self, task: Task) -> bool:
-        """Whether a tile of dx lies where s·a of its rows does."""
-        return self.in_place and task.part * self.tiling.up_columns < self.sizes.intermediate
-
     def parts(self, kind: Kind) -> int:
         """Tiles of columns of a row tile, or bundles of tiles of an expert's matrix."""
         tiling = self.tiling
@@ -191,8 +181,7 @@ class Graph(Reach):
         runs: list[tuple[Lane, ...]] = [(self._lane(Kind.SEND),)]
         for wave in range(-1, waves):
             runs.append((self._lane(Kind.ACTIVATE, wave), self._lane(Kind.DOWN, wave + 1)))
-            up, down = self._lane(Kind.UP, wave), self._lane(Kind.DOWN_WEIGHTS, wave)
-            runs += [(down,), (up,)] if self.in_place else [(up,), (down,)]
+            runs += [(self._lane(Kind.UP, wave),), (self._lane(Kind.DOWN_WEIGHTS, wave),)]
             if wave < first_kept:
                 runs.append((self._lane(Kind.UP_WEIGHTS, wave),))
         runs.append((self._lane(Kind.RETURN),))  # before all that waits for what peers return
@@ -254,7 +243,7 @@ class Graph(Reach):
             return Task(kind, self.rows.heaviest[begin + index // self.parts(kind)], index % self.parts(kind))
         tiles = self.rows.first_tile[end] - self.rows.first_tile[begin]
         tile, part = grouped(index, tiles, self.parts(kind), self.tiling.group)
-        return Task(kind, self._own_first(begin, end, tile), part)
+        return Task(kind, self._local_first(begin, end, tile), part)
 
     def _experts_of(self, kind: Kind, wave: int) -> tuple[int, int]:
         """Places in `heaviest`; none for a wave before the first or after the last."""
@@ -283,14 +272,14 @@ class Graph(Reach):
             before.append(before[-1] + len(own))
         return first, before
 
-    def _own_first(self, begin: int, end: int, index: int) -> int:
+    def _local_first(self, begin: int, end: int, index: int) -> int:
         """The index-th row tile of these experts: tiles of own rows, then those that wait for rows of peers."""
         first, before = self._own
         own = before[end] - before[begin]
         if index < own:
             place = bisect_right(before, before[begin] + index) - 1
             return first[place] + before[begin] + index - before[place]
-        others = [tile - own_before for tile, own_before in zip(self.rows.first_tile, before, strict=True)]
+        others = [tile - local_before for tile, local_before in zip(self.rows.first_tile, before, strict=True)]
         index += others[begin] - own
         place = bisect_right(others, index) - 1
         tile = self.rows.first_tile[place] + index - others[place]
@@ -310,8 +299,6 @@ class Graph(Reach):
             for peer in self.peers:
                 if not self.is_remote(peer):  # and may still load the ds and dx that this tile overwrites
                     yield self._cell_is_free(peer, epoch)
-        elif kind == Kind.UP and self.takes_place(task):  # behind all row passes of the expert, then
-            yield self._at("down", self.rows.tiles[item].expert, self.parts(Kind.DOWN_WEIGHTS))
         elif kind == Kind.UP:
             yield self._at("rows", item, self.activated)
         elif kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
@@ -349,8 +336,6 @@ class Graph(Reach):
                 yield Signal(Counter(self.rank, "expert", (self.rows.tiles[item].expert,)))
             if kind == Kind.UP:
                 yield Signal(Counter(self.rank, "ready", (item,)), once=Gate(rows, self.complete))
-        elif kind == Kind.DOWN_WEIGHTS and self.in_place:
-            yield Signal(Counter(self.rank, "down", (item,)))
         elif kind == Kind.RETURN:
             yield Signal(Counter(item, "returned", (self.rank, part)))
         elif kind == Kind.COMBINE:
@@ -365,12 +350,52 @@ class Graph(Reach):
         found = {Counter(self.rank, "rows", (tile,)): self.complete for tile in range(len(self.rows.tiles))}
         experts = range(self.rows.experts)
         found |= {Counter(self.rank, "expert", (expert,)): self.tiles_of_expert(expert) for expert in experts}
-        if self.in_place:
-            found |= {Counter(self.rank, "down", (expert,)): self.parts(Kind.DOWN_WEIGHTS) for expert in experts}
         found |= {Counter(self.rank, "tokens", (block,)): 1 for block in range(self.token_blocks)}
         found[Counter(self.rank, "router")] = self.token_blocks if self.router else 0
         found[Counter(self.rank, "done")] = self.tickets
         return found
+
+
+class ShareGraph(Graph):
+    """One rank's share of a layer over ranks, as its kernel runs it: dy starts from here and is used as it arrives.
+
+    rows: of tokens that have a place everywhere, `divide_rows(..., everywhere=True)`.
+
+    What goes out is a task, and a product waits for the cells that its rows come in, as in `Graph`. COMBINE sums up
+    what the experts of this rank gave to each received row; the kernel writes that into the memory of the row's rank,
+    and the transport adds up there (docs/parallel.md). There is one cell, not two, so what is sent waits until its
+    reader has finished the pass before, with all that came in it.
+    """
+
+    def __init__(
+        self, rank: int, rows: Sequence[RankRows], sizes: Sizes, tiling: Tiling, *, remote: frozenset[int] = frozenset()
+    ) -> None:
+        super().__init__(rank, rows, sizes, tiling, router=False)
+
+    @property
+    def combined(self) -> int:
+        return len(self.rows.received)
+
+    def loaded(self, block: int) -> Iterator[tuple[int, int, int, int]]:
+        """(this rank, row tile, received row, slot)."""
+        for received in self.tokens_of(block):
+            for slot in range(self.sizes.top_k):
+                if (received, slot) in self.rows.tile_of_slot:
+                    yield self.rank, self.rows.tile_of_slot[received, slot], received, slot
+
+    def gates(self, task: Task, epoch: int) -> Iterator[Gate]:
+        for gate in super().gates(task, epoch):
+            if task.kind != Kind.ACTIVATE or gate.counter.name != "finished":  # nobody loads ds and dx from here
+                yield gate
+        if task.kind == Kind.COMBINE:  # also rows that no expert here reads: the next pass is sent to the same cell
+            for cell in self.cells_of(self.tokens_of(task.item)):
+                yield Gate(Counter(self.rank, "arrived", cell), epoch)
+
+    def _cell_is_free(self, reader: int, epoch: int) -> Gate:
+        return super()._cell_is_free(reader, epoch + 1)
+
+    def signals(self, task: Task, epoch: int) -> Iterator[Signal]:
+        return (signal for signal in super().signals(task, epoch) if signal.counter.name != "ready")
 
 
 def merged(run: Sequence[Lane], index: int) -> tuple[Lane, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from amoeba.kernels.peer_copies import cells_as_rows
 from amoeba.kernels.peer_post import Plan, Post
-from amoeba.tasks.arrivals import Arrival, announce
+from amoeba.tasks.triton.arrivals import Arrival, announce
 
 BLOCK, BLOCK_INTERPRETED = 32, 16  # tokens that a task sums up are those of one rank
 

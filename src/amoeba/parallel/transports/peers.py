@@ -338,7 +338,7 @@ class PeerExchange(Exchange):
     def _check_that_they_were_sent(self) -> None:
         """By the backward behind `start_sending`, which knows the rows by their memory."""
         if (started_RH := self._started_RH) is not None:
-            from amoeba.tasks.arrivals import announced
+            from amoeba.tasks.triton.arrivals import announced
 
             self._started_RH = None
             if announced(started_RH) is not None:

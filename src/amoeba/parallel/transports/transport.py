@@ -53,7 +53,7 @@ class Exchange(Travel):
 
     def start_sending(self, rows_TH: Tensor) -> Tensor | None:
         """As `send`, but rows of other ranks are still on their way, and these are sent by who reads the result: see
-        `amoeba.tasks.arrivals`. None where that cannot be, on all ranks alike."""
+        `amoeba.tasks.triton.arrivals`. None where that cannot be, on all ranks alike."""
         return None
 
     @abstractmethod

@@ -1,0 +1,1 @@
+"""Model folders written anew: an adapter merged in, or the experts quantised."""

@@ -1,0 +1,178 @@
+"""`amoeba merge`: a model and its adapter as one Hugging Face folder, which plain transformers loads.
+
+report = merge("models/base", "runs/mine", "models/mine")
+
+The new folder is the base model's, file by file and tensor by tensor, with other numbers in the weights that the
+adapter changes. What the adapter has nothing to do with, such as a vision part or heads for speculative decoding, is
+copied bit for bit, whether or not it was loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba import lora
+from amoeba.core.errors import bad_value, one_line
+from amoeba.integrations.checkpoint_names import as_stored, sort_names
+from amoeba.integrations.model_folder import (
+    check_model,
+    find_adapter,
+    has_tokenizer,
+    load_model,
+    load_tokenizer_and_config,
+)
+from amoeba.jobs.convert.merged_adapters import check_not_merged, note_merged
+from amoeba.lora.attaching import Attached
+from amoeba.stream.store.buffers import Memory
+from amoeba.stream.store.packing import appears_whole, copy_small_files
+from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, TensorEntry, checkpoint_tensors, header_of
+from amoeba.system.files import write_whole
+
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    model: str
+    base_model: str
+    adapter: str
+    dtype: str
+    experts_layers: int  # whose weights the adapter changed
+    linear_layers: int
+
+
+def merge(
+    model_folder: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> MergeReport:
+    """Writes W + scaling · B @ A in place of each adapted W; the folder `out` appears whole or not at all.
+
+    dtype: of the written model; None for the base checkpoint's own.
+    """
+    from safetensors import SafetensorError
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    target = Path(out).expanduser()
+    if target.exists():
+        raise bad_value("--out", "a folder that is not there yet", f"{str(out)!r}, which is", "choose another name")
+    name, adapter = check_model(str(model_folder)), find_adapter(adapter)
+    check_not_merged(name, adapter)
+    tokenizer, _ = load_tokenizer_and_config(name, adapter, trust_remote_code=trust_remote_code)
+    model = load_model(name, dtype, trust_remote_code=trust_remote_code)
+    state = lora.load(model, adapter)
+    lora.merge(model, keep_base=False)
+    folder = _folder_of(name)
+    staging = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        _write_weights(model, state, folder, staging, dtype)
+        copy_small_files(folder, staging)
+        if dtype is not None:
+            config = json.loads((folder / _CONFIG).read_bytes())
+            config = {"dtype": None} | config if "torch_dtype" not in config else config
+            write_whole(staging / _CONFIG, json.dumps(_with_dtype(config, dtype), indent=2) + "\n")
+        if has_tokenizer(adapter):
+            tokenizer.save_pretrained(staging)
+        note_merged(staging, name, adapter)
+        os.rename(staging, target)
+    except (OSError, SafetensorError) as error:
+        raise bad_value(
+            "--out", f"room to write {str(out)!r}", one_line(error), "free some space, or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return MergeReport(
+        model=str(target),
+        base_model=name,
+        adapter=str(adapter),
+        dtype=str(model.dtype).removeprefix("torch."),
+        experts_layers=len(state.experts),
+        linear_layers=len(state.linears),
+    )
+
+
+def _folder_of(name: str) -> Path:
+    """Where the files of the base model are; those of the hub have been downloaded by now."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
+
+
+def _write_weights(model: Any, state: Attached, folder: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """The same files with the same tensors in the same order."""
+    from safetensors import safe_open
+
+    tensors, module_of = checkpoint_tensors(folder), dict[str, str]()
+    names, changed = sort_names(model, tensors), dict[str, dict[str, Tensor]]()
+    parameters = model.state_dict()
+    for parameter in dict.fromkeys([*state.changed, *state.replaced]):
+        group = names.made_together(parameter)
+        sources = [name for member in group for each in names.sources(member).values() for name in each]
+        if not sources:
+            remedy = "save the base model with save_pretrained, and merge into that folder"
+            raise bad_value("MODEL", f"a tensor for {parameter}", "none in the checkpoint", remedy)
+        module = group[0].rpartition(".")[0]
+        changed.setdefault(module, {}).update({name: parameters[name] for name in group})
+        module_of |= dict.fromkeys(sources, module)
+
+    @functools.lru_cache(maxsize=2)  # a checkpoint has the tensors of a module one after another
+    def stored(module: str) -> dict[str, Tensor]:
+        return as_stored(model, names, changed[module])
+
+    total = 0
+    for file in dict.fromkeys(entry.file for entry in tensors.values()):
+        here = {name: entry for name, entry in tensors.items() if entry.file == file}
+        here = dict(sorted(here.items(), key=lambda item: item[1].start))
+        written = {name: replace(entry, dtype=_dtype(entry, dtype)) for name, entry in here.items()}
+        total += sum(entry.size for entry in written.values())
+        with safe_open(file, framework="pt") as source, appears_whole(out / file.name) as write:
+            write(memoryview(header_of(written)))
+            for name, entry in written.items():
+                tensor = stored(module_of[name])[name] if name in module_of else source.get_tensor(name)
+                _write_tensor(name, entry, tensor, write)
+    if (folder / SHARDS).is_file() and not (folder / ONE_FILE).is_file():
+        index = json.loads((folder / SHARDS).read_bytes())
+        index["metadata"] = (index.get("metadata") or {}) | {"total_size": total}
+        write_whole(out / SHARDS, json.dumps(index, indent=2) + "\n")
+
+
+def _write_tensor(name: str, entry: TensorEntry, tensor: Tensor, write: Callable[[memoryview], None]) -> None:
+    if tensor.shape != entry.shape:
+        expected, got = f"shape {entry.shape}, as the base model has it", tuple(tensor.shape)
+        raise bad_value(name, expected, got, "save the base model with save_pretrained, and merge into that folder")
+    if entry.size:
+        flat = tensor.to(entry.dtype).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        write(Memory(flat, flat.numel()).bytes)
+
+
+def _dtype(entry: TensorEntry, asked: torch.dtype | None) -> torch.dtype:
+    """Whole numbers and codes stay what they are."""
+    return asked if asked is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1 else entry.dtype
+
+
+def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
+    """config.json of a model in another dtype; a composite one has it in every part."""
+    if not isinstance(config, dict):
+        return config
+    named = str(dtype).removeprefix("torch.")
+    return {
+        key: named if key in ("dtype", "torch_dtype") else _with_dtype(value, dtype) for key, value in config.items()
+    }

@@ -1,0 +1,366 @@
+"""`amoeba finetune`: LoRA on a frozen mixture-of-experts model, from a Hugging Face folder to a PEFT adapter.
+
+    report = finetune(FinetuneSettings(model="models/base", data="chat.jsonl", out="runs/mine"), console)
+    report.adapter       # peft.PeftModel.from_pretrained(base, report.adapter)
+
+The loss is that of the answers alone. Run folder, checkpoints, progress and resume are those of `amoeba train`; a
+checkpoint holds the adapter and the optimizer, not the frozen model.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba import lora
+from amoeba.core.errors import bad_value
+from amoeba.core.placement import Load
+from amoeba.data.corpus import Corpus, load_corpus
+from amoeba.data.documents import Conversation
+from amoeba.data.sft_dataset import PLAIN_TEMPLATE, PackedSftDataset, SftDataset, check_answers, pad_rows
+from amoeba.data.token_rows import stack
+from amoeba.data.tokenizer import check_understands
+from amoeba.integrations.coverage import check_coverage
+from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
+from amoeba.integrations.model_limits import check_ids, positions
+from amoeba.integrations.placement import Placed, check_placement
+from amoeba.integrations.text_model import text_config
+from amoeba.jobs.cpu_dtype import dtype_to_load
+from amoeba.jobs.placed_model import attach_in, load_placed
+from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
+from amoeba.jobs.settings import FinetuneSettings
+from amoeba.jobs.sharded_model import count_parameters, load_share
+from amoeba.jobs.streaming_report import StreamParts
+from amoeba.jobs.train.fast_paths import why_not_by_documents
+from amoeba.jobs.train.resume import (
+    Earlier,
+    began_with,
+    check_data,
+    check_model_config,
+    data_facts,
+    finished_run,
+    go_on,
+    weights_of,
+)
+from amoeba.jobs.train.run_folder import Console, RunReport, describe_run, run_folder
+from amoeba.jobs.train.run_mesh import check_ranks, mesh_of, shared_batches
+from amoeba.jobs.train.trainer import Rows
+from amoeba.jobs.train.training_loop import make_trainer, run_to_end
+from amoeba.lora.adapter_folder import adapter_of
+from amoeba.lora.peft_files import Adapter, write_adapter
+from amoeba.lora.targets import in_one_line
+from amoeba.observe.router_watch import check_balance
+from amoeba.parallel.together import ALONE, Together
+from amoeba.stream.attaching import Streamed, home_of
+from amoeba.stream.store import Store, is_store
+
+COMMAND = "amoeba finetune"
+# On a GPU all batches have one length, and with it one captured pass (`train.captured_step`), where the longest row
+# of a batch has on average at least this share of it. Not measured yet.
+WORTH_PADDING = 0.8
+# Rows are packed where so many steps of an epoch are left: a small set of short conversations would be over in one or
+# two steps, and learn nothing from them. Not measured yet.
+LEAST_PACKED_STEPS = 20
+logger = logging.getLogger("amoeba")
+
+
+@dataclass(frozen=True)
+class FinetuneReport(RunReport):
+    base_model: str
+    adapter: str
+    chat: bool  # whether the data were conversations: then generate wants --chat
+    trainable_parameters: int
+    experts: str  # where they were kept
+    streaming: dict[str, Any] | None  # a `StreamReport`, where they are streamed
+
+
+class AdapterAlone:
+    """A checkpoint's part of the model: the adapter."""
+
+    name = ADAPTER_FOLDER
+    _adapter: Adapter | None = None
+
+    def __init__(self, first: bool = True) -> None:
+        """first: whether this is the rank that writes."""
+        self._first = first
+
+    def gather(self, model: Any) -> None:
+        found = adapter_of(model)
+        self._adapter = found if self._first else None
+
+    def save(self, model: Any, folder: Path) -> None:
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:
+            write_adapter(folder, adapter)
+
+    def finish(self, folder: Path) -> None:
+        """Nothing: the folder is whole."""
+
+    def load(self, model: Any, folder: Path) -> None:
+        lora.load(model, folder)
+
+
+def finetune(
+    settings: FinetuneSettings,
+    console: Console,
+    *,
+    resume: bool = False,
+    start_from: str | None = None,
+    trust_remote_code: bool = False,
+    together: Together = ALONE,
+) -> FinetuneReport:
+    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
+    together: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
+    same report."""
+    told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
+    check_same_job(together, COMMAND, settings, told, model=settings.model)
+    if settings.data is None:
+        raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
+    if together.ranks is None or settings.experts != "ranks":
+        check_placement(settings.experts)
+    name = check_model(settings.model)
+    _check_streaming(name, settings, together)
+    tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
+    _check_tokenizer(tokenizer)
+    check_ranks(settings, resume, together)
+    with run_folder(settings.out, resume, console.say, together) as folder, ExitStack() as at_end:
+        return _finetune(
+            settings,
+            console,
+            folder,
+            name,
+            tokenizer,
+            model_config,
+            resume,
+            start_from,
+            trust_remote_code,
+            at_end,
+            together,
+        )
+
+
+def _finetune(
+    settings: FinetuneSettings,
+    console: Console,
+    folder: Path,
+    name: str,
+    tokenizer: Any,
+    model_config: Any,
+    resume: bool,
+    start_from: str | None,
+    trust_remote_code: bool,
+    at_end: ExitStack,
+    together: Together,
+) -> FinetuneReport:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # the run has one of its own
+    mesh = mesh_of(settings, folder, console, resume, together)
+    kept = AdapterAlone(together.first)
+    if resume and not start_from:
+        names = {"adapter": str(folder / kept.name)}
+        ended = finished_run(folder, settings, kept.name, COMMAND, FinetuneReport, names)
+        if ended is not None:
+            console.say(f"already finished after {ended.steps} steps; more steps are a new run, with another --out")
+            return ended
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, together)
+    if earlier and earlier.checkpoint:
+        tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint, trust_remote_code=trust_remote_code)
+    torch.manual_seed(settings.seed)
+
+    has_template = bool(tokenizer.chat_template)
+    if not has_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE  # goes with the adapter's tokenizer, so that generate --chat has it
+    corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed, check=check_answers(tokenizer))
+    console.say(f"data: {corpus.description}")
+    content = began_with(corpus, weights_of(name))
+    together.check_same(data_facts(content), "give every rank the same --data, --held-out and model")
+    if earlier:
+        check_data(earlier, content)
+    chat = any(isinstance(document, Conversation) for document in corpus.train)
+    if chat and not has_template:
+        console.say('the tokenizer has no chat template: turns are written "role: content", one a line')
+    check_understands(tokenizer, corpus.train)
+    rows = _rows(corpus, tokenizer, model_config, settings, console)
+
+    streamed: Streamed | None = None
+    asked = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    streams = _streams(name, settings)
+    choice = dtype_to_load(asked, name, model_config, home_of(settings.vram) if streams else device)
+    if streams:
+        streamed, choice = attach_in(
+            choice,
+            name,
+            ram="auto" if settings.ram is None else settings.ram,
+            vram=settings.vram,
+            trust_remote_code=trust_remote_code,
+            beside=lambda store: factor_bytes(store, settings),
+        )
+        at_end.enter_context(streamed)
+        model = streamed.model
+        placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
+    elif mesh is not None:
+        model = load_share(name, choice.dtype, mesh.experts, trust_remote_code=trust_remote_code)
+        placed = Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
+    else:
+        tokens = -(-settings.batch_size // together.count) * settings.sequence_length
+        model, placed = load_placed(
+            name,
+            choice,
+            settings.experts,
+            Load(tokens, settings.r, recompute=settings.gradient_checkpointing),
+            trains=True,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+    covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
+    if covered.others:
+        console.say(f"experts by {covered}; only those of amoeba get factors")
+    attached = lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
+    if attached.left_out:
+        console.say(f"without factors: {in_one_line(attached.left_out)}")
+    text_config(model.config).use_cache = False
+    check_same_model(together, model, {"where the experts are": placed.placement})
+    rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    steps = settings.steps or math.ceil(
+        settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
+    )
+    trainable = count_parameters(model, None if mesh is None else mesh.experts, trained=True)
+    faster = f" ({choice.reason})" if choice.stored is not None else ""
+    console.say(
+        f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}{faster}; "
+        f"experts {placed.placement} ({placed.reason})"
+    )
+    if mesh is None and together.count > 1:
+        console.say(shared_batches(together))
+    for memory in placed.plans:
+        logger.info("%s", memory)
+    console.say(
+        f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
+        f"{' and the routers' if settings.train_router else ''}; {steps} steps"
+    )
+    check_balance(model, settings.balance, settings.z_loss_coefficient)
+    if earlier:
+        check_model_config(earlier, model.config)
+    with together.all_or_none("the description of the run"):
+        if together.first:
+            began = earlier.began_with if earlier else content
+            describe_run(folder, settings.as_dict(), model.config.to_dict(), began)
+
+    trainer = make_trainer(
+        model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, together, mesh
+    )
+    parts = StreamParts(streamed)
+    parts.begin("training")
+    outcome, kept_in = run_to_end(trainer, folder, earlier)
+    streaming = parts.report()
+    for line in [] if streaming is None else streaming.lines():
+        console.say(line)
+    report = FinetuneReport(
+        **asdict(outcome),
+        base_model=settings.model,
+        adapter=kept_in,
+        chat=chat,
+        trainable_parameters=trainable,
+        experts=placed.placement,
+        streaming=None if streaming is None else asdict(streaming),
+    )
+    trainer.run_log.finish(report)
+    return report
+
+
+def _streams(name: str, settings: FinetuneSettings) -> bool:
+    """A store has no experts that could be resident."""
+    return settings.ram is not None or settings.vram is not None or is_store(name)
+
+
+def _check_streaming(name: str, settings: FinetuneSettings, together: Together) -> None:
+    if not _streams(name, settings):
+        return
+    if settings.experts != "auto":
+        raise bad_value("experts", "none for streamed experts", repr(settings.experts), "leave it out")
+    home_of(settings.vram)
+    if settings.vram is None and torch.cuda.is_available():
+        remedy = "add it, for example --vram auto, or hide the GPU: CUDA_VISIBLE_DEVICES= amoeba finetune ..."
+        raise bad_value("vram", "a budget on the GPU, where the model trains", "none", remedy)
+    if together.count > 1:
+        remedy = "start it without torchrun, or share out the experts of an ordinary checkpoint: --experts ranks"
+        raise bad_value("streamed experts", "one process, whose memory they pass through", together.count, remedy)
+
+
+def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
+    """Of the experts' factors in fp32, their gradients and AdamW's two moments. What else is trained is small."""
+    if "experts" not in settings.targets:
+        return 0
+    # gate and up share one A (r, H); a B (I, r) each; then down's two
+    numbers = sum(
+        entry.experts * settings.r * (2 * entry.hidden + (3 if entry.activation.gated else 2) * entry.intermediate)
+        for entry in store.layers
+    )
+    return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))
+
+
+def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneSettings, console: Console) -> Rows:
+    most = min(settings.sequence_length, positions(model_config) or settings.sequence_length)
+    if most < settings.sequence_length:
+        console.say(
+            f"rows have {most} tokens at most and not {settings.sequence_length}: the model's positions end there"
+        )
+    train, held_out = (SftDataset(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
+    check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
+    console.say(f"to train on: {train.description}; held out: {held_out.description}")
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    least = 0
+    if torch.cuda.is_available() and train.expected_longest(settings.batch_size) >= WORTH_PADDING * train.longest:
+        least = train.longest
+    collate = functools.partial(pad_rows, padding=padding, least=least)
+    return Rows(train, held_out, collate, train.tokens_per_row, 2, most)
+
+
+def _packed(
+    rows: Rows, model: Any, settings: FinetuneSettings, tokenizer: Any, earlier: Earlier | None, console: Console
+) -> tuple[Rows, bool]:
+    """The rows packed, and whether they are: on a GPU whose attention keeps them apart, unless too few steps would be
+    left. A resumed run does as it began."""
+    began = (earlier.began_with or {}).get("packed", False) if earlier else None
+    if began is False:
+        return rows, False
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    train, held_out = (PackedSftDataset(each, rows.longest, padding) for each in (rows.train, rows.held_out))
+    if began is None and len(train) < LEAST_PACKED_STEPS * settings.batch_size * settings.accumulation:
+        return rows, False
+    reason = why_not_by_documents(model)
+    if reason is not None and began:
+        raise bad_value(
+            "--resume",
+            f"a machine on which rows are packed, as in the run in {earlier.folder if earlier else ''}",
+            f"one on which they are not: {reason}",
+            "resume it where it began, or start a new run with another --out",
+        )
+    if reason is not None:
+        logger.info("rows are not packed: %s", reason)
+        return rows, False
+    console.say(f"packed into {train.description}; --batch-size counts these")
+    documents = max(train.documents_per_row, held_out.documents_per_row)
+    return Rows(train, held_out, stack, train.tokens_per_row, documents, rows.longest), True
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer.eos_token_id is None:
+        raise bad_value(
+            "MODEL",
+            "a tokenizer with an end-of-text token, which ends an answer",
+            "one without eos_token",
+            "set eos_token in its tokenizer_config.json",
+        )

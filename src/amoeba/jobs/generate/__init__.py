@@ -1,0 +1,1 @@
+"""Generation: text from one prompt, or from each prompt of a file."""

@@ -1,0 +1,164 @@
+"""Text from a Hugging Face model, its experts computed by aMoEba, handed on while it is being generated.
+
+    report = generate("models/tiny", "Once upon", GenerationOptions(temperature=0.7, seed=1), write=print)
+    report.text                              # all that was written, end to end
+    report.generation_tokens_per_second
+
+On a GPU the steps are CUDA graphs where the model allows it, see `token_steps`. Times are taken after one warm-up token
+and after what has to be compiled or captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from amoeba.data.token_stream import TokenStream
+from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
+from amoeba.jobs.generate.options import (
+    GenerationOptions,
+    end_ids,
+    in_words,
+    sampling_of,
+    seed_for,
+    set_generation_config,
+)
+from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.generate.token_steps import Kind, Steps, choose_steps
+from amoeba.jobs.streaming_report import StreamParts
+from amoeba.parallel.together import ALONE, Together
+from amoeba.stream.report import StreamReport
+from amoeba.system.machine import peak_memory
+
+logger = logging.getLogger("amoeba")
+
+__all__ = ["GenerationOptions", "GenerationReport", "generate"]
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    prompt_tokens: int
+    generated_tokens: int
+    generated_ids: list[int]
+    text: str
+    stopped: Literal["end of text", "length", "interrupted"]
+    load_seconds: float  # the model's weights, placed and on the device
+    prepare_seconds: float  # a first token, and what is compiled and captured
+    seconds_to_first_token: float | None  # after both; None: interrupted before it
+    prompt_tokens_per_second: float | None
+    generation_tokens_per_second: float | None  # from the first token to the last; None with fewer than two
+    peak_memory_bytes: int | None  # allocated on the GPU, or resident in this process; None where nobody tells
+    device: str
+    dtype: str
+    experts: str  # "amoeba", or "transformers" where there was nothing to take over
+    placement: str  # of the experts
+    backend: str | None
+    backend_reason: str
+    steps: Kind
+    steps_reason: str
+    sampling: dict[str, Any]
+    seed: int
+    streaming: StreamReport | None  # what reading experts cost, where they are streamed
+
+
+def generate(
+    model_folder: str | Path,
+    prompt: str,
+    options: GenerationOptions,
+    write: Callable[[str], object],
+    adapter: str | Path | None = None,
+    say: Callable[[str], object] = lambda text: None,
+    together: Together = ALONE,
+) -> GenerationReport:
+    """Calls write(piece) for every piece of text; a KeyboardInterrupt while generating ends it with a report.
+
+    model_folder: as save_pretrained writes it, or the name of a model on the hub.
+    adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
+    say: is told in one line, before the first token, what computes; the log has the reasons.
+    together: the ranks over which the experts are; each calls this with the same, and gets the same text.
+    """
+    found = find_model(model_folder, adapter, options, together)
+    prompt_ids = tokenise(found.tokenizer, prompt, options.chat)
+    most = most_new_tokens(found.config, prompt_ids, options.max_new_tokens)
+    with closing(load(found, options, prompt_ids[0], say, together)) as loaded:
+        return _generate(loaded, prompt_ids, most, options, write, together)
+
+
+def _generate(
+    loaded: LoadedModel,
+    prompt_ids: list[int],
+    most: int,
+    options: GenerationOptions,
+    write: Callable[[str], object],
+    together: Together,
+) -> GenerationReport:
+    model, device = loaded.model, loaded.device
+    seed = seed_for(options, together)
+    sampling = sampling_of(options, model.generation_config)
+    set_generation_config(model, loaded.tokenizer, sampling, most)
+    logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), most, seed)
+
+    parts = StreamParts(loaded.streamed)
+    stream = TokenStream(loaded.tokenizer, write, at_first=lambda: parts.begin("decode"))
+    interrupted = False
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        steps = choose_steps(
+            model, sampling, batch=1, prompt_tokens=len(prompt_ids), new_tokens=most, compile=options.compile
+        )
+        logger.info("steps %s: %s", steps.kind, steps.reason)
+        began = time.perf_counter()
+        parts.begin("prefill")
+        try:
+            _stream_tokens(model, steps, prompt_ids, most, seed, stream)
+        except KeyboardInterrupt:
+            interrupted = True
+            stream.end()
+    parts.end()
+    count = len(stream.ids)
+    first = stream.first_at - began if count else None
+    ended = bool(stream.ids) and stream.ids[-1] in end_ids(model)
+    return GenerationReport(
+        prompt_tokens=len(prompt_ids),
+        generated_tokens=count,
+        generated_ids=stream.ids,
+        text="".join(stream.pieces),
+        stopped="interrupted" if interrupted else "end of text" if ended else "length",
+        load_seconds=loaded.load_seconds,
+        prepare_seconds=loaded.warm_up_seconds + steps.seconds,
+        seconds_to_first_token=first,
+        prompt_tokens_per_second=len(prompt_ids) / first if first else None,
+        generation_tokens_per_second=(count - 1) / (stream.last_at - stream.first_at) if count > 1 else None,
+        peak_memory_bytes=peak_memory(device),
+        device=str(device),
+        dtype=loaded.dtype,
+        experts=loaded.experts,
+        placement=loaded.placement,
+        backend=loaded.backend,
+        backend_reason=loaded.reason,
+        steps=steps.kind,
+        steps_reason=steps.reason,
+        sampling=sampling,
+        seed=seed,
+        streaming=parts.report(),
+    )
+
+
+def _stream_tokens(model: Any, steps: Steps, prompt_ids: list[int], most: int, seed: int, stream: TokenStream) -> None:
+    if steps.decoder is None:
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt_ids], dtype=torch.int64, device=model.device)
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream)
+        return
+    ends = set(end_ids(model))
+    for (token,) in steps.decoder.generate([prompt_ids], most, seed):
+        stream.add([token])
+        if token in ends:
+            break
+    stream.end()

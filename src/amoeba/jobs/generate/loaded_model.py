@@ -1,0 +1,257 @@
+"""A model ready to generate with: its experts placed, its adapter put on, and one token through it.
+
+    names = find_model("models/tiny", adapter=None, options)       # tokenizer and config alone, quickly
+    loaded = load(names, options, say=print)
+    loaded.model, loaded.backend, loaded.reason
+
+A model without experts, or whose experts transformers does not dispatch, runs as it is and `reason` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba import lora
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import explain
+from amoeba.core.errors import bad_value
+from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
+from amoeba.integrations.placement import Placed, check_placement
+from amoeba.jobs.convert.merged_adapters import check_not_merged
+from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
+from amoeba.jobs.generate.options import GenerationOptions
+from amoeba.jobs.placed_model import attach_in, load_placed
+from amoeba.jobs.same_on_ranks import check_same_model
+from amoeba.jobs.sharded_model import load_share
+from amoeba.parallel.together import ALONE, Together
+from amoeba.routing.router import Routing
+from amoeba.stream.attaching import Streamed, home_of
+from amoeba.stream.store import is_store
+
+logger = logging.getLogger("amoeba")
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """What is known of a model before its weights are read."""
+
+    name: str
+    adapter: Any
+    tokenizer: Any
+    config: Any
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    placement: str  # of the experts
+    backend: str | None  # None: transformers computes the experts, if there are any
+    reason: str
+    load_seconds: float
+    warm_up_seconds: float
+    streamed: Streamed | None = None
+
+    def close(self) -> None:
+        """Streamed experts can no longer be read after this."""
+        if self.streamed is not None:
+            self.streamed.close()
+
+    @property
+    def experts(self) -> str:
+        return "transformers" if self.backend is None else "amoeba"
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def find_model(
+    model_folder: str | Path, adapter: str | Path | None, options: GenerationOptions, together: Together = ALONE
+) -> FoundModel:
+    """model_folder: as save_pretrained writes it, or the name of a model on the hub.
+    adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
+    together: the ranks over which the experts will be."""
+    if together.ranks is None:
+        check_placement(options.experts)
+    name = check_model(str(model_folder))
+    _check_streaming(name, options)
+    adapter = None if adapter is None else find_adapter(adapter)
+    if adapter is not None:
+        check_not_merged(name, adapter)
+    tokenizer, config = load_tokenizer_and_config(name, adapter, trust_remote_code=options.trust_remote_code)
+    return FoundModel(name, adapter, tokenizer, config)
+
+
+def load(
+    found: FoundModel,
+    options: GenerationOptions,
+    token: int,
+    say: Callable[[str], object],
+    together: Together = ALONE,
+) -> LoadedModel:
+    """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons.
+    together: the ranks over which the experts are. All of them have the same tokens."""
+    streams = _streams(found.name, options)
+    device = _choose_device(home_of(options.vram) if streams else options.device)
+    started = time.perf_counter()
+    streamed = None
+    choice = dtype_to_load(options.dtype, found.name, found.config, device)
+    try:
+        # The caller's random numbers go on where they were: transformers may draw some when it makes a model
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if streams:
+                streamed, choice = _stream(found, options, choice)
+                model = streamed.model
+                placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
+            elif together.ranks is not None:
+                model = load_share(
+                    found.name,
+                    choice.dtype,
+                    together.ranks,
+                    tokens="same",
+                    trust_remote_code=options.trust_remote_code,
+                )
+                placed = Placed("ranks", f"over {together.count}")
+            else:
+                model, placed = load_placed(
+                    found.name,
+                    choice,
+                    options.experts,
+                    trains=False,
+                    device=device,
+                    trust_remote_code=options.trust_remote_code,
+                )
+            logger.info("experts %s: %s", placed.placement, placed.reason)
+            if found.adapter is not None:
+                lora.load(model, found.adapter)
+                logger.info("adapter %s", found.adapter)
+            check_same_model(together, model)
+            model.to(device)
+            loaded = time.perf_counter()
+            backend, reason = _warm_up(model, token)
+    except BaseException:
+        if streamed is not None:
+            streamed.close()
+        raise
+    logger.info("backend %s: %s", backend or "of transformers", reason)
+    done = LoadedModel(
+        model=model,
+        tokenizer=found.tokenizer,
+        device=device,
+        placement=placed.placement,
+        backend=backend,
+        reason=reason,
+        load_seconds=loaded - started,
+        warm_up_seconds=time.perf_counter() - loaded,
+        streamed=streamed,
+    )
+    faster = f" ({choice.reason})" if choice.stored is not None else ""
+    # Resident experts are where everybody expects them
+    chosen = options.experts == "auto" and streamed is None and placed.placement != "resident"
+    why = f" ({placed.reason})" if together.ranks is not None or chosen else ""
+    experts = f"experts {placed.placement}{why}, backend {backend}" if backend else reason
+    within = "" if streamed is None else f", {streamed.memory}"
+    say(f"{model.config.model_type} on {device} in {done.dtype}{faster}; {experts}{within}")
+    return done
+
+
+def _streams(name: str, options: GenerationOptions) -> bool:
+    """A store has no experts that could be resident."""
+    return options.ram is not None or options.vram is not None or is_store(name)
+
+
+def _check_streaming(name: str, options: GenerationOptions) -> None:
+    where = home_of(options.vram).type
+    if not _streams(name, options):
+        remedy = "add --ram or --vram, for example --ram auto"
+        if options.record is not None:
+            raise bad_value("record", "streamed experts, whose routing is recorded", "resident ones", remedy)
+        if options.trace is not None:
+            raise bad_value("trace", "streamed experts, whose loads are timed", "resident ones", remedy)
+        return
+    if options.experts != "auto":
+        raise bad_value(
+            "experts", "none for a store, whose experts are streamed", repr(options.experts), "leave it out"
+        )
+    if options.device is not None and options.device.type != where:
+        remedy = "leave --device out: --vram streams to the GPU, --ram alone to the CPU"
+        raise bad_value("device", f"{where} for experts that are streamed there", options.device, remedy)
+
+
+def _stream(found: FoundModel, options: GenerationOptions, choice: DtypeChoice) -> tuple[Streamed, DtypeChoice]:
+    streamed, choice = attach_in(
+        choice,
+        found.name,
+        ram="auto" if options.ram is None else options.ram,
+        vram=options.vram,
+        miss=options.miss,
+        prefetch=options.prefetch,
+        trust_remote_code=options.trust_remote_code,
+    )
+    try:
+        if options.record is not None:
+            streamed.record(options.record)
+        if options.trace is not None:
+            streamed.trace(options.trace)
+    except BaseException:
+        streamed.close()
+        raise
+    return streamed, choice
+
+
+def _choose_device(asked: torch.device | None) -> torch.device:
+    if asked is not None:
+        device, reason = asked, "as asked"
+    elif torch.cuda.is_available():
+        device, reason = torch.device("cuda"), torch.cuda.get_device_name()
+    else:
+        device, reason = torch.device("cpu"), f"torch {torch.__version__} finds no GPU"
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.reset_peak_memory_stats(device)
+    logger.info("device %s: %s", device, reason)
+    return device
+
+
+def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
+    """Runs one token; returns the backends that served the experts, or None, and why these."""
+    from amoeba.integrations.coverage import coverage
+    from amoeba.integrations.experts_module import experts_modules, is_described
+
+    with torch.no_grad():
+        ids = torch.tensor([[token]], dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=False)
+    served = [module for module in experts_modules(model).values() if is_described(module)]
+    if not served:
+        others = coverage(model).others
+        how = f"has its experts computed by {coverage(model)}" if others else "has no experts"
+        return None, f"{type(model).__name__} {how}"
+    found = list(dict.fromkeys(_backend_of(module) for module in served))
+    reasons = dict.fromkeys(reason for _, reason in found)
+    if (covered := coverage(model)).others:
+        reasons[f"experts by {covered}"] = None
+    return " and ".join(dict.fromkeys(name for name, _ in found)), "; ".join(reasons)
+
+
+def _backend_of(module: Any) -> tuple[str, str]:
+    """The backend that `auto` takes for this module, and why."""
+    from amoeba.integrations.experts_module import weights_of
+
+    weights = weights_of(module)
+    if weights is None:
+        return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
+    x_TH = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=weights.device)
+    routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
+    explanation = explain(Request(x_TH, routing, weights))
+    backend = explanation.backend
+    assert backend is not None  # the warm-up ran
+    return backend.name, explanation.reasons or f"{backend.summary}, the first choice on {weights.device.type}"

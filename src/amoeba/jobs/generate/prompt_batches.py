@@ -1,0 +1,141 @@
+"""Answers to many prompts: by transformers' continuous batching, or in batches padded on the left.
+
+    for row, ids in continuous(model, rows, seed): ...
+    for row, ids in padded(model, rows, batch_size, steps, seed): ...
+
+Both give a row back when it is done, in any order. What continuous batching could not do comes back with None.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from amoeba.core.errors import one_line
+from amoeba.data.prompts import Prompt
+from amoeba.jobs.generate.options import end_ids
+from amoeba.jobs.generate.token_steps import Steps
+
+logger = logging.getLogger("amoeba")
+
+_POLL_SECONDS = 1.0
+_CONTINUOUS_PROCESSORS = frozenset({"Temperature", "TopK", "TopP"})
+
+
+class Row(NamedTuple):
+    """most: new tokens."""
+
+    prompt: Prompt
+    ids: list[int]
+    most: int
+
+
+Answer = tuple[Row, list[int]]
+
+
+def why_not_continuous(model: Any) -> str | None:
+    from amoeba.decoding.refusal import why_not_chosen
+    from amoeba.integrations.experts_module import has_placed_experts
+
+    if model.device.type != "cuda":
+        return f"its cache of pages is made for GPUs, the model is on {model.device.type}"
+    if not hasattr(model, "init_continuous_batching"):
+        return "this version of transformers has none for it"
+    if has_placed_experts(model):
+        return "the experts are not on the GPU"
+    return why_not_chosen(model, model.generation_config, _CONTINUOUS_PROCESSORS)
+
+
+def continuous(model: Any, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, list[int] | None]]:
+    """None in place of an answer: transformers failed, and the log has its reason."""
+    torch.manual_seed(seed)
+    waiting = {str(row.prompt.line): row for row in rows}
+    try:
+        manager = model.init_continuous_batching(generation_config=model.generation_config)
+    except Exception as error:  # a kind of attention or of cache that it does not have
+        _tell_failure(one_line(error))
+        yield from ((row, None) for row in rows)
+        return
+    manager.start()
+    try:
+        for name, row in waiting.items():
+            manager.add_request(row.ids, request_id=name, max_new_tokens=row.most)
+        while waiting:
+            result = manager.get_result(timeout=_POLL_SECONDS)
+            if result is None:
+                if not manager.is_running():
+                    break
+            elif result.is_finished():
+                row = waiting.pop(result.request_id)
+                if result.error is not None:
+                    _tell_failure(result.error)
+                yield row, None if result.error is not None else _cut(result.generated_tokens, row, end_ids(model))
+    finally:
+        # a version that knows how to is told not to finish what nobody waits for
+        hard = {"hard_stop": True} if "hard_stop" in inspect.signature(manager.stop).parameters else {}
+        manager.stop(block=True, **hard)
+    yield from ((row, None) for row in waiting.values())
+
+
+def _tell_failure(reason: str) -> None:
+    logger.warning("transformers' continuous batching failed (%s); going on in padded batches", reason[:300])
+
+
+def batches_of(rows: Sequence[Row], size: int, equal_lengths: bool) -> list[list[Row]]:
+    """Rows of like length together, the longest first: if memory is too small, that shows at once."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: -len(row.ids)):
+        last = batches[-1] if batches else []
+        fits = 0 < len(last) < size and (not equal_lengths or len(last[0].ids) == len(row.ids))
+        last.append(row) if fits else batches.append([row])
+    return batches
+
+
+def padded(model: Any, batches: Sequence[Sequence[Row]], size: int, steps: Steps, seed: int) -> Iterator[Answer]:
+    """size: the rows that the Decoder was made for, where there is one."""
+    for batch in batches:
+        own = seed + batch[0].prompt.line  # a batch does not repeat the random numbers of another
+        prompts = [row.ids for row in batch]
+        if steps.decoder is None:
+            answers = _by_transformers(model, prompts, max(row.most for row in batch), own)
+        else:
+            rows = prompts + prompts[-1:] * (size - len(prompts))  # the last batch is filled up
+            answers = _by_decoder(steps.decoder, rows, batch, end_ids(model), own)
+        for row, ids in zip(batch, answers, strict=False):
+            yield row, _cut(ids, row, end_ids(model))
+
+
+def _by_transformers(model: Any, prompts: list[list[int]], most: int, seed: int) -> list[list[int]]:
+    torch.manual_seed(seed)
+    tokens = max(map(len, prompts))
+    # nothing attends to what comes before a prompt; a token of its own there is not penalised for being there
+    rows = [[prompt[0]] * (tokens - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (tokens - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    ids, mask_BL = (torch.tensor(each, dtype=torch.int64, device=model.device) for each in (rows, mask))
+    out = model.generate(input_ids=ids, attention_mask=mask_BL, max_new_tokens=most)
+    return out[:, tokens:].tolist()
+
+
+def _by_decoder(
+    decoder: Any, prompts: list[list[int]], batch: Sequence[Row], ends: list[int], seed: int
+) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in batch]
+    open_rows = set(range(len(batch)))
+    for tokens in decoder.generate(prompts, max(row.most for row in batch), seed):
+        for place in list(open_rows):
+            answers[place].append(tokens[place])
+            if tokens[place] in ends or len(answers[place]) == batch[place].most:
+                open_rows.discard(place)
+        if not open_rows:
+            break
+    return answers
+
+
+def _cut(ids: list[int], row: Row, ends: list[int]) -> list[int]:
+    """Up to its end token, or as many as it may have."""
+    end = next((place for place, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return list(ids[: min(end + 1, row.most)])

@@ -1,0 +1,208 @@
+"""What makes a step of a whole model fast, switched on for the time of a run and proven on a first batch.
+
+    with fast_paths(trainer, settings.compile, say):
+        trainer.train()
+
+- the loss comes straight from the last hidden states (`integrations.fused_loss`),
+- documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.attention`),
+  from one projection with norms and rotations by our kernels, where a layer has those (`integrations.fused_attention`),
+- the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
+- forward and backward of a step are captured in a CUDA graph (`jobs.train.captured_step`).
+
+A CPU takes the second, or the third where it is asked for: attention by documents is other code for each batch there,
+which no compiled layer can hold. Where one of them does not serve a model the run goes on without it, and a sentence
+says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from amoeba.backends.backend import Request
+from amoeba.backends.registry import explain
+from amoeba.data.token_rows import document_arguments
+from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in, weights_of
+from amoeba.integrations.fused_loss import fused_loss
+from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.integrations.text_model import text_decoder
+from amoeba.precision.recipes import AUTO
+from amoeba.routing.router import Routing
+
+logger = logging.getLogger("amoeba")
+
+
+# Compiling takes up to half a minute. A run of fewer operations is over within one or two on an H200.
+WORTH_COMPILING = 1e16
+
+
+@contextmanager
+def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
+    """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
+    gpu = _is_on_a_gpu(trainer)
+    over_ranks = trainer.together.count > 1  # which exchange counts and gradients within a pass
+    compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
+    if compiles and over_ranks:
+        say("without decoder layers compiled: several ranks share each batch")
+        compiles = False
+    with ExitStack() as stack:
+        taken: list[str] = []
+        if gpu:
+            with trainer.as_it_trains():  # it runs a few tokens
+                reason = stack.enter_context(fused_loss(trainer.model))
+            _tell(taken, "the loss without all logits in memory", reason, say)
+            reason = stack.enter_context(_documents_apart(trainer))
+            _tell(taken, "attention by documents", reason, say)
+            if reason is None:
+                from amoeba.integrations.fused_attention import fused_attention
+
+                stack.enter_context(fused_attention(trainer.model))
+        if compiles:
+            began = time.monotonic()
+            reason = stack.enter_context(_compiled(trainer))
+            _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
+        if not gpu and not trainer.compiled:
+            stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
+        if gpu and not over_ranks and not _waits_in_a_pass(trainer.model):
+            reason = stack.enter_context(_captured(trainer))
+            _tell(taken, "passes captured in a CUDA graph", reason, say)
+        if taken:
+            say(f"in a step: {', '.join(taken)}")
+        yield
+
+
+def _is_on_a_gpu(trainer: Any) -> bool:
+    return trainer.args.device.type == "cuda"
+
+
+def why_not_by_documents(model: Any) -> str | None:
+    """Why attention by documents does not serve a model here, found out on a few tokens, for those who have to know it
+    before there is a trainer. The model is moved to the GPU for that, where it will train."""
+    from amoeba.integrations.attention import NAME
+
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    model.to(device)
+    ids = torch.zeros(1, 128, dtype=torch.int64, device="cpu")
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": torch.arange(128, dtype=torch.int64, device="cpu")[None] % 64,
+    }
+    batch |= document_arguments(batch, 2, 128)
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    text = text_decoder(model)  # vision and audio parts keep their own attention
+    own = text.config._attn_implementation
+    try:
+        text.set_attn_implementation(NAME)
+        with torch.no_grad():
+            model(**given, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # an architecture may refuse in many ways
+        logger.info("attention by documents", exc_info=error)
+        return _first_line(error)
+    finally:
+        text.set_attn_implementation(own)
+    return None
+
+
+def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], None]) -> None:
+    if reason is None:
+        taken.append(what)
+        logger.info("tried: %s", what)
+    else:
+        say(f"without {what}: {reason}")
+
+
+@contextmanager
+def _documents_apart(trainer: Any) -> Iterator[str | None]:
+    from amoeba.integrations.attention import NAME
+
+    model = trainer.model
+    text = text_decoder(model)  # vision and audio parts keep their own attention
+    own = text.config._attn_implementation
+    try:
+        text.set_attn_implementation(NAME)
+        trainer.by_documents = True
+        trainer.try_batch(rows=1, gradients=False)
+        reason = None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # an architecture may refuse in many ways
+        logger.info("attention by documents", exc_info=error)
+        reason = _first_line(error)
+        trainer.by_documents = False
+        text.set_attn_implementation(own)
+    try:
+        yield reason
+    finally:
+        trainer.by_documents = False
+        text.set_attn_implementation(own)
+
+
+@contextmanager
+def _compiled(trainer: Any) -> Iterator[str | None]:
+    layers = None
+    try:
+        layers = CompiledLayers(trainer.model)
+        layers.begin()
+        trainer.try_batch(rows=trainer.args.per_device_train_batch_size, gradients=True)
+        reason = None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler fails in many ways
+        logger.info("decoder layers compiled", exc_info=error)
+        reason = _first_line(error)
+        if layers is not None:
+            layers.end()
+    try:
+        trainer.compiled = reason is None
+        trainer.compiles_evaluation = trainer.evaluation_flops() >= WORTH_COMPILING
+        yield reason
+    finally:
+        trainer.compiled = trainer.compiles_evaluation = False
+        if layers is not None:
+            layers.end()
+
+
+@contextmanager
+def _captured(trainer: Any) -> Iterator[str | None]:
+    reason = None
+    if trainer.args.gradient_checkpointing and draws_random_numbers(trainer.model):
+        reason = "activation checkpointing draws the model's random numbers again, for which it has to ask the device"
+    trainer.captures = reason is None
+    try:
+        yield reason
+    finally:
+        trainer.release()
+
+
+def _waits_in_a_pass(model: Any) -> bool:
+    """Whether the host has to wait for the device: for placed experts, and for fp8 in plain torch."""
+    modules = experts_modules(model).values()
+    return any(placed_in(module) is not None or _waits_in_fp8(module) for module in modules)
+
+
+def _waits_in_fp8(module: Any) -> bool:
+    if module.__dict__.get(PRECISION, AUTO) == AUTO:  # which takes fp8 only by kernels
+        return False
+    weights = weights_of(module)
+    assert weights is not None  # of its own functions nobody sets a precision
+    nobody = torch.zeros((1, 1), dtype=torch.int64, device=weights.device)
+    routing = Routing(nobody, nobody.to(torch.float32), trusted=True)
+    x_TH = torch.empty((1, weights.hidden), dtype=weights.dtype, device=weights.device)
+    taken = explain(Request(x_TH, routing, weights)).backend
+    return taken is None or taken.waits_on_gpu
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

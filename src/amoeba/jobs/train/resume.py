@@ -1,0 +1,324 @@
+"""A resumed run is the same run: its settings, its data, its model and a whole checkpoint, or a refusal.
+
+    earlier = go_on(folder, settings, "model", console, "amoeba train", resume=True, start_from=None)
+    earlier.checkpoint           # whole; None: none was finished, the run starts anew
+    check_data(earlier, began_with(corpus))
+
+Nothing is overwritten before all of it fits. What the run began with is in its config.json:
+
+    began_with   train and held_out: documents, characters and a hash of them; weights: of a frozen model, see
+                 `weights_of`; dtype: in which `amoeba train` computes on a CPU. Absent in runs of older versions, whose
+                 checkpoints have no manifest either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from amoeba.core.errors import bad_value
+from amoeba.data.corpus import Corpus
+from amoeba.data.documents import Document, characters
+from amoeba.jobs.presets import PRESETS
+from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
+from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
+from amoeba.jobs.train.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
+from amoeba.parallel.together import ALONE, Together
+from amoeba.stream.store.index import INDEX, is_store
+from amoeba.system.files import sampled_hash
+from amoeba.system.shell import shell_command, shell_words
+
+Report = TypeVar("Report", bound=RunReport)
+
+_RECORDS = ("model_config", "began_with", DIGEST)  # in config.json beside the settings
+_OF_EVERY_CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "tokenizer_config.json")
+# of a configuration: names and versions, not what the model computes
+_NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
+_SAME_NUMBERS = {"resident", "ranks"}  # of placements: the same numbers, in other memory
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a run goes on with."""
+
+    folder: Path
+    command: str
+    checkpoint: Path | None
+    model_config: dict[str, Any]
+    began_with: dict[str, Any] | None
+
+    @property
+    def new_run(self) -> str:
+        """The remedy where this run cannot go on: a new one, from what was learnt where the command can."""
+        start = " MODEL" if self.command == "amoeba finetune" else ""
+        if not start and self.checkpoint is not None:
+            start = " " + shell_words("--model", self.checkpoint)
+        return f"start a new run: {self.command}{start} --data ... --out ANOTHER"
+
+
+def go_on(
+    folder: Path,
+    settings: RunSettings,
+    kept: str,
+    console: Console,
+    command: str,
+    resume: bool,
+    start_from: str | None,
+    together: Together = ALONE,
+) -> Earlier | None:
+    """None for a run that begins. start_from: a checkpoint's name or step, in place of the last."""
+    if not resume:
+        if start_from:
+            raise bad_value("--from", "a run to go on with", "none", "name its folder: --resume RUN --from CHECKPOINT")
+        return None
+    record = _read_record(folder)
+    _check_settings(settings, record, folder, kept, command)
+    with together.all_or_none("what was left half-written"):
+        if together.first:
+            remove_unfinished(folder, kept)
+    sealed = "began_with" in record
+    found = checkpoints(folder)
+    chosen = _chosen(found, start_from, folder) if start_from else (found[-1] if found else None)
+    if chosen is not None:
+        if not sealed:
+            console.say(f"{folder} is of an older version, without hashes: looking only whether its files can be read")
+        with together.all_or_none("looking whether the checkpoint is whole"):
+            if together.first:
+                _check_whole(chosen, found, sealed, folder, command)
+    return Earlier(folder, command, chosen, record.get("model_config", {}), record.get("began_with"))
+
+
+# --- the record of the run
+
+
+def settings_of(kind: type[Settings], resume: str | None, config: str | None, given: dict[str, Any]) -> Settings:
+    """Of a new run, or of the one in the folder `resume`: then what is neither given nor in the file `config` is the
+    run's own, and whether the rest may be another is seen when it goes on (`amoeba.jobs.train.resume`)."""
+    if resume is None:
+        return load_settings(config, given, kind)
+    if not (Path(resume) / "config.json").is_file():
+        raise bad_value(
+            "--resume", "the folder of an earlier run", repr(resume), "check the path, or leave --resume out"
+        )
+    earlier = settings_of_run(Path(resume))
+    unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
+    if "model_type" in unknown:
+        raise bad_value(
+            "--resume",
+            "the folder of an earlier run",
+            f"{resume!r}, a model's",
+            "leave --resume out and give it as the model",
+        )
+    if unknown:
+        other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
+        raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
+    told = (read_settings(config, kind) if config else {}) | given
+    if "out" in told and Path(told["out"]).resolve() != Path(resume).resolve():
+        raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
+    placed = earlier.get("experts", "auto")
+    for name in (name for name in ("ram", "vram") if name in told and "experts" not in told and placed != "auto"):
+        expected = f"none: the run in {resume} began with --experts {placed}, which does not stream them"
+        raise bad_value(f"--{name}", expected, told[name], f"leave --{name} out, or start a new run with another --out")
+    if told.get("experts", "ranks") != "ranks":  # then nothing is left of how ranks shared the model
+        earlier = {name: value for name, value in earlier.items() if name not in ("expert_ranks", "dense")}
+    return kind(**(earlier | told | {"out": resume}))
+
+
+def settings_of_run(folder: Path) -> dict[str, Any]:
+    return {name: value for name, value in _read_record(folder).items() if name not in _RECORDS}
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    remedy = f"put it back from a copy; the checkpoints in {folder / 'checkpoints'} are as they were"
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise bad_value(str(path), "the settings of the run, as JSON", str(error), remedy) from error
+    if not isinstance(record, dict):
+        raise bad_value(str(path), "the settings of the run, as an object", type(record).__name__, remedy)
+    if DIGEST in record and not digest_fits(record):
+        raise bad_value(str(path), "the settings as the run wrote them", "other ones", remedy)
+    return record
+
+
+def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path, kept: str, command: str) -> None:
+    for name, now in json.loads(json.dumps(settings.as_dict())).items():
+        if name not in record or now == record[name] or AT_RESUME[name] in ("changeable", "place"):
+            continue
+        if name == "experts" and {now, record[name]} <= _SAME_NUMBERS:
+            continue
+        moved = isinstance(now, str) and isinstance(record[name], str) and Path(now).expanduser().exists()
+        if AT_RESUME[name] == "by content" and moved and "began_with" in record and record[name] not in PRESETS:
+            continue
+        more = f"{shell_command(command, '--model', folder / kept)} --steps ... --out ANOTHER"
+        remedy = f"leave it out, or, once the run has ended, train on with {more}" if name == "steps" else ""
+        raise bad_value(
+            f"--{name.replace('_', '-')}",
+            f"{record[name]!r}, with which the run in {folder} began",
+            repr(now),
+            remedy or "leave it out; another value makes another run, with another --out",
+        )
+
+
+# --- the data and the model
+
+
+def began_with(corpus: Corpus, weights: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"train": _side(corpus.train), "held_out": _side(corpus.held_out), "weights": weights}
+
+
+def data_facts(content: dict[str, Any]) -> dict[str, Any]:
+    """What a run begins with, by names for a user."""
+    names = {"train": "documents to train on", "held_out": "documents held out", "weights": "weights of the model"}
+    return {names[name]: content[name] for name in names}
+
+
+def _side(documents: Sequence[Document]) -> dict[str, Any]:
+    found = hashlib.blake2b(digest_size=16)
+    for document in documents:
+        found.update(json.dumps(dataclasses.asdict(document)).encode() + b"\n")
+    return {"documents": len(documents), "characters": characters(documents), "hash": found.hexdigest()}
+
+
+def weights_of(model: str) -> dict[str, Any] | None:
+    """Sizes, and hashes of samples, of the files with the weights in a folder: all of them would be read for minutes.
+    Of a store its index, too, which has a checksum of every expert. None for a name on the hub."""
+    files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
+    files += [Path(model).expanduser() / INDEX] if is_store(model) else []
+    return {path.name: sampled_hash(path) for path in files} or None
+
+
+def check_data(earlier: Earlier, now: dict[str, Any]) -> None:
+    then = earlier.began_with
+    if then is None:
+        return
+    for side, of_what in (("train", "to train on"), ("held_out", "held out")):
+        if now[side] != then[side]:
+            raise bad_value(
+                "the data",
+                f"the {_amount(then[side])} {of_what} with which the run in {earlier.folder} began",
+                _amount(now[side]) + (", with other text" if _amount(now[side]) == _amount(then[side]) else ""),
+                f"put the data back as it was, or {earlier.new_run}",
+            )
+    if now["weights"] != then["weights"]:
+        before, after = then["weights"] or {}, now["weights"] or {}
+        names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        raise bad_value(
+            "MODEL",
+            f"the weights with which the run in {earlier.folder} began",
+            f"others in {', '.join(names)}",
+            f"put them back as they were, or {earlier.new_run}",
+        )
+
+
+def _amount(side: dict[str, Any]) -> str:
+    return f"{side['documents']:,} documents ({side['characters']:,} characters)"
+
+
+def check_model_config(earlier: Earlier, config: Any) -> None:
+    """Of the names that both have: another version of transformers may have more."""
+    now = json.loads(json.dumps(config.to_dict(), default=str))
+    for name, then in earlier.model_config.items():
+        if name in now and name not in _NOT_COMPARED and now[name] != then:
+            raise bad_value(
+                "--resume",
+                f"the model with which the run in {earlier.folder} began ({name} {then!r})",
+                f"{name} {now[name]!r}",
+                "put the model's config.json back as it was, and leave --model as the run began with",
+            )
+
+
+# --- the checkpoint
+
+
+def _chosen(found: list[Path], name: str, folder: Path) -> Path:
+    for path in found:
+        if name in (path.name, str(step_of(path)), str(path)):
+            return path
+    there = ", ".join(path.name for path in found) or "none"
+    raise bad_value("--from", f"a checkpoint of {folder} ({there})", repr(name), "name one of these")
+
+
+def _check_whole(checkpoint: Path, found: list[Path], sealed: bool, folder: Path, command: str) -> None:
+    trouble = _trouble(checkpoint, sealed)
+    if not trouble:
+        return
+    others = [path for path in reversed(found) if step_of(path) < step_of(checkpoint) and not _trouble(path, sealed)]
+    if others:
+        remedy = f"go on from the one before: {shell_command(command, '--resume', folder, '--from', others[0].name)}"
+    else:
+        remedy = "no earlier checkpoint is whole: put the file back from a copy, or start a new run with another --out"
+    raise bad_value(str(checkpoint), "a whole checkpoint", "; ".join(trouble), remedy)
+
+
+def _trouble(checkpoint: Path, sealed: bool) -> list[str]:
+    if (checkpoint / MANIFEST).is_file():
+        return damages(checkpoint)
+    return [f"{MANIFEST} is missing"] if sealed else _unreadable(checkpoint)
+
+
+def _unreadable(checkpoint: Path) -> list[str]:
+    """What can be seen without a manifest: files that are missing, empty, cut short, or not what their name says."""
+    found = [f"{name} is missing" for name in _OF_EVERY_CHECKPOINT if not (checkpoint / name).is_file()]
+    if not any(checkpoint.glob("*.safetensors")):
+        found.append("the weights (*.safetensors) are missing")
+    for path in sorted(checkpoint.iterdir()):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix == ".safetensors":
+                from safetensors import safe_open
+
+                with safe_open(path, "pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth"):
+                from transformers.trainer_pt_utils import safe_globals
+
+                with safe_globals():
+                    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # of a broken file each reader raises another kind
+            found.append(f"{path.name} cannot be read ({type(error).__name__})")
+    return found
+
+
+# --- the end
+
+
+def finished_run(
+    folder: Path, settings: RunSettings, kept: str, command: str, kind: type[Report], names: dict[str, str]
+) -> Report | None:
+    """The report of a run that has nothing left to do. names: the fields of `kind` that name what was kept."""
+    _check_settings(settings, _read_record(folder), folder, kept, command)
+    line, wanted = _final_line(folder), {field.name for field in dataclasses.fields(kind)}
+    if line is None or not wanted <= line.keys() or not (folder / kept).is_dir():
+        return None
+    if (folder / kept / MANIFEST).is_file() and (trouble := damages(folder / kept)):
+        raise bad_value(
+            str(folder / kept),
+            "what the finished run kept, as it was written",
+            "; ".join(trouble),
+            "where you changed it yourself there is nothing to resume; otherwise move the folder away and resume again:"
+            " it is then written anew from the last checkpoint",
+        )
+    return kind(**({name: line[name] for name in wanted} | {"folder": str(folder)} | names))
+
+
+def _final_line(folder: Path) -> dict[str, Any] | None:
+    path = folder / "metrics.jsonl"
+    for text in reversed(path.read_text(errors="replace").splitlines() if path.is_file() else []):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and line.get("kind") == "final":
+            # what runs of older versions do not have
+            return {"exit_code": 0, "streaming": None} | line if not line.get("interrupted") else None
+    return None

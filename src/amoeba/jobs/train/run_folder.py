@@ -1,0 +1,201 @@
+"""The folder of a run, which `amoeba report` and `--resume` read, and one run at a time writes.
+
+    with run_folder("runs/mine", resume=False, say=print) as folder:
+        ...
+
+RUN/config.json environment.json metrics.jsonl tensorboard/ checkpoints/ and model/ or adapter/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from amoeba.core.errors import bad_value
+from amoeba.jobs.train.manifest import with_digest
+from amoeba.parallel.together import ALONE, Together
+from amoeba.system.files import put_back, write_whole
+from amoeba.system.shell import shell_words
+
+_UNFINISHED = "writing"  # the checkpoint that is being written
+_SET_ASIDE = "set-aside-"
+_LOCK = ".lock"
+
+
+class Console(Protocol):
+    """Where a run tells how it goes: a progress bar, plain lines, or nothing."""
+
+    def say(self, text: str) -> None: ...
+
+    def step(self, line: dict[str, Any], total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """How a run ended."""
+
+    folder: str
+    steps: int
+    start_loss: float  # held out
+    final_loss: float
+    final_loss_step: int  # an interrupted run has the latest that was logged
+    perplexity: float
+    dead_experts: int
+    tokens_per_second: float
+    seconds: float
+    interrupted: bool
+    exit_code: int  # of the command: 0, or 128 and the number of the signal that interrupted it
+
+    def losses(self) -> str:
+        """Of the held-out data, from the first to the last."""
+        if self.final_loss_step == 0:
+            return f"{self.start_loss:.3f} at step 0, and not measured since"
+        shown = f"{self.start_loss:.3f} -> {self.final_loss:.3f}"
+        return shown if self.final_loss_step == self.steps else f"{shown} at step {self.final_loss_step}"
+
+
+class Silent:
+    """The console of a rank other than the first."""
+
+    def say(self, text: str) -> None: ...
+
+    def step(self, line: dict[str, Any], total: int) -> None: ...
+
+
+@contextmanager
+def run_folder(out: str, resume: bool, say: Callable[[str], None], together: Together = ALONE) -> Iterator[Path]:
+    """The folder, which can be written, holds a run if and only if it is to go on, and is this job's alone. Of several
+    ranks the first sees to that, before the others go on."""
+    with ExitStack() as held:
+        with together.all_or_none("the run's folder"):
+            if together.first:
+                held.enter_context(_checked(Path(out), resume, say))
+        yield Path(out)
+
+
+@contextmanager
+def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
+    if resume and not (folder / "config.json").is_file():
+        raise bad_value("--resume", "the folder of an earlier run", repr(str(folder)), "check the path, or train anew")
+    made = not folder.exists()
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise bad_value("--out", "a folder that can be written", f"{folder} ({error})", "choose another") from error
+    with _locked(folder, "--resume" if resume else "--out", say):
+        if not resume and (folder / "metrics.jsonl").exists():
+            raise bad_value(
+                "--out",
+                "a folder that holds no run yet",
+                str(folder),
+                f"use {shell_words('--resume', folder)}, or another --out",
+            )
+        try:
+            yield
+        finally:
+            if made:
+                _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """What a run leaves that was refused before it began: data that is not there, a model without experts."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} == {"checkpoints", _LOCK}:
+            (folder / "checkpoints").rmdir()
+            (folder / _LOCK).unlink()
+            folder.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[None]:
+    """The kernel lets go of the lock when the process ends, however it ends; the file stays, and says nothing then."""
+    if os.environ.get("RANK", "0") != "0":  # the first of the processes of a run has it for all
+        yield
+        return
+    with (folder / _LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            got = f"{folder}, in which {file.read().strip() or 'another process'} is at work"
+            raise bad_value(
+                option, "a folder that no other run writes to", got, "wait until it ends, or use another --out"
+            ) from None
+        except OSError as error:
+            say(f"{folder} cannot be locked ({error.strerror}): see to it that no other run writes to it")
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}")
+            file.flush()
+        yield
+
+
+def describe_run(
+    folder: Path,
+    settings: dict[str, Any],
+    model_config: dict[str, Any],
+    began_with: dict[str, Any] | None,
+    precision: dict[str, Any] | None = None,
+) -> None:
+    """What is used, and on which machine. began_with: see `amoeba.jobs.train.resume`; None where an older run has none.
+    precision: of the experts, see `amoeba.jobs.train.run_precision`; None for the run's own dtype."""
+    from amoeba.system.machine import commit, machine, versions
+
+    environment = {
+        "machine": machine(),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": commit(),
+    } | ({} if precision is None else {"experts": precision})
+    config = settings | {"model_config": model_config}
+    if began_with is not None:
+        config = with_digest(config | {"began_with": began_with})
+    for name, content in {"config": config, "environment": environment}.items():
+        write_whole(folder / f"{name}.json", json.dumps(content, indent=1, default=str) + "\n")
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints that were written to their end, oldest first. One that is being written has another name."""
+    found = (folder / "checkpoints").glob("checkpoint-*")
+    return sorted((path for path in found if path.name.removeprefix("checkpoint-").isdigit()), key=step_of)
+
+
+def set_aside(checkpoint: Path) -> None:
+    target = checkpoint.with_name(_SET_ASIDE + checkpoint.name)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(checkpoint, target)
+
+
+def unfinished_checkpoint(folder: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return folder / "checkpoints" / _UNFINISHED
+
+
+def staged_result(target: Path) -> Path:
+    """Where what a run keeps is written before it gets its name."""
+    return target.with_name(f".{target.name}.{_UNFINISHED}")
+
+
+def remove_unfinished(folder: Path, kept: str) -> None:
+    """What a killed run left half-written, or half-replaced."""
+    shutil.rmtree(unfinished_checkpoint(folder), ignore_errors=True)
+    shutil.rmtree(staged_result(folder / kept), ignore_errors=True)
+    put_back(folder / kept)
+    for aside in (folder / "checkpoints").glob(".checkpoint-*.earlier"):
+        put_back(aside.with_name(aside.name.removeprefix(".").removesuffix(".earlier")))

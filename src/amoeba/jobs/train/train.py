@@ -1,0 +1,263 @@
+"""`amoeba train`: a mixture-of-experts language model on the Hugging Face stack, with our experts.
+
+    report = train(TrainSettings(model="demo"), Console())
+
+transformers.Trainer runs the loop; what is added here: experts_implementation="amoeba", a watch over the routers, a run
+folder that the report page reads, checkpoints that are renamed into place when they are whole, and a resume that gives
+the same losses as a run that was never interrupted.
+
+    RUN/config.json environment.json metrics.jsonl tensorboard/ checkpoints/ model/
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba.core.errors import bad_value
+from amoeba.data.corpus import load_corpus
+from amoeba.data.token_rows import NO_LABEL, PackedDataset, stack
+from amoeba.data.tokenizer import load_or_train_tokenizer
+from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
+from amoeba.integrations.model_limits import check_ids, check_sequence_length
+from amoeba.integrations.own_tensors import sharded_modules
+from amoeba.integrations.precision import set_precision
+from amoeba.integrations.text_model import auto_class, text_config
+from amoeba.jobs.cpu_dtype import faster_dtype
+from amoeba.jobs.presets import PRESETS, find_preset
+from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
+from amoeba.jobs.settings import TrainSettings
+from amoeba.jobs.train.resume import (
+    Earlier,
+    began_with,
+    check_data,
+    check_model_config,
+    data_facts,
+    finished_run,
+    go_on,
+)
+from amoeba.jobs.train.run_folder import Console, RunReport, describe_run, run_folder
+from amoeba.jobs.train.run_mesh import check_ranks, mesh_of, shared_batches
+from amoeba.jobs.train.run_precision import run_precision
+from amoeba.observe.router_watch import check_balance
+from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.together import ALONE, Together
+from amoeba.precision.recipes import UNCHANGED
+from amoeba.system.shell import shell_command, shell_words
+
+COMMAND = "amoeba train"
+# Of each kind of held-out text, to see which experts serve it.
+KIND_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class TrainReport(RunReport):
+    model: str
+
+
+def train(
+    settings: TrainSettings,
+    console: Console,
+    *,
+    resume: bool = False,
+    start_from: str | None = None,
+    trust_remote_code: bool = False,
+    together: Together = ALONE,
+) -> TrainReport:
+    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
+    together: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
+    same report."""
+    told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
+    check_same_job(together, COMMAND, settings, told, model=settings.model)
+    if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
+        find_preset(settings.model)  # says which there are
+    config = None
+    if settings.model not in PRESETS:
+        check_json(Path(settings.model) / "config.json")
+        config = load_config(settings.model, trust_remote_code=trust_remote_code)
+        check_sequence_length(config, settings.sequence_length)
+        _check_unquantised(settings.model, config)
+    check_ranks(settings, resume, together)
+    with run_folder(settings.out, resume, console.say, together) as folder:
+        return _train(settings, console, folder, config, resume, start_from, trust_remote_code, together)
+
+
+def _train(
+    settings: TrainSettings,
+    console: Console,
+    folder: Path,
+    config: Any,
+    resume: bool,
+    start_from: str | None,
+    trust_remote_code: bool,
+    together: Together,
+) -> TrainReport:
+    from transformers.utils import logging as transformers_logging
+
+    from amoeba.integrations.coverage import check_coverage
+    from amoeba.integrations.transformers import register
+    from amoeba.jobs.sharded_model import ShardedModel, count_parameters, shard_model
+    from amoeba.jobs.train.saved_model import Artifact, WholeModel
+    from amoeba.jobs.train.trainer import Rows
+    from amoeba.jobs.train.training_loop import make_trainer, run_to_end
+
+    register()
+    transformers_logging.disable_progress_bar()  # the run has one of its own
+    mesh = mesh_of(settings, folder, console, resume, together)
+    kept: Artifact = WholeModel(together.first) if mesh is None else ShardedModel(mesh)
+    if resume and not start_from:
+        names = {"model": str(folder / kept.name)}
+        ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
+        if ended is not None:
+            console.say(f"already finished after {ended.steps} steps; to train on: {COMMAND} {_on(ended.model)}")
+            return ended
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, together)
+    torch.manual_seed(settings.seed)
+
+    corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed)
+    console.say(f"data: {corpus.description}")
+    content = began_with(corpus)
+    checkpoint_model = None if settings.model in PRESETS else settings.model
+    if earlier:
+        check_data(earlier, content)
+        checkpoint_model = str(earlier.checkpoint) if earlier.checkpoint else checkpoint_model
+    tokenizer = load_or_train_tokenizer(
+        checkpoint_model, corpus, settings.vocab_size, trust_remote_code=trust_remote_code
+    )
+    train_rows = PackedDataset(corpus.train, tokenizer, settings.sequence_length)
+    held_out_rows = PackedDataset(corpus.held_out, tokenizer, settings.sequence_length, keep_last=True)
+    if config is not None:
+        check_ids(config, max(train_rows.largest_id(), held_out_rows.largest_id()))
+    digests = {"rows to train on": train_rows.digest(), "rows held out": held_out_rows.digest()}
+    together.check_same(data_facts(content) | digests, "give every rank the same --data, --held-out and tokenizer")
+    console.say(
+        f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out; "
+        f"a tokenizer of {len(tokenizer)} tokens"
+    )
+
+    model = _build_model(settings, tokenizer, config, trust_remote_code, mesh)
+    if config is not None and type(model.config) is not type(config):
+        console.say(f"{type(model).__name__} alone is trained and saved: {settings.model} has other parts than text")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = _compute_dtype(settings, earlier, model, train_rows, console, together)
+    if device == "cuda":
+        model.to(dtype)  # the optimizer keeps what bf16 has no room for
+    else:
+        content["dtype"] = str(dtype).removeprefix("torch.")
+    covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
+    check_same_model(together, model, {"dtype of the run": str(dtype)})
+    if mesh is not None and not sharded_modules(model):
+        shard_model(model, mesh.experts)
+    if mesh is None and together.count > 1:
+        console.say(shared_batches(together))
+    parameters = count_parameters(model, None if mesh is None else mesh.experts)
+    console.say(
+        f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
+        f"{str(dtype).removeprefix('torch.')}, experts by {covered}{'' if mesh is None else f' {mesh}'}"
+    )
+    precision = None
+    if settings.precision != UNCHANGED:
+        set_precision(model, settings.precision)
+        precision = run_precision(model, settings.precision, torch.device(device))
+        console.say(str(precision))
+    check_balance(model, settings.balance, settings.z_loss_coefficient)
+    if earlier:
+        check_model_config(earlier, model.config)
+    with together.all_or_none("the description of the run"):
+        if together.first:
+            began = earlier.began_with if earlier else content
+            about = None if precision is None else asdict(precision)
+            describe_run(folder, settings.as_dict(), model.config.to_dict(), began, about)
+    documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
+    rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
+    trainer = make_trainer(
+        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, together, mesh
+    )
+    outcome, kept_in = run_to_end(trainer, folder, earlier)
+    if together.ranks is None and not outcome.interrupted:
+        kinds = corpus.held_out_by_kind.items()
+        _note_text_kinds(
+            trainer,
+            {kind: PackedDataset(texts, tokenizer, settings.sequence_length, keep_last=True) for kind, texts in kinds},
+        )
+    report = TrainReport(**asdict(outcome), model=kept_in)
+    trainer.run_log.finish(report)
+    return report
+
+
+def _note_text_kinds(trainer: Any, rows_of: dict[str, PackedDataset]) -> None:
+    """Writes to the run's log which experts serve which kind of text, where there are kinds."""
+    watch, model, loads_of = trainer.run_log.watch, trainer.model.eval(), []
+    for rows in rows_of.values():
+        count = min(len(rows), max(1, KIND_TOKENS // rows.sequence_length))
+        batch = {name: part.to(model.device) for name, part in stack([rows[at] for at in range(count)]).items()}
+        wanted_T = (batch.pop("labels") != NO_LABEL).flatten()
+        with watch.counting(wanted_T) as loads, torch.no_grad(), trainer.compute_loss_context_manager():
+            model(**batch, use_cache=False)
+        loads_of.append([load_E.tolist() for load_E in loads])
+    if rows_of:
+        layers = [{"layer": at, "loads": list(of_kinds)} for at, of_kinds in enumerate(zip(*loads_of, strict=True))]
+        step = trainer.state.global_step
+        trainer.run_log.write({"kind": "text_kinds", "step": step, "kinds": list(rows_of), "layers": layers})
+
+
+def _check_unquantised(model: str, config: Any) -> None:
+    """Experts in codes are frozen and cannot be saved: the run would lose all that it learned."""
+    from amoeba.integrations.quantised_models import facts_of
+
+    if (facts := facts_of(config)) is not None and has_weights(Path(model)):
+        got = f"one quantised by {facts.get('quant_method')} (config.json of {model})"
+        remedy = f"fine-tune it ({shell_command('finetune', model)}), or train its unquantised checkpoint"
+        raise bad_value("--model", "a checkpoint whose parameters can all be trained", got, remedy)
+
+
+def _on(model: str) -> str:
+    return f"{shell_words('--model', model)} --data ... --out ANOTHER"
+
+
+def _build_model(
+    settings: TrainSettings, tokenizer: Any, config: Any, trust_remote_code: bool, mesh: RankMesh | None
+) -> Any:
+    """config: of the folder that settings.model is; None for a preset. Weights that are read are this rank's; new ones
+    are drawn as one process draws them, and shared out afterwards."""
+    from amoeba.jobs.sharded_model import load_share
+
+    if config is None:
+        config = find_preset(settings.model).build(len(tokenizer), settings.sequence_length)
+    elif has_weights(Path(settings.model)):
+        if mesh is None:
+            return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
+        return load_share(settings.model, torch.float32, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(text_config(config), name, getattr(tokenizer, name))
+    if hasattr(text_config(config), "output_router_logits"):
+        text_config(config).output_router_logits = False  # our own balance loss, layer by layer, takes its place
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a billion random numbers take a CPU a while
+        return auto_class(config).from_config(
+            config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+
+
+def _compute_dtype(
+    settings: TrainSettings,
+    earlier: Earlier | None,
+    model: Any,
+    rows: PackedDataset,
+    console: Console,
+    together: Together,
+) -> torch.dtype:
+    """As it is asked for; else bf16 on a GPU that has it, and on a CPU what the run began with, or what is faster, for
+    one process. Ranks would have to measure in step."""
+    if settings.dtype != "auto":
+        return getattr(torch, settings.dtype)
+    if torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if earlier is not None:
+        return getattr(torch, (earlier.began_with or {}).get("dtype", "float32"))
+    if together.ranks is not None:
+        return torch.float32
+    passes = settings.steps * settings.accumulation
+    return faster_dtype(model, rows, batch_size=settings.batch_size, passes=passes, say=console.say)

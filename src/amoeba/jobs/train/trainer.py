@@ -1,0 +1,264 @@
+"""transformers.Trainer whose steps leave the host little to do: our optimizer, documents by ends, captured passes.
+
+`fast_paths` switches on what a model and a machine allow; until then it is Trainer as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from amoeba.core.errors import bad_value
+from amoeba.data.token_rows import NO_LABEL, document_arguments
+from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.fully_sharded import shard_fully
+from amoeba.integrations.own_tensors import own_tensors
+from amoeba.jobs.model_cost import training_flops_per_token
+from amoeba.jobs.train.captured_step import CapturedStep, on_stream
+from amoeba.observe.router_watch import RouterWatch
+from amoeba.optim import AdamW
+from amoeba.parallel.gradients import add_up_gradients, clip_gradients
+from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.shards import hand_over_gradients, is_shard, local_parameter
+from amoeba.parallel.together import ALONE, Together
+
+logger = logging.getLogger("amoeba")
+
+
+class Rows(NamedTuple):
+    train: Any  # datasets of {input_ids, labels}
+    held_out: Any
+    collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+    tokens_per_row: float
+    documents_per_row: int  # at most; padding is one
+    longest: int  # tokens of a row at most
+
+
+CAPTURES = 2  # tries at most: a pass may do for the first time what a second one finds done
+IDLE = "amoeba_idle"  # in a batch: its row is there for the others' sake
+
+
+class FastTrainer(Trainer):
+    optimizer: Any
+    together: Together = ALONE
+    mesh: RankMesh | None = None  # how the ranks share the model; None: each has all of it
+    rows: Rows
+    watch: RouterWatch
+    optimizer_states: Literal["float32", "bfloat16"] = "float32"
+    by_documents = False  # whether attention wants to be told where documents end
+    compiled = False  # whether the layers are
+    compiles_evaluation = False  # a pass without gradients is other code, which takes as long to compile again
+    captures = False  # whether passes are captured, once one has run
+    while_it_runs: ExitStack  # what is to be undone afterwards
+    _tries = 0  # to capture a pass
+    _stream: torch.cuda.Stream | None = None  # of the captured pass and those before it
+    _captured: CapturedStep | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.while_it_runs = ExitStack()
+
+    def note_pass(self, inputs: Any, loss: Tensor) -> None:
+        """Is told of each pass that trains."""
+
+    def as_compiled(self, inputs: Any) -> AbstractContextManager:
+        """Where a batch is not as large as those in training, or evaluations are short, the layers run as they are."""
+        model: Any = self.model
+        whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size
+        serves = whole and (model.training or self.compiles_evaluation)
+        return CompiledLayers.paused() if self.compiled and not serves else nullcontext()
+
+    def flops(self) -> float:
+        """Of all its steps."""
+        rows = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.per_device_train_batch_size
+        return rows * self._flops_per_row()
+
+    def evaluation_flops(self) -> float:
+        """Of all its evaluations: of the three products with a weight in training, they have the first."""
+        evaluations = 1 + self.args.max_steps / (self.args.eval_steps or math.inf)
+        return evaluations * len(self.rows.held_out) * self._flops_per_row() / 3
+
+    def _flops_per_row(self) -> float:
+        return self.rows.tokens_per_row * training_flops_per_token(self.model, self.rows.tokens_per_row)
+
+    def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+        """This rank's part of a batch that is laid out as one process would have it."""
+        batch: dict[str, Any] = self.rows.collate(rows)
+        if self.together.count > 1:
+            mine = self.together.part(len(rows))
+            idle = mine.start == mine.stop
+            # a rank without rows has to pass the experts of others all the same, with one that nobody learns from
+            batch = {name: tensor[slice(0, 1) if idle else mine] for name, tensor in batch.items()}
+            if idle:
+                batch |= {"labels": torch.full_like(batch["labels"], NO_LABEL), IDLE: True}
+        if not self.by_documents:
+            return batch
+        return batch | document_arguments(batch, self.rows.documents_per_row, self.rows.longest)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = dict(inputs)
+        self.watch.ledger.idle = inputs.pop(IDLE, False)
+        return super()._prepare_inputs(inputs)
+
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+        """The loss is divided by the number of tokens that all ranks predict."""
+        batches, predicted = super().get_batch_samples(*arguments, **options)
+        if self.together.count > 1:
+            if not isinstance(predicted, Tensor):
+                remedy = "train it in one process, without torchrun"
+                raise bad_value("ranks", "a model whose loss takes the number of tokens", "one without", remedy)
+            predicted = self.together.add_up(predicted, "numbers of tokens to predict")
+        return batches, predicted
+
+    def as_it_trains(self) -> Any:
+        """Autocast where a step has it, for what runs the model before `train` has prepared it."""
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16)
+
+    def try_batch(self, rows: int, gradients: bool) -> None:
+        """Runs the first rows once; nothing of it stays but what was compiled."""
+        model: Any = self.model
+        watch = self.watch
+        count = min(rows, len(self.rows.train))
+        batch = self.collate([self.rows.train[row % count] for row in range(rows)])
+        batch = self._prepare_inputs(batch)
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        training = model.training
+        model.train()
+        try:
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients), self.as_it_trains():
+                predicted = (batch["labels"] != NO_LABEL).sum()
+                loss: Any = super().compute_loss(model, batch, num_items_in_batch=predicted)
+                if gradients:
+                    loss.backward()
+        finally:
+            model.zero_grad(set_to_none=True)
+            model.train(training)
+            watch.forget()
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        """Ours on a GPU, where parameters in bf16 need fp32 masters; else transformers' own, which a CPU computes
+        faster (the factors of experts that are packed there). Of sharded parameters it steps what is here."""
+        model: Any = self.model
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        sharded = any(is_shard(p) for p in trained.values())
+        ours = all(p.device.type == "cuda" for p in trained.values())
+        if self.optimizer is None and (ours or sharded):
+            decayed = set(self.get_decay_parameter_names(model))
+            stepped = {name: local_parameter(p) for name, p in trained.items()}
+            groups: list[dict[str, Any]] = [
+                {
+                    "params": [p for name, p in stepped.items() if name in decayed],
+                    "weight_decay": self.args.weight_decay,
+                },
+                {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
+            ]
+            self.optimizer = self._our_optimizer(groups) if ours else self._their_optimizer(groups)
+            hand_over_gradients(self.optimizer, trained.values())
+        return super().create_optimizer(*arguments, **options)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """As in a process with all experts; a share's biases have names that do not say so."""
+        own = own_tensors(model)
+        found = super().get_decay_parameter_names(model)
+        return [name for name in found if name not in own or "bias" not in own[name].name]
+
+    def _our_optimizer(self, groups: list[dict[str, Any]]) -> AdamW:
+        return AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.args.learning_rate,
+            betas=(self.args.adam_beta1, self.args.adam_beta2),
+            eps=self.args.adam_epsilon,
+            states=self.optimizer_states,
+            seed=self.args.seed,
+        )
+
+    def _their_optimizer(self, groups: list[dict[str, Any]]) -> Any:
+        """As Trainer makes it of a model that is not sharded; of a sharded one it makes more groups than two."""
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        return kind(groups, **options)
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        """Never so that Trainer clips by itself: `clipping` knows of meshes, and of what ranks have alone."""
+        return False
+
+    def shard(self) -> None:
+        """By FSDP2, where it is asked for; once all that looks at whole parameters has done so."""
+        if self.mesh is not None:
+            shard_fully(self.model, self.mesh)
+
+    def lost_ranks_told(self) -> AbstractContextManager:
+        """Also those that FSDP2 waits for."""
+        if self.mesh is None or not self.mesh.shards:
+            return nullcontext()
+        return self.mesh.every.told_of("parameters or gradients that FSDP2 shards")
+
+    def clipping(self) -> Callable[..., Any]:
+        """What takes the place of Accelerator.clip_grad_norm_."""
+        own = self.accelerator.clip_grad_norm_
+
+        def clip(parameters: Any, most: float, *others: Any, **options: Any) -> Any:
+            if self.together.ranks is not None:
+                found = list(parameters)
+                add_up_gradients(found, self.together.ranks)
+                return clip_gradients(found, most, self.together.ranks)
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            if isinstance(optimizer, AdamW):  # clips in its step
+                return optimizer.note_clipping(most)
+            return own(parameters, most, *others, **options)
+
+        return clip
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if not self.captures or not isinstance(num_items_in_batch, Tensor):
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        whole = inputs["input_ids"].shape[0] == self.args.per_device_train_batch_size  # not the rest of an epoch
+        if self._captured is None and whole:
+            if self._stream is not None and all(p.grad is None for p in model.parameters()):
+                self._capture(model, inputs, num_items_in_batch)
+            if self._captured is None and self.captures:
+                self._stream = self._stream or torch.cuda.Stream()
+                with on_stream(self._stream):
+                    return super().training_step(model, inputs, num_items_in_batch)
+        if self._captured is None or not self._captured.fits(inputs):
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = self._captured(inputs, num_items_in_batch)
+        self.note_pass(inputs, loss)
+        return loss
+
+    def release(self) -> None:
+        """Gives up the captured pass and its memory."""
+        self.captures, self._captured, self._stream, self._tries = False, None, None, 0
+
+    def _capture(self, model: Any, inputs: Any, predicted: Tensor) -> None:
+        assert self._stream is not None
+
+        def run(inputs: dict[str, Any], predicted: Tensor) -> Tensor:
+            loss: Any = Trainer.compute_loss(self, model, inputs, num_items_in_batch=predicted)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+        try:
+            self._captured = CapturedStep(run, inputs, predicted, model.parameters(), self._stream)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model does that a graph cannot hold
+            logger.info("capture", exc_info=error)
+            self._tries += 1
+            self.captures = self._tries < CAPTURES
+            if not self.captures:
+                logger.warning(
+                    "passes are launched one kernel after another, which takes longer: a CUDA graph cannot hold them"
+                    " (-v tells why)"
+                )
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None

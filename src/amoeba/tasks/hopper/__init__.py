@@ -1,0 +1,1 @@
+"""The scheduled backward in Gluon, for Hopper: producer, consumers and the launch."""

@@ -1,0 +1,167 @@
+"""The scheduled backward in plain Triton: its launch, for any GPU that Triton serves and for the interpreter.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I
+
+    found = scheduled_backward(dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, activation, maps)
+
+For one rank, or for its share of a layer over ranks (`arrival`), without router, biases and LoRA. Block sizes are those
+of the `triton` backend's own kernels, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amoeba.core.config import Activation
+from amoeba.kernels.activation import constants
+from amoeba.kernels.activation_backward_product import number_of_slices
+from amoeba.kernels.combine import combine_block
+from amoeba.kernels.launch import cdiv, next_power_of_2
+from amoeba.kernels.tile_sizes import Configuration, configuration_on
+from amoeba.kernels.tiles import slots
+from amoeba.tasks.triton.arrivals import NO_RANKS, NOTHING, Arrival
+from amoeba.tasks.triton.kernel import backward_kernel
+from amoeba.tasks.triton.local_first import make_local_table
+from amoeba.tasks.triton.tickets import Layout, make_table
+
+# Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one
+# task. Not measured yet.
+WAVE, GROUP, TOKENS = 8, 8, 16
+
+
+class Scheduled(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def scheduled_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    h_NJ: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EJH: Tensor,
+    down_EHI: Tensor,
+    activation: Activation,
+    maps: tuple[Tensor, Tensor, Tensor],
+    *,
+    overwrite_h: bool = False,
+    trace: Callable[[int, int], Tensor] | None = None,
+    arrival: Arrival | None = None,
+) -> Scheduled:
+    """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
+
+    arrival: dy of other ranks' rows is still on its way, and this rank's is sent on from here.
+    trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.timeline`.
+    """
+    order_N, slot_row_N, offs_E = maps
+    (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
+    rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
+    problem: dict[str, Any] = {"rows": rows, "experts": experts, "dtype": x_TH.dtype}
+    down = configuration_on(device, "down_backward", reduction=hidden, columns=intermediate, **problem)
+    up = configuration_on(device, "product", reduction=width, columns=hidden, **problem)
+    of_down = configuration_on(device, "weight_gradient", reduction=hidden, columns=intermediate, **problem)
+    of_up = configuration_on(device, "weight_gradient", reduction=width, columns=hidden, **problem)
+    up, down_weights, up_weights = (_narrowed(each, down.num_warps) for each in (up, of_down, of_up))
+    layout = Layout(
+        experts,
+        down.block_m,
+        cdiv(intermediate, down.block_n),
+        cdiv(hidden, up.block_n),
+        cdiv(hidden, down_weights.block_m) * cdiv(intermediate, down_weights.block_n),
+        cdiv(width, up_weights.block_m) * cdiv(hidden, up_weights.block_n),
+        cdiv(tokens, TOKENS),
+        WAVE,
+        GROUP,
+    )
+    most_tiles = slots(rows, experts, down.block_m)
+    counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
+    table = make_table(offs_E, layout.row_block, counters)
+    own: tuple[Tensor | None, ...] = (None, None)
+    if arrival is not None:
+        own = make_local_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
+    sends = 0 if arrival is None else arrival.sends
+    at_once, block = combine_block(hidden, top_k)
+    dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
+    dx_NH, scaled_a_NI = h_NJ.new_empty((rows, hidden)), h_NJ.new_empty((rows, intermediate))
+    part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
+    ds_N = torch.empty(rows, dtype=torch.float32, device=device)
+    found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
+    if arrival is not None:
+        found = found._replace(x=arrival.room_for_dx())
+    backward_kernel[(programs(device),)](
+        dy_TH,
+        x_TH,
+        h_NJ,
+        expert_TK,
+        weight_TK,
+        gate_up_EJH,
+        down_EHI,
+        dh_NJ,
+        scaled_a_NI,
+        part_CN,
+        ds_N,
+        dx_NH,
+        *found,
+        order_N,
+        slot_row_N,
+        offs_E,
+        *table,
+        counters,
+        None if trace is None else trace(sends + layout.most_tickets(most_tiles), layout.row_block),
+        tokens,
+        rows,
+        *own,
+        *(NOTHING if arrival is None else arrival.arguments()),
+        sends,
+        H=hidden,
+        I=intermediate,
+        J=width,
+        TOP_K=top_k,
+        **layout.constants(),
+        BLOCK_E=next_power_of_2(experts),
+        INTERLEAVED=activation.interleaved,
+        SLICES=number_of_slices(down, activation),
+        **constants(activation),
+        BLOCK_M=down.block_m,
+        DOWN_N=down.block_n,
+        DOWN_K=down.block_k,
+        UP_N=up.block_n,
+        UP_K=up.block_k,
+        DOWN_WEIGHTS_M=down_weights.block_m,
+        DOWN_WEIGHTS_N=down_weights.block_n,
+        DOWN_WEIGHTS_K=down_weights.block_k,
+        UP_WEIGHTS_M=up_weights.block_m,
+        UP_WEIGHTS_N=up_weights.block_n,
+        UP_WEIGHTS_K=up_weights.block_k,
+        TOKENS=TOKENS,
+        SLOTS=next_power_of_2(TOKENS * top_k),
+        AT_ONCE=at_once,
+        COMBINE_BLOCK=block,
+        INTERPRETED=backward_kernel.interpreted,
+        **(NO_RANKS if arrival is None else arrival.constants()),
+        num_warps=down.num_warps,
+        num_stages=max(2, down.num_stages // 2),  # shared memory of two kinds of tasks is held at once
+        enable_fp_fusion=False,  # as in `down_backward`
+    )
+    return found
+
+
+def _narrowed(chosen: Configuration, warps: int) -> Configuration:
+    """For fewer warps than it was chosen for, with as many elements each: how wide a tile is does not change its bits.
+
+    How many warps add up ds does: their number is that of `down_backward`.
+    """
+    return chosen if chosen.num_warps <= warps else replace(chosen, block_n=chosen.block_n * warps // chosen.num_warps)
+
+
+def programs(device: torch.device) -> int:
+    """The interpreter runs programs one after another: there one does all."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
