@@ -15,9 +15,11 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -49,16 +51,21 @@ class LocalRanks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = _context(preload)
         self.processes, self._connections = [], []
-        with _interrupts_later():
-            for rank in range(count):
-                ours, theirs = context.Pipe()
-                given = theirs, rank, count, self._store.port, threads
-                process = context.Process(target=_serve, args=given, daemon=True)
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self._connections.append(ours)
-        self._collect(list(range(count)), _SECONDS_TO_START)  # each says that it is there
+        try:
+            with _interrupts_later():
+                for rank in range(count):
+                    ours, theirs = context.Pipe()
+                    given = theirs, rank, count, self._store.port, threads
+                    process = context.Process(target=_serve, args=given, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self.processes.append(process)
+                    self._connections.append(ours)
+            self._collect(list(range(count)), _SECONDS_TO_START)  # each says that it is there
+        except BaseException:
+            for process in self.processes:
+                process.kill()
+            raise
 
     def run(self, function: Callable[..., Any], arguments: Sequence[tuple], *, seconds: float = 300.0) -> list[Any]:
         """The result of each rank; RankFailed if one raised, died, or was not done in time.
@@ -111,13 +118,26 @@ class LocalRanks:
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """A process that is started here inherits that: Ctrl-C does not reach it while it imports, which would end in a
-    traceback of its own. `_serve` lets it through again."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C counts when all processes are started. They inherit that it waits: one that is importing would end
+    with a traceback of its own; `_serve` lets it through again."""
+    came = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal came
+        came = True
+
+    resource_tracker.ensure_running()  # lets the signal through when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    here = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, note) if here else None  # another thread may get it, and this one would stop
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _context(preload: Sequence[str]) -> Any:
