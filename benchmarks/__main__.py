@@ -47,12 +47,13 @@ def models(
     with usage():
         need("transformers")
         from amoeba.commands.bench_run import free_path
-        from benchmarks.models import tables
+        from benchmarks.models.problem import choose_problems
+        from benchmarks.models.run import choose_candidates, run
 
-        problems = tables.choose_problems(shape or [], passes, parse_device(device))
-        chosen = tables.choose_candidates(problems, ours or [], peer or [])
+        problems = choose_problems(shape or [], passes, parse_device(device))
+        chosen = choose_candidates(problems, ours or [], peer or [])
         path = free_path(out)
-    finish(output, *tables.run(problems, repeats, chosen, path, output), json)
+    finish(output, *run(problems, repeats, chosen, path, output), json)
 
 
 @app.command()

@@ -23,9 +23,7 @@ from amoeba import lora
 from amoeba.data.sft_dataset import pad_rows
 from amoeba.data.token_rows import stack
 from amoeba.jobs.settings import FinetuneSettings, RunSettings, TrainSettings
-from benchmarks.models.candidate import Stage, Step
-from benchmarks.models.problem import LORA_ALPHA, LORA_RANK, Problem
-from benchmarks.models.training import LEARNING_RATE, MOST_NORM
+from benchmarks.models.problem import LEARNING_RATE, LORA_ALPHA, LORA_RANK, MOST_NORM, Problem, Stage, Step
 
 _STEPS = 1000  # of the run that the trainer is made for, which is never run to its end
 
@@ -36,16 +34,6 @@ class _Console:
 
     def step(self, line: dict[str, Any], total: int) -> None:
         pass
-
-
-def why_not(problem: Problem) -> str | None:
-    if problem.device.type == "cpu" and torch.cuda.is_available():
-        return "takes the GPU of this machine"
-    return None
-
-
-def why_not_on_a_cpu(problem: Problem) -> str | None:
-    return None if problem.device.type == "cuda" else "is measured on a GPU"
 
 
 def train_step(states: Literal["float32", "bfloat16"], problem: Problem, stage: Stage) -> Step:

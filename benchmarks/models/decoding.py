@@ -1,8 +1,10 @@
-"""Greedy decoding after prompts of equal length: by transformers' own `generate`, and by the steps of ours.
+"""Greedy decoding after prompts of equal length: by transformers' own `generate`, and by the steps of ours; and whether
+these chose the tokens of the plain loop, or how near a tie it was where they did not.
 
-    decode = by_generate(Decoding("grouped_mm"), problem, stage)
-    decode = by_our_steps(OurSteps(compiled=False, adapter=True), problem, stage)
+    decode = by_generate("grouped_mm", False, False, problem, stage)
+    decode = by_our_steps(False, True, problem, stage)
     new_ids = decode(ids, 64)
+    compare(model, ids_BS, made_BN, plain_BN).first_differences
 
 Tens of gigabytes of weights are made once for all candidates of a process, which change nothing but the adapter.
 """
@@ -18,45 +20,45 @@ from torch import Tensor
 
 from amoeba import lora
 from amoeba.jobs.generate.token_steps import choose_steps
-from benchmarks.models.candidate import Decode, Stage, who_computes
-from benchmarks.models.greedy import compare
-from benchmarks.models.problem import LORA_ALPHA, LORA_RANK, Problem
-
-_ADAPTED = ", adapter"
+from benchmarks.models.problem import LORA_ALPHA, LORA_RANK, Decode, Problem, Stage
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """static_cache: a cache of a fixed length, with which transformers compiles the step by itself (on a GPU).
-    adapter: factors of ours on all experts."""
+class Difference:
+    """The first one of a row. margin: by how much the plain loop's token was ahead of the second there, in logits."""
 
-    experts: str
-    static_cache: bool = False
-    adapter: bool = False
-
-    @property
-    def name(self) -> str:
-        how = "static cache, compiled" if self.static_cache else "plain generate"
-        return f"{who_computes(self.experts)}, {how}{_ADAPTED if self.adapter else ''}"
-
-    def why_not(self, problem: Problem) -> str | None:
-        return "is measured on a GPU" if self.static_cache and problem.device.type == "cpu" else None
+    row: int
+    token: int  # counted from the first new one
+    margin: float
 
 
 @dataclass(frozen=True)
-class OurSteps:
-    """The steps that `amoeba generate` makes on a GPU: captured in CUDA graphs, their layers compiled or not."""
+class Agreement:
+    """median_margin: of all tokens of the plain loop; a difference far below it is a tie that rounding decides."""
 
-    compiled: bool = False
-    adapter: bool = False
+    same: bool
+    tokens: int
+    first_differences: list[Difference]
+    median_margin: float | None = None
 
-    @property
-    def name(self) -> str:
-        how = "steps compiled" if self.compiled else "steps captured"
-        return "amoeba generate, " + how + (_ADAPTED if self.adapter else "")
 
-    def why_not(self, problem: Problem) -> str | None:
-        return "is measured on a GPU" if problem.device.type == "cpu" else None
+@torch.no_grad()
+def compare(model: Any, ids_BS: Tensor, made_BN: Tensor, plain_BN: Tensor) -> Agreement:
+    """plain_BN: what the plain loop made of the same model and prompts."""
+    made_BN = made_BN.to(plain_BN.device)
+    differs_BN = made_BN != plain_BN
+    if not bool(differs_BN.any()):
+        return Agreement(True, made_BN.numel(), [])
+    count = plain_BN.shape[1]
+    logits_BNV = model(input_ids=torch.cat((ids_BS, plain_BN), 1), logits_to_keep=count + 1).logits[:, :-1].float()
+    best_BN2 = logits_BNV.topk(2, -1).values
+    margin_BN = best_BN2[..., 0] - best_BN2[..., 1]
+    first = [
+        Difference(row, at := int(differs_BN[row].nonzero()[0]), float(margin_BN[row, at]))
+        for row in range(len(differs_BN))
+        if bool(differs_BN[row].any())
+    ]
+    return Agreement(False, made_BN.numel(), first, float(margin_BN.median()))
 
 
 @dataclass
@@ -72,21 +74,21 @@ class _Held:
 _held: _Held | None = None
 
 
-def by_generate(decoding: Decoding, problem: Problem, stage: Stage) -> Decode:
-    held = _hold(decoding.experts, decoding.adapter, problem)
+def by_generate(experts: str, static_cache: bool, adapter: bool, problem: Problem, stage: Stage) -> Decode:
+    held = _hold(experts, adapter, problem)
 
     def decode(ids: Tensor, new_tokens: int) -> Tensor:
-        made = _generate(held.model, ids, new_tokens, decoding.static_cache)
-        if not decoding.static_cache:
-            held.plain[decoding.adapter, ids.shape[0], new_tokens] = made
+        made = _generate(held.model, ids, new_tokens, static_cache)
+        if not static_cache:
+            held.plain[adapter, ids.shape[0], new_tokens] = made
         return made
 
     return decode
 
 
-def by_our_steps(steps: OurSteps, problem: Problem, stage: Stage) -> Decode:
-    held = _hold("amoeba", steps.adapter, problem)
-    wanted = "compiled" if steps.compiled else "captured"
+def by_our_steps(compiled: bool, adapter: bool, problem: Problem, stage: Stage) -> Decode:
+    held = _hold("amoeba", adapter, problem)
+    wanted = "compiled" if compiled else "captured"
     decoders: dict[int, Any] = {}
     stage.callback(decoders.clear)
 
@@ -100,7 +102,7 @@ def by_our_steps(steps: OurSteps, problem: Problem, stage: Stage) -> Decode:
                 batch=rows,
                 prompt_tokens=length,
                 new_tokens=problem.batch.new_tokens,
-                compile=steps.compiled,
+                compile=compiled,
             )
             if made.kind != wanted:
                 raise RuntimeError(f"steps are {made.kind}: {made.reason}")
@@ -109,7 +111,7 @@ def by_our_steps(steps: OurSteps, problem: Problem, stage: Stage) -> Decode:
         return torch.tensor(tokens, dtype=torch.int64, device="cpu").T
 
     def compare_with_plain(ids: Tensor, made: Tensor) -> Any:
-        key = steps.adapter, *made.shape
+        key = adapter, *made.shape
         if key not in held.plain:
             held.plain[key] = _generate(held.model, ids, made.shape[1], static_cache=False)
         return compare(held.model, ids, made, held.plain[key])

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from amoeba.bench.sustained import marker
 from amoeba.system.machine import peak_memory
-from benchmarks.models.candidate import Candidate, Decode, Stage, Step
-from benchmarks.models.greedy import Agreement
-from benchmarks.models.problem import DECODE_ROWS, Problem
+from benchmarks.models.candidates import Candidate
+from benchmarks.models.decoding import Agreement
+from benchmarks.models.problem import DECODE_ROWS, Decode, Problem, Stage, Step
 
 Status = Literal["measured", "failed", "left out"]
 
@@ -78,6 +78,10 @@ class ModelMeasurement:
     process_seconds: float | None = None  # of all of it, with the imports where it was the first of its process
 
 
+def without_figures(candidate: Candidate, status: Status, reason: str) -> ModelMeasurement:
+    return ModelMeasurement(candidate.name, candidate.ours, candidate.about, status, reason)
+
+
 def measure(candidate: Candidate, problem: Problem, repeats: int, flops_per_token: float) -> ModelMeasurement:
     """Raises what the candidate raises; ValueError for a loss that is no number, and for tokens that are missing."""
     with Stage() as stage:
@@ -97,13 +101,9 @@ def measure(candidate: Candidate, problem: Problem, repeats: int, flops_per_toke
             prepare_seconds=time.perf_counter() - began,
         )
         if problem.kind == "decode":
-            return _measured_decodes(nothing, cast(Decode, prepared), problem, stage)
+            decodes = [_decode_time(cast(Decode, prepared), problem, rows, stage) for rows in DECODE_ROWS]
+            return replace(nothing, decodes=decodes, peak_bytes=peak_memory(problem.device))
         return _measured_steps(nothing, cast(Step, prepared), problem, repeats, flops_per_token)
-
-
-def _measured_decodes(nothing: ModelMeasurement, decode: Decode, problem: Problem, stage: Stage) -> ModelMeasurement:
-    decodes = [_decode_time(decode, problem, rows, stage) for rows in DECODE_ROWS]
-    return replace(nothing, decodes=decodes, peak_bytes=peak_memory(problem.device))
 
 
 def _measured_steps(

@@ -9,6 +9,8 @@ Dimensions are those of models that people train and run; the weights are drawn,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +23,23 @@ from amoeba.jobs.presets import PRESETS
 Kind = Literal["training", "lora", "decode"]
 KINDS: tuple[Kind, ...] = ("training", "lora", "decode")
 LORA_RANK, LORA_ALPHA = 16, 32
+LEARNING_RATE, MOST_NORM = 1e-4, 1.0
 DECODE_ROWS = (1, 8)
+
+Step = Callable[[], Tensor]
+Decode = Callable[[Tensor, int], Tensor]
+
+
+class Stage(ExitStack):
+    """What a candidate has set up and is undone once it was measured, and what it has to say about itself.
+
+    said:    sentences for the document, as that a part of it was not possible.
+    compare: (prompts, its tokens) -> whether the plain loop chooses the same, an Agreement; for decodes of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.compare: Callable[[Tensor, Tensor], Any] | None = None
 
 
 class Batch(NamedTuple):

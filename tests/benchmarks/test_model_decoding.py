@@ -8,23 +8,17 @@ import torch
 from amoeba.decoding import Decoder
 from amoeba.jobs.generate.token_steps import Steps
 from benchmarks.models import decoding
-from benchmarks.models.candidate import Candidate, Stage
 from benchmarks.models.candidates import CANDIDATES
-from benchmarks.models.decoding import Decoding, OurSteps
-from benchmarks.models.greedy import Agreement, compare
+from benchmarks.models.decoding import Agreement, compare
 from benchmarks.models.measure import measure
-from benchmarks.models.problem import SIZES, Problem
+from benchmarks.models.problem import SIZES, Problem, Stage
 
 PROBLEM = Problem(SIZES["tiny"], "decode", torch.device("cpu"))
 
 
-def _candidate(steps: OurSteps) -> Candidate:
-    return next(each for each in CANDIDATES if each.name == steps.name)
-
-
-@pytest.mark.parametrize("steps", [OurSteps(), OurSteps(adapter=True)])
-def test_the_steps_of_generate_are_compared_with_the_plain_loop(steps, monkeypatch):
-    asked = []
+@pytest.mark.parametrize("name", ["amoeba generate, steps captured", "amoeba generate, steps captured, adapter"])
+def test_the_steps_of_generate_are_compared_with_the_plain_loop(name, monkeypatch):
+    asked, candidate = [], next(each for each in CANDIDATES if each.name == name)
 
     def plain_steps(model, sampling, *, batch, prompt_tokens, new_tokens, compile):
         asked.append((batch, prompt_tokens, new_tokens, compile))
@@ -32,7 +26,7 @@ def test_the_steps_of_generate_are_compared_with_the_plain_loop(steps, monkeypat
         return Steps("captured", "for a test", decoder, 0.0)
 
     monkeypatch.setattr(decoding, "choose_steps", plain_steps)
-    found = measure(_candidate(steps), PROBLEM, 1, 0.0)
+    found = measure(candidate, PROBLEM, 1, 0.0)
     assert asked == [(1, 8, 8, False), (8, 8, 8, False)], "once for each number of rows"
     assert [each.greedy for each in found.decodes] == [Agreement(True, 8, []), Agreement(True, 64, [])]
 
@@ -41,7 +35,7 @@ def test_the_steps_of_generate_are_compared_with_the_plain_loop(steps, monkeypat
 
     monkeypatch.setattr(decoding, "choose_steps", refused)
     with pytest.raises(RuntimeError, match="steps are plain: no graph today"):
-        measure(_candidate(steps), PROBLEM, 1, 0.0)
+        measure(candidate, PROBLEM, 1, 0.0)
 
 
 def test_an_adapter_changes_the_tokens_and_leaves_the_model_as_it_was():
@@ -49,7 +43,7 @@ def test_an_adapter_changes_the_tokens_and_leaves_the_model_as_it_was():
     made = []
     for adapter in (False, True, False):
         with Stage() as stage:
-            made.append(decoding.by_generate(Decoding("amoeba", adapter=adapter), PROBLEM, stage)(ids, 8))
+            made.append(decoding.by_generate("amoeba", False, adapter, PROBLEM, stage)(ids, 8))
     assert torch.equal(made[0], made[2])
     assert not torch.equal(made[0], made[1])
     assert all(len(set(row)) > 2 for row in made[0].tolist()), "layers matter: no token is just repeated"
@@ -58,7 +52,7 @@ def test_an_adapter_changes_the_tokens_and_leaves_the_model_as_it_was():
 def test_where_tokens_part_from_the_plain_loop_the_margin_is_told():
     ids = PROBLEM.ids(2)
     with Stage() as stage:
-        plain = decoding.by_generate(Decoding("amoeba"), PROBLEM, stage)(ids, 8)
+        plain = decoding.by_generate("amoeba", False, False, PROBLEM, stage)(ids, 8)
     model = PROBLEM.model("amoeba", torch.float32).eval()
     made = plain.clone()
     made[1, 3:] = (made[1, 3:] + 1) % 256

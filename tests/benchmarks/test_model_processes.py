@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.models import process, suite
-from benchmarks.models.candidate import Candidate
-from benchmarks.models.candidates import candidates_for
+from benchmarks.models import run as suite
+from benchmarks.models import worker as process
+from benchmarks.models.candidates import Candidate, candidates_for
 from benchmarks.models.problem import SIZES, Problem
-from benchmarks.models.process import WorkerProcess
-from benchmarks.models.suite import measure_in_process, run_models
+from benchmarks.models.run import measure_in_process, run_models
+from benchmarks.models.worker import WorkerProcess
 
 # Answers as the worker does, without importing what it imports: the name of a candidate says how it behaves.
 PLAYED = """

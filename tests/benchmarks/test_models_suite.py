@@ -20,14 +20,13 @@ from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train import trainer as fast_trainer
 from benchmarks.models import measure as measure_module
-from benchmarks.models import suite, worker
-from benchmarks.models import tables as bench_models
-from benchmarks.models.candidate import Candidate
-from benchmarks.models.candidates import CANDIDATES, candidates_for
-from benchmarks.models.greedy import Agreement, Difference
+from benchmarks.models import run as suite
+from benchmarks.models import worker
+from benchmarks.models.candidates import CANDIDATES, Candidate, candidates_for
+from benchmarks.models.decoding import Agreement, Difference
 from benchmarks.models.measure import DecodeTime, ModelMeasurement, measure
 from benchmarks.models.problem import DECODE_ROWS, KINDS, SIZES, Batch, Problem, choose_problems
-from benchmarks.models.suite import ModelReport, run_models
+from benchmarks.models.run import ModelReport, run_models
 from noted_output import NotedOutput
 
 CPU = torch.device("cpu")
@@ -294,10 +293,10 @@ def test_the_command_prints_each_table_and_writes_the_document(monkeypatch, tmp_
             done(report)
         return reports
 
-    monkeypatch.setattr(bench_models, "run_models", run)
-    path, output, chosen = tmp_path / "models.json", NotedOutput(), bench_models.Chosen(("bf16",), None)
+    monkeypatch.setattr(suite, "run_models", run)
+    path, output, chosen = tmp_path / "models.json", NotedOutput(), suite.Chosen(("bf16",), None)
     problems = choose_problems(["tiny"], None, CPU)
-    document, ok = bench_models.run(problems, 7, chosen, path, output, lambda device, dtypes: LIMITS)
+    document, ok = suite.run(problems, 7, chosen, path, output, lambda device, dtypes: LIMITS)
     assert not ok, "one of ours failed"
     assert json.loads(path.read_text()) == document
     assert document["finished"] and document["format"] == 2 and not document["results"]
@@ -352,16 +351,16 @@ def test_a_candidate_that_is_not_there_is_said():
     with pytest.raises(
         ValueError, match=r"--peer: expected one of these, or a part of it: .*PEFT on transformers grouped_mm"
     ):
-        bench_models.choose_candidates(problems, [], ["sonic"])
-    assert bench_models.choose_candidates(problems, ["factors"], ["PEFT"]) == (("factors",), ("PEFT",))
+        suite.choose_candidates(problems, [], ["sonic"])
+    assert suite.choose_candidates(problems, ["factors"], ["PEFT"]) == (("factors",), ("PEFT",))
 
 
 def test_a_whole_name_stands_for_that_candidate_alone_and_none_for_nobody():
     problem = Problem(SIZES["1b"], "training", CPU)
 
     def names(*peers):
-        chosen = bench_models.choose_candidates([problem], ["as it trains"], peers)
-        assert ("--peer none" in bench_models.command_line([problem], 1, chosen)) == (peers == ("none",))
+        chosen = suite.choose_candidates([problem], ["as it trains"], peers)
+        assert ("--peer none" in suite.command_line([problem], 1, chosen)) == (peers == ("none",))
         return [each.name for each in candidates_for(problem, *chosen) if not each.ours]
 
     assert names("transformers grouped_mm, bf16") == ["transformers grouped_mm, bf16"]
