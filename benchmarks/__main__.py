@@ -119,12 +119,12 @@ def products(
     output = start(verbose, passive_waiting=False)
     with usage():
         from amoeba.commands.bench_run import free_path
-        from benchmarks.products import tables
+        from benchmarks.products import choose_shapes, run
 
         place = parse_device(device)
-        shapes = tables.choose_shapes(shape or [], place)
+        shapes = choose_shapes(shape or [], place)
         path = free_path(out)
-    finish(output, *tables.run(shapes, place, repeats, path, output, ours or []), json)
+    finish(output, *run(shapes, place, repeats, path, output, ours or []), json)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""What a layer's training step is made of on a GPU, kernel by kernel, with torch's grouped product where there is one.
+"""`python -m benchmarks products`: what a layer's training step is made of on a GPU, kernel by kernel, with torch's
+grouped product where there is one; in bf16 and, on Hopper, in fp8. A kernel that raises or is wrong gets no time.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 
-    for role in roles_of(SHAPES["qwen3_30b"], torch.device("cuda")):
-        role.run()
-
-In bf16 and, on Hopper, in fp8. Importing this imports Triton.
+    report = run_products(shape, roles_of(shape, device), device, repeats=10)
+    report.measurements[0].median_ms
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,14 @@ from amoeba.backends.fp8_codes import codes_of
 from amoeba.backends.fp8_triton import WIDTH
 from amoeba.backends.low_rank import ByToken
 from amoeba.backends.triton_rows import HopperRows, TritonRows
-from amoeba.bench.shapes import Shape
-from amoeba.bench.workload import draw_routing
+from amoeba.bench.ceilings import Ceilings, measure_ceilings
+from amoeba.bench.shapes import Shape, parse_shape
+from amoeba.bench.timing import REST_MS, Step, time_in_turns
+from amoeba.bench.workload import draw_routing, relative_error
+from amoeba.commands.bench_run import BenchRun, three_digits
+from amoeba.commands.output import Output
 from amoeba.core.config import Activation
+from amoeba.core.errors import bad_value, one_line
 from amoeba.core.problem import Needs, Problem
 from amoeba.core.torch_internals import grouped_product_in_fp8
 from amoeba.core.weights import ExpertWeights
@@ -34,6 +41,7 @@ from amoeba.kernels.sort import sort_rows
 from amoeba.precision.quantised import QuantisedMatrix
 
 TOLERANCE, FP8_TOLERANCE = 1e-2, 1e-1
+_DEFAULT = ("qwen3_30b",)
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,32 @@ class Role:
     expected: Tensor | None = None
     result: Callable[[], Tensor] | None = None
     tolerance: float = TOLERANCE
+
+
+@dataclass(frozen=True)
+class ProductMeasurement:
+    """Without a time, `reason` says why. Rates where they mean something."""
+
+    role: str
+    reason: str | None = None
+    error: float | None = None
+    rounds: int = 0
+    median_ms: float | None = None
+    min_ms: float | None = None
+    flops_per_second: float | None = None
+    bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class ProductsReport:
+    shape: Shape
+    rest_ms: float  # before each run
+    measurements: list[ProductMeasurement] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[str]:
+        """Of ours; torch may lack a product."""
+        return [each.role for each in self.measurements if each.reason is not None and "torch" not in each.role]
 
 
 def roles_of(shape: Shape, device: torch.device) -> list[Role]:
@@ -176,3 +210,128 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
         ),
         rowwise("dx, torch fp8 (rowwise)", dh, turned_gate_up, 2 * unit, gathered=False),
     ]
+
+
+def run_products(shape: Shape, roles: Sequence[Role], device: torch.device, repeats: int) -> ProductsReport:
+    """Checks each, then times those that are right, in turns."""
+    checked = {role.name: _checked(role) for role in roles}
+    right = {role.name: _step(role.run) for role in roles if checked[role.name].reason is None}
+    timings = time_in_turns(right, device, repeats)
+    measurements = []
+    for role in roles:
+        found, timing = checked[role.name], timings.get(role.name)
+        if timing is not None:
+            seconds = timing.median_ms / 1e3
+            found = replace(
+                found,
+                rounds=timing.rounds,
+                median_ms=timing.median_ms,
+                min_ms=timing.min_ms,
+                flops_per_second=role.flops / seconds if role.flops else None,
+                bytes_per_second=role.bytes / seconds if role.bytes else None,
+            )
+        measurements.append(found)
+    return ProductsReport(shape, REST_MS if device.type == "cuda" else 0.0, measurements)
+
+
+def _checked(role: Role) -> ProductMeasurement:
+    try:
+        found = role.run()
+    except Exception as raised:  # whatever a product raises is its answer to this shape
+        return ProductMeasurement(role.name, f"{type(raised).__name__}: {one_line(raised)}")
+    found = found if role.result is None else role.result()
+    if role.expected is None or not isinstance(found, Tensor):
+        return ProductMeasurement(role.name)
+    error = relative_error(found, role.expected)
+    reason = None if error <= role.tolerance else f"off by {error:.1e} > {role.tolerance:.0e}"
+    return ProductMeasurement(role.name, reason, error)
+
+
+def _step(run: Callable[[], object]) -> Step:
+    def step(mark: Callable[[], None]) -> None:
+        mark()
+        run()
+        mark()
+
+    return step
+
+
+def choose_shapes(shapes: Sequence[str], device: torch.device) -> list[Shape]:
+    if device.type != "cuda":
+        raise bad_value("--device", "a CUDA device", device.type, "leave it out: the layer runs anywhere")
+    found = [parse_shape(text) for text in shapes or _DEFAULT]
+    for shape in found:
+        if shape.rank or shape.forward_only:
+            raise bad_value("--shape", "a layer that is trained", shape.name, "give T,H,I,E,K")
+    return found
+
+
+def command_line(shapes: Sequence[Shape], repeats: int, ours: Sequence[str]) -> str:
+    """The command that measures the same again."""
+    named = [word for shape in shapes for word in ("--shape", shape.name)]
+    named += [word for part in ours for word in ("--ours", part)]
+    return shlex.join(["python", "-m", "benchmarks", "products", *named, "--repeats", str(repeats)])
+
+
+def chosen(roles: Sequence[Role], ours: Sequence[str]) -> list[Role]:
+    """Those that have one of these in their names; all of them, unless something is named."""
+    found = [role for role in roles if not ours or any(part in role.name for part in ours)]
+    if not found:
+        names = "; ".join(role.name for role in roles)
+        raise bad_value("--ours", f"a part of one of these names: {names}", ", ".join(ours), "leave it out for all")
+    return found
+
+
+def run(
+    shapes: Sequence[Shape],
+    device: torch.device,
+    repeats: int,
+    path: Path | None,
+    output: Output,
+    ours: Sequence[str] = (),
+    roles: Callable[[Shape, torch.device], list[Role]] = roles_of,
+    ceilings: Callable[[torch.device, Sequence[torch.dtype]], Ceilings] = measure_ceilings,
+) -> tuple[dict[str, Any], bool]:
+    """Prints a table per shape; returns the document, and False if a kernel of ours raised or was wrong.
+
+    ours: parts of the names of those that are measured; all are without any."""
+    measured, reports = BenchRun(command_line(shapes, repeats, ours), "products", path, output), list[ProductsReport]()
+    limits = measured.measure_ceilings(device, [torch.bfloat16], ceilings)
+    for shape in shapes:
+        measured.progress(f"{shape.name}: checking and timing its kernels")
+        reports.append(run_products(shape, chosen(roles(shape, device), ours), device, repeats))
+        _print(reports[-1], limits, output)
+        measured.keep(reports[-1])
+    return measured.finish(), not any(report.wrong for report in reports)
+
+
+def _print(report: ProductsReport, limits: Ceilings, output: Output) -> None:
+    shape = report.shape
+    sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
+    rows = [_row(each, limits) for each in report.measurements if each.median_ms is not None]
+    cells = [list(row.values()) for row in rows]
+    output.table(f"{shape.name} ({sizes}), kernel by kernel", list(rows[0]) if rows else [""], cells)
+    output.line(f"  rests of {report.rest_ms:g} ms before each run, and caches flushed")
+    output.line("  of: the rate of a dense product in bf16, or of a copy")
+    for each in report.measurements:
+        if each.reason is not None:
+            output.line(f"  {each.role}: {each.reason}", style="bold red" if each.role in report.wrong else None)
+
+
+def _row(found: ProductMeasurement, limits: Ceilings) -> dict[str, str]:
+    assert found.median_ms is not None and found.min_ms is not None
+    flops, rate = found.flops_per_second, found.bytes_per_second
+    of = "-"
+    if flops is not None:
+        of = f"{flops / limits.matmul_flops_per_second(torch.bfloat16):.0%}"
+    elif rate is not None:
+        of = f"{rate / limits.copy_bytes_per_second:.0%}"
+    return {
+        "": found.role,
+        "ms": three_digits(found.median_ms),
+        "min": three_digits(found.min_ms),
+        "TFLOP/s": "-" if flops is None else three_digits(flops / 1e12),
+        "GB/s": "-" if rate is None else three_digits(rate / 1e9),
+        "of": of,
+        "error": "-" if found.error is None else f"{found.error:.1e}",
+    }

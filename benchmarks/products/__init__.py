@@ -1,1 +1,0 @@
-"""`python -m benchmarks products`: each kernel of the GPU path by itself, beside torch's grouped products."""
