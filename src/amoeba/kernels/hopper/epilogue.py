@@ -98,11 +98,12 @@ def store_masked(out, buffer, stride, row, end, column, width, shift):
 
 @gluon.jit
 def finish_tile(
-    acc, buffers, h_desc, out_desc, bias, h, out, expert, row, end, n, width, columns, h_stride, out_stride,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
+    acc, buffers, results, shape, expert, row, end, n, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Add the bias, activate, store: the left half, then the right one, through the warpgroup's buffer."""
-    HALF: gl.constexpr = BLOCK_N // 2
+    h_desc, out_desc, bias, h, out = results
+    _, width, columns, h_stride, out_stride = shape
+    HALF: gl.constexpr = PLAN.BLOCK_N // 2
     column = n * PLAN.COLUMNS
     bias_row = bias + expert.to(gl.int64) * width
     halves = column_parts(acc, 2)

@@ -29,14 +29,13 @@ from amoeba.kernels.hopper.gemm_kernel import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
-    GROUP_M,
     STAGES,
     Constants,
     Plan,
     gemm_kernel,
 )
 from amoeba.kernels.hopper.tile_order import KEPT_BYTES, list_tiles, order_of_product
-from amoeba.kernels.hopper.tma import descriptor, shared_layout
+from amoeba.kernels.hopper.tma import descriptor
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.persistent_grid import halvings, programs, programs_in_halves, sharing
 from amoeba.kernels.lora.epilogue import Addend, padded_rank
@@ -87,20 +86,9 @@ def tile_table(offs_E: Tensor, rows: int, first: int = 0, last: int | None = Non
 
 
 @cache
-def _bound(plan: Plan, dtype: torch.dtype) -> Any:
+def _bound(plan: Plan) -> Any:
     """The kernel for this plan."""
-    return gemm_kernel.bound(
-        PLAN=Constants(plan),
-        ROW_LAYOUT=shared_layout(_ROWS, dtype),
-        MATRIX_LAYOUT=shared_layout(plan.MATRIX, dtype),
-        STAGE_LAYOUT=shared_layout(plan.STAGED, dtype),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        STAGES=STAGES,
-        GROUP_M=GROUP_M,
-        num_warps=4,
-    )
+    return gemm_kernel.bound(PLAN=Constants(plan), num_warps=4)
 
 
 def _launch(
@@ -122,7 +110,7 @@ def _launch(
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
     if plan.ORDER > 0:
         table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, BLOCK_M)
-    layout = shared_layout(plan.MATRIX, out.dtype)
+    layout = plan.MATRIX_LAYOUT
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
     row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
     h_desc = None if h is None else descriptor(h, plan.STAGED)
@@ -131,7 +119,7 @@ def _launch(
         low_desc = descriptor(addend.low_NR, _ROWS)
         factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
     h = out if h is None else h
-    _bound(plan, out.dtype)[(count(out.device),)](
+    _bound(plan)[(count(out.device),)](
         row_desc,
         descriptor(matrix, plan.COPIED, layout),
         low_desc,

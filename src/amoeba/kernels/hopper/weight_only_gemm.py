@@ -21,13 +21,12 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activation import constants
-from amoeba.kernels.hopper.gemm_kernel import BLOCK_K, BLOCK_M, BLOCK_N, GROUP_M, Constants
+from amoeba.kernels.hopper.gemm_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
 from amoeba.kernels.hopper.tile_order import IN_GROUPS, list_tiles, order_of_product
-from amoeba.kernels.hopper.tma import descriptor, shared_layout
+from amoeba.kernels.hopper.tma import descriptor
 from amoeba.kernels.hopper.weight_only_gemm_kernel import (
     CODE_STAGES,
     RUN,
-    STAGES,
     WeightOnlyPlan,
     weight_only_gemm_kernel,
 )
@@ -73,20 +72,7 @@ def _serves(format: Format) -> bool:
 
 @cache
 def _bound(plan: WeightOnlyPlan) -> Any:
-    return weight_only_gemm_kernel.bound(
-        PLAN=Constants(plan),
-        ROW_LAYOUT=shared_layout(_ROWS, torch.bfloat16),
-        MATRIX_LAYOUT=shared_layout(plan.MATRIX, torch.bfloat16),
-        CODE_LAYOUT=shared_layout(plan.CODES, torch.int32),
-        STAGE_LAYOUT=shared_layout(plan.STAGED, torch.bfloat16),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        STAGES=STAGES,
-        CODE_STAGES=CODE_STAGES,
-        GROUP_M=GROUP_M,
-        num_warps=4,
-    )
+    return weight_only_gemm_kernel.bound(PLAN=Constants(plan), num_warps=4)
 
 
 def _launch(
@@ -136,12 +122,12 @@ def _launch(
     if addend is not None:
         factor = (addend.factor_EOR.mT if transposed else addend.factor_EOR).contiguous()
         low_desc = descriptor(addend.low_NR, _ROWS)
-        layout = shared_layout(plan.MATRIX, out.dtype)
+        layout = plan.MATRIX_LAYOUT
         factor_desc = descriptor(factor.view(-1, factor.shape[2]), plan.COPIED, layout)
     h = out if h is None else h
     _bound(plan)[(programs(out.device),)](
         row_desc,
-        descriptor(codes, plan.COPIED_CODES, shared_layout(plan.CODES, torch.int32)),
+        descriptor(codes, plan.COPIED_CODES, plan.STORED_LAYOUT),
         low_desc,
         factor_desc,
         h_desc,

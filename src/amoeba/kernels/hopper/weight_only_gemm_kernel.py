@@ -11,15 +11,16 @@ number is its code times its scale in fp32, rounded to bf16: what `QuantisedMatr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from amoeba.kernels.hopper.gemm_kernel import Plan, consume, fill_product, row_pointers, share_of_tiles
 from amoeba.kernels.hopper.tile_order import clamped_place
-from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
+from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret, shared_layout
 from amoeba.kernels.launch import quick
 
 # A word of four codes of e4m3 and their scale to two words of two numbers.
@@ -86,27 +87,85 @@ _E2M1 = gl.constexpr("{ .reg .b32 upper, v, w; .reg .b16 a, b; .reg .f32 p, q;" 
 _RAISED = gl.constexpr(16384.0)
 
 
+# Of rows and decoded numbers, and of codes: with the buffers of the epilogue 224 KB of the 227.
+STAGES, CODE_STAGES = 3, 3
+# Numbers of a row that a thread decodes at a time.
+RUN = 32
+
+
+@dataclass(frozen=True)
+class WeightOnlyPlan(Plan):
+    STAGES: ClassVar[int] = STAGES
+    CODE_STAGES: ClassVar[int] = CODE_STAGES
+
+    BITS: int = 8  # of a code
+    SCALE: str = "fp32"  # or the format of its code
+    GROUP: int = 32  # numbers of a row that share a scale and go through a thread together
+    ROW_BLOCK: int = 1  # rows and columns that share a scale
+    COLUMN_BLOCK: int = 32
+    MATRIX_SCALE: bool = False
+
+    @property
+    def CODES(self) -> tuple[int, int]:
+        """Words of a stage, down and across."""
+        rows, columns = self.MATRIX
+        return rows, columns * self.BITS // 32
+
+    @property
+    def COPIED_CODES(self) -> tuple[int, int]:
+        """... and as many as are copied at a time."""
+        rows, columns = self.COPIED
+        return rows, columns * self.BITS // 32
+
+    @property
+    def STORED_LAYOUT(self) -> Any:
+        """Of these in shared memory."""
+        return shared_layout(self.CODES, torch.int32)
+
+    @property
+    def CODES_LAYOUT(self) -> Any:
+        """Who decodes which words of codes of a stage: lanes lie so that those which shared memory serves at once meet
+        different banks."""
+        words = RUN * self.BITS // 32
+        if self.B_K_MAJOR:
+            return gl.BlockedLayout([1, words], [16, 2], [4, 1], [1, 0])
+        return gl.BlockedLayout([1, words], [8, 4], [2, 2], [0, 1])
+
+    @property
+    def GROUPS_LAYOUT(self) -> Any:
+        """... as rows of groups that share a scale."""
+        words, mine = self.GROUP * self.BITS // 32, RUN // self.GROUP
+        if self.B_K_MAJOR:
+            return gl.BlockedLayout([1, mine, words], [16, 2, 1], [4, 1, 1], [2, 1, 0])
+        return gl.BlockedLayout([1, mine, words], [8, 4, 1], [2, 2, 1], [2, 0, 1])
+
+    @property
+    def REGISTERS(self) -> list[int]:
+        """Of the second consumer, and of those who fill."""
+        return [200, 104]
+
+
 @gluon.jit
-def _rows_of_stage(n, width, columns, LAYOUT: gl.constexpr, PLAN: gl.constexpr, BLOCK_N: gl.constexpr):
+def _rows_of_stage(n, width, columns, LAYOUT: gl.constexpr, PLAN: gl.constexpr):
     """Of the stored matrix, where its rows are columns of the product; behind the last one, the last one again."""
-    row = gl.arange(0, BLOCK_N, LAYOUT)
+    row = gl.arange(0, PLAN.BLOCK_N, LAYOUT)
     if PLAN.PAIRED:
         return gl.minimum(n * PLAN.COLUMNS + row % PLAN.COLUMNS, columns - 1) + row // PLAN.COLUMNS * columns
     else:
-        return gl.minimum(n * BLOCK_N + row, width - 1)
+        return gl.minimum(n * PLAN.BLOCK_N + row, width - 1)
 
 
 @gluon.jit
-def load_scales(
-    scales, k, n, width, columns, part_rows, part_blocks, across, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """As they are stored, (rows, groups) of the stage at k. scales: the expert's. across: in a row."""
+def _load_scales(scales, k, n, width, columns, scale_shape, PLAN: gl.constexpr):
+    """As they are stored, (rows, groups) of the stage at k. scales: the expert's."""
+    part_rows, part_blocks, across, _ = scale_shape
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    BLOCK_K: gl.constexpr = PLAN.BLOCK_K
     layout: gl.constexpr = PLAN.GROUPS_LAYOUT
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     of_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     if PLAN.B_K_MAJOR:
-        row = _rows_of_stage(n, width, columns, of_rows, PLAN, BLOCK_N)
+        row = _rows_of_stage(n, width, columns, of_rows, PLAN)
         column = k + gl.arange(0, BLOCK_K // PLAN.GROUP, of_groups) * PLAN.GROUP
     else:
         row = k + gl.arange(0, BLOCK_K, of_rows)
@@ -142,7 +201,7 @@ def _e8m0_to_float(code):
 
 
 @gluon.jit
-def decode(code, scale, of_matrix, PLAN: gl.constexpr):
+def _dequantise(code, scale, of_matrix, PLAN: gl.constexpr):
     """The numbers of a stage, two in a word, of words of codes and scales as they are stored. of_matrix: the expert's,
     where the format has it."""
     ROWS: gl.constexpr = code.shape[0]
@@ -175,120 +234,66 @@ def decode(code, scale, of_matrix, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def store_numbers(numbers, matrix_buf):
+def _store_numbers(numbers, matrix_buf):
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     reinterpret(matrix_buf, gl.int32, numbers.shape, layout).store(numbers)
 
 
-# Of rows and decoded numbers, and of codes: with the buffers of the epilogue 224 KB of the 227.
-STAGES, CODE_STAGES = 3, 3
-# Numbers of a row that a thread decodes at a time.
-RUN = 32
-
-
-@dataclass(frozen=True)
-class WeightOnlyPlan(Plan):
-    BITS: int = 8  # of a code
-    SCALE: str = "fp32"  # or the format of its code
-    GROUP: int = 32  # numbers of a row that share a scale and go through a thread together
-    ROW_BLOCK: int = 1  # rows and columns that share a scale
-    COLUMN_BLOCK: int = 32
-    MATRIX_SCALE: bool = False
-
-    @property
-    def CODES(self) -> tuple[int, int]:
-        """Words of a stage, down and across."""
-        rows, columns = self.MATRIX
-        return rows, columns * self.BITS // 32
-
-    @property
-    def COPIED_CODES(self) -> tuple[int, int]:
-        """... and as many as are copied at a time."""
-        rows, columns = self.COPIED
-        return rows, columns * self.BITS // 32
-
-    @property
-    def CODES_LAYOUT(self) -> Any:
-        """Who decodes which words of codes of a stage: lanes lie so that those which shared memory serves at once meet
-        different banks."""
-        words = RUN * self.BITS // 32
-        if self.B_K_MAJOR:
-            return gl.BlockedLayout([1, words], [16, 2], [4, 1], [1, 0])
-        return gl.BlockedLayout([1, words], [8, 4], [2, 2], [0, 1])
-
-    @property
-    def GROUPS_LAYOUT(self) -> Any:
-        """... as rows of groups that share a scale."""
-        words, mine = self.GROUP * self.BITS // 32, RUN // self.GROUP
-        if self.B_K_MAJOR:
-            return gl.BlockedLayout([1, mine, words], [16, 2, 1], [4, 1, 1], [2, 1, 0])
-        return gl.BlockedLayout([1, mine, words], [8, 4, 1], [2, 2, 1], [2, 0, 1])
-
-    @property
-    def REGISTERS(self) -> list[int]:
-        """Of the second consumer, and of those who fill."""
-        return [200, 104]
-
-
 @gluon.jit
-def _fetch_codes(
-    code_desc, code_bufs, coded, slot, expert, k, n, depth, width, columns, PLAN: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
+def _fetch_codes(code_desc, code_bufs, coded, slot, expert, k, n, sizes, PLAN: gl.constexpr):
+    depth, width, columns = sizes
     bar = coded.index(slot)
     buffer = code_bufs.index(slot)
-    mbarrier.expect(bar, BLOCK_N * BLOCK_K * PLAN.BITS // 8)
+    mbarrier.expect(bar, PLAN.BLOCK_N * PLAN.BLOCK_K * PLAN.BITS // 8)
     if PLAN.PAIRED:
         at = expert * width + n * PLAN.COLUMNS
         bulk_load(code_desc, [at, k * PLAN.BITS // 32], bar, buffer.slice(0, PLAN.COLUMNS, 0))
         bulk_load(code_desc, [at + columns, k * PLAN.BITS // 32], bar, buffer.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0))
     elif PLAN.B_K_MAJOR:
-        bulk_load(code_desc, [expert * width + n * BLOCK_N, k * PLAN.BITS // 32], bar, buffer)
+        bulk_load(code_desc, [expert * width + n * PLAN.BLOCK_N, k * PLAN.BITS // 32], bar, buffer)
     else:
-        bulk_load(code_desc, [expert * depth + k, n * (BLOCK_N * PLAN.BITS // 32)], bar, buffer)
+        bulk_load(code_desc, [expert * depth + k, n * (PLAN.BLOCK_N * PLAN.BITS // 32)], bar, buffer)
 
 
 @gluon.jit
 def _fill(
-    row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, row_bufs, matrix_bufs,
-    code_bufs, full, empty, coded, depth, rank, width, columns, part_rows, part_blocks, across, scales_of_expert,
-    x_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, rings, depth, rank, width,
+    columns, scale_shape, x_stride, top_k, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Stages as they come free: rows are sent for, then the codes of the matrix are decoded. Codes themselves come
+    """Stages as they come free: rows are sent for, then the codes of the matrix are dequantised. Codes themselves come
     CODE_STAGES steps ahead, those of the next tile too; scales a step ahead, before all waits: a fence comes later,
     which would wait for them."""
+    row_bufs, matrix_bufs, code_bufs, full, empty, coded = rings
+    ring, sizes = (row_bufs, matrix_bufs, full, empty), (depth, width, columns)
+    BLOCK_K: gl.constexpr = PLAN.BLOCK_K
+    STAGES: gl.constexpr = PLAN.STAGES
+    CODE_STAGES: gl.constexpr = PLAN.CODE_STAGES
     AHEAD: gl.constexpr = CODE_STAGES * BLOCK_K
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count, decoded = 0, 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
-    expert, row, end, n = clamped_place(first, table, tiles, column_tiles, 0, GROUP_M, PLAN.ORDER)
+    expert, row, end, n = clamped_place(first, table, tiles, column_tiles, 0, PLAN.GROUP_M, PLAN.ORDER)
     if first < behind:
         for slot in gl.static_range(CODE_STAGES):
-            _fetch_codes(
-                code_desc, code_bufs, coded, slot, expert, slot * BLOCK_K, n, depth, width, columns, PLAN, BLOCK_N,
-                BLOCK_K,
-            )  # fmt: skip
+            _fetch_codes(code_desc, code_bufs, coded, slot, expert, slot * BLOCK_K, n, sizes, PLAN)
     for tile in range(first, behind, step):
         more = tile + step < behind
         next_expert, next_row, next_end, next_n = clamped_place(
-            tile + step, table, tiles, column_tiles, 0, GROUP_M, PLAN.ORDER
+            tile + step, table, tiles, column_tiles, 0, PLAN.GROUP_M, PLAN.ORDER
         )
         if PLAN.GATHER:
-            pointers = row_pointers(x, order, row, end, x_stride, top_k, BLOCK_M, BLOCK_K)
+            pointers = row_pointers(x, order, row, end, x_stride, top_k, PLAN.BLOCK_M, BLOCK_K)
         else:
             pointers = x
         of_matrix = 1.0
         if PLAN.MATRIX_SCALE:
             of_matrix = gl.load(matrix_scale + expert)
-        own = scales + expert.to(gl.int64) * scales_of_expert
-        scale = load_scales(own, 0, n, width, columns, part_rows, part_blocks, across, PLAN, BLOCK_N, BLOCK_K)
+        own = scales + expert.to(gl.int64) * scale_shape[3]
+        scale = _load_scales(own, 0, n, width, columns, scale_shape, PLAN)
         for k in range(0, depth, BLOCK_K):
-            next_scale = load_scales(
-                own, gl.minimum(k + BLOCK_K, depth - BLOCK_K), n, width, columns, part_rows, part_blocks, across, PLAN,
-                BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            next_k = gl.minimum(k + BLOCK_K, depth - BLOCK_K)
+            next_scale = _load_scales(own, next_k, n, width, columns, scale_shape, PLAN)
             stage = count % STAGES
             slot = decoded % CODE_STAGES
             bar = full.index(stage)
@@ -300,29 +305,26 @@ def _fill(
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
                 bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
-            numbers = decode(code_bufs.index(slot).load(PLAN.CODES_LAYOUT), scale, of_matrix, PLAN)
-            store_numbers(numbers, matrix_bufs.index(stage))
+            numbers = _dequantise(code_bufs.index(slot).load(PLAN.CODES_LAYOUT), scale, of_matrix, PLAN)
+            _store_numbers(numbers, matrix_bufs.index(stage))
             fence_async_shared()
             barrier()  # all have read and written
             if PLAN.GATHER:
                 mbarrier.arrive(bar, count=1)
             else:
-                mbarrier.expect(bar, BLOCK_M * BLOCK_K * 2)
+                mbarrier.expect(bar, PLAN.BLOCK_M * BLOCK_K * 2)
             inside = k + AHEAD < depth
             if inside | more:
                 _fetch_codes(
                     code_desc, code_bufs, coded, slot, gl.where(inside, expert, next_expert),
-                    k + AHEAD - gl.where(inside, 0, depth), gl.where(inside, n, next_n), depth, width, columns, PLAN,
-                    BLOCK_N, BLOCK_K,
+                    k + AHEAD - gl.where(inside, 0, depth), gl.where(inside, n, next_n), sizes, PLAN,
                 )  # fmt: skip
             scale = next_scale
             count += 1
             decoded += 1
-        if PLAN.LOW > 0:  # these rows are sorted, and their matrix is no code
-            count = fill_product(
-                low_desc, factor_desc, x, row_bufs, matrix_bufs, full, empty, count, expert, row, n, rank, width,
-                columns, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
+        if PLAN.LOW > 0:  # these rows are sorted, and their matrix is not quantised
+            descs, place = (low_desc, factor_desc), (expert, row, n)
+            count = fill_product(descs, x, ring, count, place, (rank, width, columns), False, PLAN)
         expert, row, end, n = next_expert, next_row, next_end, next_n
 
 
@@ -331,39 +333,39 @@ def _fill(
 def weight_only_gemm_kernel(
     row_desc, code_desc, low_desc, factor_desc, h_desc, out_desc, x, order, table, scales, matrix_scale, bias, h, out,
     depth, rank, width, columns, part_rows, part_blocks, across, scales_of_expert, x_stride, h_stride, out_stride,
-    top_k, PLAN: gl.constexpr, ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, CODE_LAYOUT: gl.constexpr,
-    STAGE_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, CODE_STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    top_k, PLAN: gl.constexpr,
 ):  # fmt: skip
+    """part_rows, part_blocks: rows of a part of the matrix, gates or ups, and blocks of scales down it. across: scales
+    in a row."""
     dtype: gl.constexpr = out.dtype.element_ty
-    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
-    matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, PLAN.MATRIX[0], PLAN.MATRIX[1]], MATRIX_LAYOUT)
-    code_bufs = gl.allocate_shared_memory(gl.int32, [CODE_STAGES, PLAN.CODES[0], PLAN.CODES[1]], CODE_LAYOUT)
-    staging = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, BLOCK_N // 2], STAGE_LAYOUT)
+    STAGES: gl.constexpr = PLAN.STAGES
+    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, PLAN.BLOCK_M, PLAN.BLOCK_K], PLAN.ROW_LAYOUT)
+    matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, PLAN.MATRIX[0], PLAN.MATRIX[1]], PLAN.MATRIX_LAYOUT)
+    code_bufs = gl.allocate_shared_memory(
+        gl.int32, [PLAN.CODE_STAGES, PLAN.CODES[0], PLAN.CODES[1]], PLAN.STORED_LAYOUT
+    )  # fmt: skip
+    staging = gl.allocate_shared_memory(dtype, [2, PLAN.STAGED[0], PLAN.STAGED[1]], PLAN.STAGED_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    coded = gl.allocate_shared_memory(gl.int64, [CODE_STAGES, 1], mbarrier.MBarrierLayout())
+    coded = gl.allocate_shared_memory(gl.int64, [PLAN.CODE_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # who decoded, and 128 gathering threads
+        mbarrier.init(full.index(i), count=129 if PLAN.GATHER else 1)  # who dequantised, and 128 gathering threads
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
-    for i in gl.static_range(CODE_STAGES):
+    for i in gl.static_range(PLAN.CODE_STAGES):
         mbarrier.init(coded.index(i), count=1)
     deep = depth if PLAN.SHORT else depth + rank
+    ring = (row_bufs, matrix_bufs, full, empty)
+    rings = (row_bufs, matrix_bufs, code_bufs, full, empty, coded)
+    results = (h_desc, out_desc, bias, h, out)
+    shape = (deep, width, columns, h_stride, out_stride)
+    scale_shape = (part_rows, part_blocks, across, scales_of_expert)
     gl.warp_specialize(
         [
-            (consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
-                columns, h_stride, out_stride, gl.constexpr(0), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            )),
-            (consume, (
-                table, row_bufs, matrix_bufs, full, empty, staging, h_desc, out_desc, bias, h, out, deep, width,
-                columns, h_stride, out_stride, gl.constexpr(1), PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            )),
+            (consume, (table, ring, staging, results, shape, gl.constexpr(0), PLAN)),
+            (consume, (table, ring, staging, results, shape, gl.constexpr(1), PLAN)),
             (_fill, (
-                row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, row_bufs,
-                matrix_bufs, code_bufs, full, empty, coded, depth, rank, width, columns, part_rows, part_blocks,
-                across, scales_of_expert, x_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CODE_STAGES,
-                GROUP_M,
+                row_desc, code_desc, low_desc, factor_desc, x, order, table, scales, matrix_scale, rings, depth, rank,
+                width, columns, scale_shape, x_stride, top_k, PLAN,
             )),
         ],
         [4, 4],

@@ -36,8 +36,6 @@ from amoeba.tasks.hopper.products import fill_gradients
 from amoeba.tasks.hopper.queue import (
     BLOCK_K,
     BLOCK_M,
-    BLOCK_N,
-    STAGES,
     STOP,
     draw,
     drawn_ticket,
@@ -72,17 +70,14 @@ def fill_task(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc = descriptors
     dy, x, da, dh, _ = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
+    stages, place = (row_bufs, matrix_bufs, full, empty), (expert, row, part)
     if kind == DOWN:
         pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
-        count = fill_product(
-            dh_rows_desc, down_desc, pointers, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.H,
-            PLAN.I, PLAN.I, True, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
+        sizes = (PLAN.H, PLAN.I, PLAN.I)
+        count = fill_product((dh_rows_desc, down_desc), pointers, stages, count, place, sizes, True, PLAN)
     elif kind == UP:
-        count = fill_product(
-            dh_rows_desc, gate_up_desc, dy, row_bufs, matrix_bufs, full, empty, count, expert, row, part, PLAN.J,
-            PLAN.H, PLAN.H, False, PLAN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
+        sizes = (PLAN.J, PLAN.H, PLAN.H)
+        count = fill_product((dh_rows_desc, gate_up_desc), dy, stages, count, place, sizes, False, PLAN)
     elif kind == DOWN_WEIGHTS:
         count = fill_gradients(
             scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,

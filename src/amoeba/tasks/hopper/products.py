@@ -51,13 +51,12 @@ def multiply(
     """A tile of dA' or of dx, this warpgroup's rows. Returns also whether the next task was taken, and that."""
     kind, _, part, _, row, end, _ = task
     row_bufs, matrix_bufs, _, _, _, _, full, empty = ring
+    stages = (row_bufs, matrix_bufs, full, empty)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)
     tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
     for k in range(0, depth, BLOCK_K):
-        acc = multiply_stage(
-            acc, row_bufs, matrix_bufs, full, empty, count, k > 0, BLOCK_K, WARPGROUP, PLAN, 64, STAGES
-        )
+        acc = multiply_stage(acc, stages, count, k > 0, BLOCK_K, WARPGROUP, PLAN)
         count += 1
         if k == tell_at:
             tell(untold, counters, PLAN)
