@@ -191,11 +191,11 @@ def fill(memory: StreamedMemory) -> None:
     for layer, entry in enumerate(memory.store.layers):
         some = range(min(entry.experts, memory.slots[layer] + memory.host_slots[layer]))
         if hasattr(memory, "turn"):
-            with memory.turn(layer):
-                for _ in memory.lend(layer, some):
+            with memory.pool.turn(layer):
+                for _ in memory.loads.acquire(layer, some):
                     pass
         else:
-            for _ in memory.lend(layer, some, 1):
+            for _ in memory.acquire(layer, some, 1):
                 pass
 
 

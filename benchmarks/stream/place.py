@@ -25,7 +25,7 @@ from amoeba.core.replays import Member
 from amoeba.core.torch_internals import occupy_gpu
 from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.gpu.device import CudaDevice, Device
-from amoeba.stream.gpu.early_copies import spares_of
+from amoeba.stream.gpu.fast_path import spares_of
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.store import Store
 
@@ -120,7 +120,7 @@ class LinkedPlace(Place):
         self, store: Store, slots: int, host_slots: int, miss: str = "move", early: bool = False
     ) -> StreamedMemory:
         from amoeba.stream.gpu.memory import DeviceMemory
-        from amoeba.stream.gpu.placement import MOST_IDS
+        from amoeba.stream.placement import MOST_IDS
 
         layers = len(store.layers)
         spares = [spares_of(slots, entry.experts) if early else 0 for entry in store.layers]

@@ -4,8 +4,6 @@ from dataclasses import fields
 
 import torch
 
-import amoeba.stream.gpu.placement
-import amoeba.stream.placement  # noqa: F401 - both register themselves
 from amoeba.placements import all_placements
 from amoeba.proof.cases import Case, most_telling_first
 

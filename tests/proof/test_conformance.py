@@ -11,8 +11,6 @@ import pytest
 import torch
 from conformance_cases import CPU, PLACED, ROUNDED, one_of_each
 
-import amoeba.stream.gpu.placement
-import amoeba.stream.placement  # noqa: F401 - both register themselves
 from amoeba import Activation
 from amoeba.backends import grouped, registry
 from amoeba.core.config import ActivationKind

@@ -10,8 +10,6 @@ import torch
 from conformance_cases import CPU, PLACED, ROUNDED, one_of_each
 from torch.nn import functional
 
-import amoeba.stream.gpu.placement
-import amoeba.stream.placement  # noqa: F401 - both register themselves
 from amoeba.core.weights import LORA_NAMES
 from amoeba.placements import all_placements
 from amoeba.proof import cases as cases_module

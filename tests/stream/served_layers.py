@@ -90,8 +90,8 @@ class Served:
         """The map on the device is what the host believes it is, and the slots hold it."""
         self.device.record(self.device.compute).wait()
         for layer in range(len(self.expert_TK)):
-            found = {e: slot for e, slot in enumerate(self.memory.export.slot_E(layer).tolist()) if slot >= 0}
-            assert found == self.memory._shown[layer]
+            found = {e: slot for e, slot in enumerate(self.memory.pool.map.slot_E(layer).tolist()) if slot >= 0}
+            assert found == self.memory.pool.shown[layer]
             self.memory.device.record(self.device.copies).wait()
             for expert, slot in found.items():
                 assert bool((self.memory.layers[layer].slots.gate_up_EJH[slot] == expert + 1 + 100 * layer).all())

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from amoeba.stream.gpu.device import Calls, Device, Event
-from amoeba.stream.gpu.replays import GpuReplays
+from amoeba.stream.gpu.graphs import GpuReplays
 from amoeba.stream.store.buffers import aligned_buffer
 
 # as CUDA's driver has them

@@ -37,8 +37,7 @@ from amoeba.core.config import Activation, RouterConfig
 from amoeba.core.replays import CannotCapture
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.placement import MOST_IDS
-from amoeba.stream.placement import MemoryStore
+from amoeba.stream.placement import MOST_IDS, MemoryStore
 from amoeba.stream.store import compiled_reads
 from amoeba.stream.store.layers import layer_entry
 from amoeba.stream.store.store import Store

@@ -18,7 +18,7 @@ from amoeba import Routing, experts
 from amoeba.core.replays import Member
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.placement import MOST_IDS
+from amoeba.stream.placement import MOST_IDS
 
 pytestmark = pytest.mark.gpu
 

@@ -24,12 +24,11 @@ from amoeba import ExpertWeights, Routing, experts
 from amoeba.bench.workload import relative_error
 from amoeba.core.config import Activation
 from amoeba.proof.conformance import TOLERANCE
-from amoeba.stream.gpu.computing import MOST_TOKENS
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.fast_path import SERVED, serving_library
+from amoeba.stream.gpu.host_compute import MOST_TOKENS
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.placement import MOST_IDS
-from amoeba.stream.placement import MemoryStore
+from amoeba.stream.placement import MOST_IDS, MemoryStore
 from selection import quick
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
@@ -61,7 +60,7 @@ class Computed(Captured):
         self.resident, self.tokens, self.dtype = weights_of(dtype), tokens, dtype
         super().__init__(self.resident, SLOTS, E, routed(tokens, dtype), miss=miss, **options)
         for layer in range(len(self.memory.layers)):
-            with self.memory.turn(layer), closing(self.memory.lend(layer, range(E))) as groups:
+            with self.memory.pool.turn(layer), closing(self.memory.loads.acquire(layer, range(E))) as groups:
                 for _ in groups:
                     pass
         self.step(0)  # takes the long way, since nothing was prepared
@@ -96,8 +95,8 @@ class Computed(Captured):
         self._wait()
         self.device.record(self.device.copies).wait()
         for layer, kind in enumerate(self.memory.layers):
-            found = {e: slot for e, slot in enumerate(self.memory.export.slot_E(layer).tolist()) if slot >= 0}
-            assert found == self.memory._shown[layer] == dict(self.memory.cache.top(layer).slot_of)
+            found = {e: slot for e, slot in enumerate(self.memory.pool.map.slot_E(layer).tolist()) if slot >= 0}
+            assert found == self.memory.pool.shown[layer] == dict(self.memory.cache.top(layer).slot_of)
             for expert, slot in found.items():
                 assert torch.equal(kind.slots.gate_up_EJH[slot], self.resident.gate_up_EJH[expert])
 
@@ -107,14 +106,14 @@ class Computed(Captured):
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_on_the_cpu_nothing_is_moved_and_the_numbers_are_right(tokens: int, dtype: torch.dtype) -> None:
     with torch.no_grad(), closing(Computed("cpu", tokens, dtype)) as computed:
-        before = dict(computed.memory._shown[0])
+        before = dict(computed.memory.pool.shown[0])
         for number in range(1, 5):
             computed.step(number)
         counters = computed.counters
         assert (counters.from_host, counters.host_bytes) == (0, 0) and counters.computed > 0
         assert counters.requested == counters.hits + counters.computed == 2 * 4 * (K if tokens == 1 else 2 * K - 1)
         assert sum(counters.misses_of_layer) == counters.computed
-        assert computed.memory._shown[0] == before
+        assert computed.memory.pool.shown[0] == before
         assert computed.memory.computing.seconds > 0
         computed.shown_as_it_is()
 
@@ -131,7 +130,7 @@ def test_where_the_link_is_slow_misses_are_computed_and_promoted_for_the_next_pa
         computed.shown_as_it_is()
         wanted = set(in_turn(3, 1, torch.float32)[1].expert_TK.flatten().tolist())
         for _ in range(9 * K):  # each promotes one, if the link has little to do
-            if all(wanted.issubset(shown) for shown in computed.memory._shown):
+            if all(wanted.issubset(shown) for shown in computed.memory.pool.shown):
                 break
             computed.step(3)
         hits = computed.counters.hits
@@ -161,7 +160,7 @@ def test_the_next_pass_waits_for_what_was_promoted(where: str) -> None:
     """Of graphs. In between its copy is held back."""
     with torch.no_grad(), closing(Computed("auto")) as computed:
         computed.takes(link=1.0)
-        shown = computed.memory._shown
+        shown = computed.memory.pool.shown
         there = sorted(set(shown[0]) & set(shown[1]))[: K - 1]
         ids = [*there, next(expert for expert in range(E) if expert not in shown[0] and expert not in shown[1])]
         x_TH, routing = routed(1)
@@ -274,10 +273,10 @@ def test_what_the_host_is_handed_it_computes_with_any_weights(dtype: torch.dtype
     resident = ExpertWeights(gate_up_EJH, down_EHI, activation=activation)
     device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else simulated()
     with closing(DeviceMemory(MemoryStore(resident), device, [SLOTS], [E], MOST_IDS, miss="cpu")) as memory:
-        with memory.turn(0), closing(memory.lend(0, range(E))) as groups:
+        with memory.pool.turn(0), closing(memory.loads.acquire(0, range(E))) as groups:
             for _ in groups:
                 pass
-        there = sorted(memory._shown[0])
+        there = sorted(memory.pool.shown[0])
         missing = [expert for expert in range(E) if expert not in there][:2]
         expert_TK = torch.tensor([[missing[0], there[0]]] * tokens)
         expert_TK[1] = torch.tensor([missing[1], -1])

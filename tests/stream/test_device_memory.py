@@ -19,9 +19,9 @@ from simulated_device import CopyFailed, SimulatedDevice
 
 from amoeba import ExpertWeights
 from amoeba.stream.gpu.device import CudaDevice
-from amoeba.stream.gpu.export import IndexExport
 from amoeba.stream.gpu.loader import Loader
 from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.pool import SlotMap
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.placement import MemoryStore
 
@@ -63,7 +63,7 @@ class Watched:
 
     def run(self, layer: int, ids: list[int]) -> None:
         memory = self.memory
-        with memory.turn(layer), closing(memory.lend(layer, ids)) as groups:
+        with memory.pool.turn(layer), closing(memory.loads.acquire(layer, ids)) as groups:
             seen: list[int] = []
             for slot_of in groups:
                 seen += slot_of
@@ -71,7 +71,7 @@ class Watched:
             assert sorted(seen) == sorted(ids)
 
     def _look(self, layer: int, slot_of: dict[int, int]) -> None:
-        slots, slot_E = self.memory.layers[layer].slots, self.memory.export.slot_E(layer)
+        slots, slot_E = self.memory.layers[layer].slots, self.memory.pool.map.slot_E(layer)
 
         def look() -> None:
             for expert, slot in slot_of.items():
@@ -80,20 +80,20 @@ class Watched:
                     self.wrong.append(f"slot {slot} of layer {layer} is not expert {expert}")
             shown = {expert: slot for expert, slot in enumerate(slot_E.tolist()) if slot >= 0}
             if shown != slot_of:
-                self.wrong.append(f"layer {layer}: shown {shown}, lent {slot_of}")
+                self.wrong.append(f"layer {layer}: shown {shown}, acquired {slot_of}")
 
         self.device.launch(look)
 
     def look_at_all_shown(self, layer: int) -> None:
         """What a kernel between two passes would find."""
-        slots, slot_E = self.memory.layers[layer].slots, self.memory.export.slot_E(layer)
+        slots, slot_E = self.memory.layers[layer].slots, self.memory.pool.map.slot_E(layer)
 
         def look() -> None:
             for expert, slot in enumerate(slot_E.tolist()):
                 if slot >= 0 and not bool((slots.gate_up_EJH[slot] == expert + 1 + 100 * layer).all()):
                     self.wrong.append(f"slot {slot} of layer {layer} is shown as expert {expert}")
 
-        with self.memory.turn(layer):
+        with self.memory.pool.turn(layer):
             self.device.launch(look)
 
     def close(self) -> None:
@@ -109,9 +109,9 @@ def passes(watched: Watched, seed: int, count: int, prefetches: bool = False) ->
         watched.look_at_all_shown(layer)
         if prefetches:
             if drawn.random() < 0.5:
-                watched.memory.prefetch(1 - layer, drawn.sample(range(E), 4))
+                watched.memory.loads.prefetch(1 - layer, drawn.sample(range(E), 4))
             else:
-                watched.memory.expect_all(1 - layer)
+                watched.memory.loads.expect_all(1 - layer)
             for _ in range(drawn.choice((0, 1, 2))):
                 watched.look_at_all_shown(1 - layer)
 
@@ -219,14 +219,14 @@ def test_between_two_layers_the_link_brings_what_the_next_will_need_first() -> N
         device, memory = watched.device, watched.memory
         for layer in (0, 1, 0):
             watched.run(layer, list(range(E)))
-            memory.expect_all(1 - layer)
+            memory.loads.expect_all(1 - layer)
         from_host, waits, copy_all, wait = [], [], device.copy_all, device.wait
         device.copy_all = lambda source, pieces: (from_host.append(len(pieces)), copy_all(source, pieces))
         device.wait = lambda stream, event: (waits.append(stream.name), wait(stream, event))
         watched.run(1, list(range(E)))
         assert from_host == []  # all four that it missed had come
         waits.clear()
-        memory.expect_all(0)
+        memory.loads.expect_all(0)
         assert from_host == [4] and "copies" not in waits  # in one call, which waits for nothing
         del device.copy_all, device.wait
 
@@ -261,7 +261,7 @@ def test_the_first_copy_waits_for_what_used_its_memory_before() -> None:
     device.launch(lambda: before.append(device.copies.done > 0))
     store = Layers(1)
     with closing(DeviceMemory(store, device, [2], [0], 64)) as memory:
-        with memory.turn(0), closing(memory.lend(0, [1])) as groups:
+        with memory.pool.turn(0), closing(memory.loads.acquire(0, [1])) as groups:
             next(groups)
         device.run_until(device.record(device.copies))
     assert before == [False]
@@ -360,8 +360,8 @@ def test_a_closed_loader_cancels_what_has_not_begun() -> None:
 # --- export -----------------------------------------------------------------------------------------------------------
 
 
-def export_of(device: SimulatedDevice) -> IndexExport:
-    return IndexExport(device, [E, E], [4, 4], 16)
+def export_of(device: SimulatedDevice) -> SlotMap:
+    return SlotMap(device, [E, E], [4, 4], 16)
 
 
 def test_ids_are_ready_when_their_event_is_and_not_before() -> None:

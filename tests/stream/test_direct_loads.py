@@ -21,15 +21,14 @@ from test_device_memory import E
 
 from amoeba.core.config import Activation
 from amoeba.stream.gpu.device import Calls
-from amoeba.stream.gpu.expert_reads import PASSING
+from amoeba.stream.gpu.reads import PASSING
 from amoeba.stream.store import StoreError, compiled_reads
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.layers import layer_entry
 from amoeba.stream.store.reading import Range, Reader
 from amoeba.stream.store.store import Store
-from amoeba.stream.timed import DIRECT_ROW, time_calls
-from amoeba.stream.timeline import Timeline
+from amoeba.stream.timeline import DIRECT_ROW, Timeline, time_calls
 from benchmarks.stream.waits import DISK, TABLES_FIRST, WaitRecord
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
@@ -167,13 +166,14 @@ def test_after_a_copy_that_fails_nothing_hangs_and_the_next_try_is_right(fails_a
         assert all_given_back(served)
 
 
-@pytest.mark.parametrize("where", ["amoeba.stream.gpu.long_way.begin_load", "amoeba.stream.gpu.long_way.note_shown"])
+@pytest.mark.parametrize("where", ["begin_load", "note_shown"])
 def test_an_interrupt_ahead_of_the_copies_or_behind_them(where: str, store: Files, monkeypatch) -> None:
     with closing(Served(0, 3, 0, store=store)) as served:
         served.capture()
         served.replay([[0, 1]] * 2)
         with monkeypatch.context() as patched:
-            patched.setattr(where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            owner = served.memory.replays.serving if where == "begin_load" else served.memory.pool
+            patched.setattr(owner, where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 served.replay([[2, 3]] * 2)
         served.wrong.clear()

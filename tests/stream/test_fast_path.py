@@ -47,7 +47,7 @@ def tables(served: Served) -> list[tuple]:
         (dict(here.top.slot_of), dict(here.host.slot_of), here.top.rank(), here.top._holds, here.host._holds)
         for here in cache._layers
     ]
-    return [*layers, cache.counters, [dict(shown) for shown in served.memory._shown]]
+    return [*layers, cache.counters, [dict(shown) for shown in served.memory.pool.shown]]
 
 
 @each_value_once()
@@ -157,7 +157,7 @@ def test_who_waits_for_a_question_looks_again_at_once(monkeypatch) -> None:
 def fill(served: Served) -> None:
     """Every expert comes by, so that all are in host memory, and no slot is free."""
     for layer in range(len(served.expert_TK)):
-        with served.memory.turn(layer), closing(served.memory.lend(layer, range(E))) as groups:
+        with served.memory.pool.turn(layer), closing(served.memory.loads.acquire(layer, range(E))) as groups:
             for _ in groups:
                 pass
 
@@ -216,7 +216,7 @@ def test_a_pass_outside_of_graphs_makes_the_next_question_take_the_long_way() ->
         served.capture()
         served.replay([[0, 1]] * 2)
         served.ended()
-        with served.memory.turn(0), closing(served.memory.lend(0, [5, 6])) as groups:
+        with served.memory.pool.turn(0), closing(served.memory.loads.acquire(0, [5, 6])) as groups:
             for _ in groups:
                 pass
         served.replay([[2, 3], [0, 1]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amoeba.stream.gpu_spans import GpuSpans
+from amoeba.stream.timeline import GpuSpans
 
 
 class Kept:

@@ -37,8 +37,7 @@ from amoeba.precision.experts import BlockScaledExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.placement import MOST_IDS
-from amoeba.stream.placement import MemoryStore
+from amoeba.stream.placement import MOST_IDS, MemoryStore
 from selection import quick
 
 FP8 = fp8_blocks(16, 16)  # of which these small experts have several

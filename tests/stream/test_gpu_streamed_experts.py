@@ -18,8 +18,7 @@ from amoeba import ExpertWeights, LoraFactors, Request, Routing, experts, explai
 from amoeba.core.weights import LORA_NAMES
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.placement import MOST_IDS
-from amoeba.stream.placement import MemoryStore
+from amoeba.stream.placement import MOST_IDS, MemoryStore
 from selection import quick, without_a_gpu_thorough
 
 E, K, H, I, R = 6, 3, 32, 16, 3  # K: of two numbers the order does not matter
@@ -158,7 +157,7 @@ def test_a_layer_whose_experts_are_all_there_never_waits_for_its_ids() -> None:
         for tokens in (1, 1, 5):
             x_TH, routing = routed(tokens)
             assert torch.equal(experts(x_TH, routing, memory.layers[0]), by_triton(x_TH, routing, resident))
-        assert memory.waited_seconds == waited and memory.is_complete(0)
+        assert memory.waited_seconds == waited and memory.pool.is_complete(0)
         if isinstance(memory.device, SimulatedDevice):
             memory.device.waits.clear()
             experts(*routed(1), memory.layers[0])

@@ -31,7 +31,7 @@ from amoeba.decoding.refusal import why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching
-from amoeba.stream.gpu import budgets, early_copies
+from amoeba.stream.gpu import budgets, fast_path
 from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
@@ -252,8 +252,8 @@ def test_captured_steps_give_the_resident_tokens(miss: str, prefetch: bool, stor
         plain.setattr(token_steps, "why_plain", lambda model: "plain")
         expected = generated(resident(folder), "plain")
     has_all = miss != "move" or prefetch  # in host memory
-    monkeypatch.setattr(early_copies, "LEAST_SLOTS", TOP_K + early_copies.SPARES)
-    given = {"vram": vram(packed, TOP_K + early_copies.SPARES * prefetch), "ram": "auto" if has_all else "1MiB"}
+    monkeypatch.setattr(fast_path, "LEAST_SLOTS", TOP_K + fast_path.SPARES)
+    given = {"vram": vram(packed, TOP_K + fast_path.SPARES * prefetch), "ram": "auto" if has_all else "1MiB"}
     with amoeba.stream.attach(packed, **given, miss=miss, prefetch=prefetch) as streamed:
         assert generated(streamed.model, "captured") == expected
         report = streamed.report()

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from amoeba import Routing, experts
 from amoeba.integrations.experts_module import router_matrix
-from amoeba.stream.gpu import early_copies, fast_path, predictions
+from amoeba.stream.gpu import fast_path, predictions
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.placement import MOST_IDS
+from amoeba.stream.placement import MOST_IDS
 from selection import quick, without_a_gpu_thorough
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
@@ -58,7 +58,7 @@ def check_slots(captured: Captured) -> None:
         table, early = memory.cache.top(layer), memory.replays.serving.fast.early[layer]
         taken = [*table.slot_of.values(), *table.spare, *early.values()]
         assert len(set(taken)) == len(taken) and set(taken) <= set(range(SLOTS))
-        assert len(table.spare) + len(early) == 2 and table.slot_of == memory._shown[layer]
+        assert len(table.spare) + len(early) == 2 and table.slot_of == memory.pool.shown[layer]
 
 
 @quick(lambda compiled: compiled or ON_GPU)
@@ -162,7 +162,7 @@ def test_without_routers_nothing_is_begun_or_judged(monkeypatch, caplog) -> None
             captured(*routed_by(router(0), seed))
         assert captured.memory.cache.counters.prefetched == 0
     assert "does not pay" not in caplog.text
-    assert [early_copies.spares_of(*sizes) for sizes in ((4, 128), (32, 128), (32, 32))] == [0, 2, 0]
+    assert [fast_path.spares_of(*sizes) for sizes in ((4, 128), (32, 128), (32, 32))] == [0, 2, 0]
 
 
 def test_the_router_beside_experts_is_found_by_its_shape() -> None:

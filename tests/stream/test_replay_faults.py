@@ -10,8 +10,6 @@ import torch
 from served_layers import Served
 from test_device_memory import E
 
-from amoeba.stream.gpu.long_way import load
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 
 
@@ -50,7 +48,7 @@ def test_an_interrupt_in_the_middle_of_serving_lets_the_device_go_on(monkeypatch
     with closing(Served(0, 3, 0)) as served:
         served.capture()
         with monkeypatch.context() as patched:
-            patched.setattr("amoeba.stream.gpu.serving.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(served.memory.replays.serving, "load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 served.replay([[0, 1], [2, 3]])
         served.wrong.clear()
@@ -82,12 +80,13 @@ def test_a_device_that_waited_too_long_goes_on_and_says_so(monkeypatch) -> None:
         served.memory.replays.channel.limit = 2e-5  # 20 looks of the interpreter
         served.capture()
         replays, go_on = served.memory.replays, threading.Event()
+        load = replays.serving.load
 
         def late(*arguments) -> None:
             go_on.wait(5)
             load(*arguments)
 
-        monkeypatch.setattr("amoeba.stream.gpu.serving.load", late)
+        monkeypatch.setattr(replays.serving, "load", late)
         served.device.launch(lambda: None)
         watch = threading.Thread(target=lambda: (until_in_trouble(replays), go_on.set()))
         watch.start()

@@ -99,14 +99,17 @@ def test_passes_inside_and_outside_of_graphs_take_turns() -> None:
                 served.replay(drawn_ids(drawn, 2, 2))
                 layer = number % 2
                 if number % 3:
-                    with memory.turn(layer), closing(memory.lend(layer, drawn.sample(range(E), 3))) as groups:
+                    with (
+                        memory.pool.turn(layer),
+                        closing(memory.loads.acquire(layer, drawn.sample(range(E), 3))) as groups,
+                    ):
                         for slot_of in groups:
                             ids = torch.tensor([[*slot_of]])
                             served.device.launch(lambda: None)
                             slots = torch.tensor([[*slot_of.values()]])
                             check(served, layer, ids, slots)
                 if number % 4 == 1:
-                    memory.prefetch(layer, drawn.sample(range(E), 3))
+                    memory.loads.prefetch(layer, drawn.sample(range(E), 3))
             served.ended()
             served.shown_as_it_is()
 
@@ -156,12 +159,12 @@ def test_who_has_too_few_slots_is_told_so() -> None:
 
 def test_what_is_recorded_is_not_captured() -> None:
     with closing(Served(0, 2, 0)) as served:
-        served.memory.recorder = object()
+        served.memory.pool.recorder = object()
         with pytest.raises(CannotCapture, match="recorded"):
             served.capture()
-        served.memory.recorder = None
+        served.memory.pool.recorder = None
         served.capture()
-        served.memory.recorder = object()
+        served.memory.pool.recorder = object()
         with pytest.raises(RuntimeError, match="begin to record before"):
             served.replay([[0, 1], [0, 1]])
-        served.memory.recorder = None
+        served.memory.pool.recorder = None

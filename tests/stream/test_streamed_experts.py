@@ -244,8 +244,8 @@ def test_a_pass_that_is_broken_off_leaves_nothing_behind(stop: type[BaseExceptio
         with pytest.raises(stop):
             experts(x_TH, routing, memory.layers[0])
     assert torch.equal(experts(x_TH, routing, memory.layers[0]), experts(x_TH, routing, resident))
-    with closing(memory.lend(0, range(E), 1)) as lent:
-        next(lent)
+    with closing(memory.acquire(0, range(E), 1)) as groups:
+        next(groups)
     assert torch.equal(experts(x_TH, routing, memory.layers[0]), experts(x_TH, routing, resident))
 
 
@@ -253,8 +253,8 @@ def test_a_closed_memory_says_so_and_an_abandoned_read_is_not_computed_with() ->
     memory = ExpertMemory(MemoryStore(weights_of(torch.float32)), [3])
     memory.cache.request(0, [4])  # a read that nobody will end
     memory.cache.release(0, [4])
-    with pytest.raises(RuntimeError, match=r"\[4\] were abandoned"), closing(memory.lend(0, [1, 4], 1)) as lent:
-        next(lent)
+    with pytest.raises(RuntimeError, match=r"\[4\] were abandoned"), closing(memory.acquire(0, [1, 4], 1)) as groups:
+        next(groups)
     memory.close()
     x_TH, routing = routed(1, torch.float32)
     with pytest.raises(ValueError, match="Attach the model again"):

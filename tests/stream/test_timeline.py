@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import amoeba
 from amoeba.cli import app
 from amoeba.jobs.generate import token_steps
-from amoeba.stream import attaching, gpu_spans, timeline
+from amoeba.stream import attaching, timeline
 from amoeba.stream.store import StoreError, open_store, reading
 from amoeba.stream.store.packing import pack
 from amoeba.stream.timeline import Timeline
@@ -157,7 +157,7 @@ def test_captured_steps_show_each_question(packed, tmp_path, monkeypatch) -> Non
     assert all(len(event["args"]["missing"]) + len(event["args"]["there"]) == TOP_K for event in asked)
     assert len(named(rows["the model"], "until layer")) == len(asked)
     if ON_GPU:
-        waits = [event for event in rows[gpu_spans.ROW] if event["cat"] == "wait"]
+        waits = [event for event in rows[timeline.GPU_ROW] if event["cat"] == "wait"]
         missed = [event["args"]["layer"] for event in asked[:-1] if event["args"]["missing"]]
         assert [event["args"]["layer"] for event in waits] == missed
 
@@ -183,7 +183,7 @@ def test_experts_that_are_copied_ahead_of_the_tables_are_shown_as_loads(packed, 
 def test_spans_of_the_gpu_are_at_the_times_of_the_host_whatever_its_clock_says(tmp_path) -> None:
     """Questions are seen 3 to 90 microseconds after they were asked; the clock wraps in the middle."""
     found = Timeline(tmp_path / "run.json")
-    spans, began = gpu_spans.GpuSpans(found), found.now()
+    spans, began = timeline.GpuSpans(found), found.now()
     # layer, missing, asked and waited, in microseconds, and how late it was seen
     steps = [[(0, 2, 10, 100, 3), (1, 0, 130, 0, 90)], [(0, 0, 200, 0, 10), (1, 1, 230, 50, 20)]]
     for step in steps:

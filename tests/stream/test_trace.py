@@ -8,8 +8,7 @@ from array import array
 
 import pytest
 
-from amoeba.stream.recorder import Recorder
-from amoeba.stream.trace import NOBODY, LayerShape, TraceWriter, read_trace
+from amoeba.stream.trace import NOBODY, LayerShape, Recorder, TraceWriter, read_trace
 
 LAYERS = (LayerShape(16, 2, 4096), LayerShape(300, 3), LayerShape(1, 1))
 

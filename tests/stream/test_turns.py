@@ -25,7 +25,6 @@ from amoeba.core.replays import CannotCapture, Member
 from amoeba.kernels import ask as ask_module
 from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.gpu.turns import run_in_turns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 
@@ -158,14 +157,14 @@ class InTurns:
     def run(self, ids: list[list[list[list[int]]]]) -> None:
         """ids: of each group, of each step, of each layer."""
         self.ids = [list(each) for each in ids]
-        run_in_turns(self.memory.replays, self.members, len(ids[0]))
+        self.memory.replays.in_turns(self.members, len(ids[0]))
 
     def ended(self) -> None:
         self.device.record(self.device.compute).wait()
         self.memory.replays.check()
         for layer in range(len(self.store.layers)):
-            found = {e: slot for e, slot in enumerate(self.memory.export.slot_E(layer).tolist()) if slot >= 0}
-            assert found == self.memory._shown[layer]
+            found = {e: slot for e, slot in enumerate(self.memory.pool.map.slot_E(layer).tolist()) if slot >= 0}
+            assert found == self.memory.pool.shown[layer]
 
     def close(self) -> None:
         self.memory.close()
@@ -188,7 +187,7 @@ def drawn_steps(seed: int, groups: int, steps: int, layers: int, count: int = 2)
 
 def fill(given: InTurns) -> None:
     for layer in range(len(given.store.layers)):
-        with given.memory.turn(layer), closing(given.memory.lend(layer, range(E))) as groups:
+        with given.memory.pool.turn(layer), closing(given.memory.loads.acquire(layer, range(E))) as groups:
             for _ in groups:
                 pass
 
@@ -243,7 +242,7 @@ def test_what_another_group_may_be_reading_does_not_leave(language: str, monkeyp
         before = given.device.quick
         given.run([[[[0, 1]]], [[[4, 5]]]])
         given.ended()
-        assert {*given.memory._shown[0]} == {0, 1, 4, 5} and given.device.quick > before
+        assert {*given.memory.pool.shown[0]} == {0, 1, 4, 5} and given.device.quick > before
 
 
 def test_while_one_group_waits_for_the_disk_another_goes_on(monkeypatch) -> None:
@@ -315,7 +314,7 @@ def test_a_group_may_also_run_alone_and_passes_outside_of_graphs_come_between() 
             given.ids[number % 2] = drawn_steps(number + 9, 1, 1, 3)[0]
             with given.device.inside(member.stream):
                 given.memory.replays.replay(member.passes, member.launch)
-            with given.memory.turn(1), closing(given.memory.lend(1, [number, number + 3])) as groups:
+            with given.memory.pool.turn(1), closing(given.memory.loads.acquire(1, [number, number + 3])) as groups:
                 for _ in groups:
                     pass
         given.ended()
@@ -327,7 +326,7 @@ def test_what_cannot_be_in_turns_is_refused() -> None:
     with closing(InTurns(0, 4, 0)) as given:
         given.capture()
         with pytest.raises(CannotCapture, match="the first, the second"):
-            run_in_turns(given.memory.replays, given.members[::-1], 1)
+            given.memory.replays.in_turns(given.members[::-1], 1)
         given.memory.replays.predict_by([None] * 3)
         with pytest.raises(CannotCapture, match="copied when they are asked for"), given.memory.replays.as_group(0, 2):
             pass

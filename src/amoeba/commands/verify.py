@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-import amoeba.stream.gpu.placement
-import amoeba.stream.placement  # noqa: F401 - both register themselves, so that streamed experts have their rows
 from amoeba.backends.registry import is_known
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output

@@ -24,7 +24,7 @@ from amoeba.core.layout import build_layout
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.routing.router import Routing
-from amoeba.stream.experts import StreamedExperts
+from amoeba.stream.memory import StreamedExperts
 from amoeba.stream.store.layers import StoredExperts
 
 
@@ -45,7 +45,7 @@ class StreamedBackend(PassesBackend):
         one_by_one = save == "h" or problem.lora is not None
         waits = apart.at_once and len(asked) <= weights.slots.num_experts
         y_TH, rows, slots_of, there = None, _Rows(problem, save), _Slots(ids), dict[int, int]()
-        with _lent(problem, ids, problem.x_TH.shape[0]) as groups:
+        with _acquired(problem, ids, problem.x_TH.shape[0]) as groups:
             for slot_of in groups:
                 there = there | slot_of if waits else slot_of
                 if not one_by_one and len(there) == len(asked):
@@ -65,7 +65,7 @@ class StreamedBackend(PassesBackend):
         found, slots_of = Gradients.zeros(problem, needs), _Slots(ids)
         dx_NH = x_TH.new_empty(problem.rows + 1, x_TH.shape[1]) if needs.x else None
         d_weight = torch.zeros_like(problem.weight_TK) if needs.weight else None
-        with _lent(problem, ids, tokens=0) as groups:  # they were counted in the forward pass
+        with _acquired(problem, ids, tokens=0) as groups:  # they were counted in the forward pass
             for slot_N, part in (each for group in groups for each in _parts(problem, slots_of, group, True)):
                 h = None if saved is None else _saved(part, saved.index_select(0, slot_N))
                 of_part = inner.backward(part, h, dy_TH.index_select(0, slot_N // top_k), needs)
@@ -118,8 +118,8 @@ def _ids(problem: Problem) -> list[int]:
 
 
 @contextmanager
-def _lent(problem: Problem, ids: list[int], tokens: int) -> Iterator[Iterator[dict[int, int]]]:
-    with closing(problem.weights.lend(ids, tokens)) as groups:
+def _acquired(problem: Problem, ids: list[int], tokens: int) -> Iterator[Iterator[dict[int, int]]]:
+    with closing(problem.weights.acquire(ids, tokens)) as groups:
         yield groups
 
 

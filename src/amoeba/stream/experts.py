@@ -13,19 +13,15 @@ the routing weights and LoRA factors do.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import ExpertsByHandle
-
-if TYPE_CHECKING:
-    from amoeba.stream.memory import ExpertMemory
-    from amoeba.stream.store.layers import StoredExperts
+from amoeba.stream.store.layers import StoredExperts
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +73,7 @@ class ExpertsInSlots(ExpertsByHandle):
         raise bad_value("dtype", f"{self.dtype}, as the store has these experts", got, remedy)
 
 
-@dataclass(frozen=True, eq=False)
-class StreamedExperts(ExpertsInSlots):
-    """In an `ExpertMemory`."""
-
-    memory: ExpertMemory = field(repr=False)
-
-    placement = "streamed"
-
-    def lend(self, ids: Iterable[int], tokens: int) -> Generator[dict[int, int], None, None]:
-        """Expert -> slot, a few at a time, until all of these have been there; see `ExpertMemory.lend`."""
-        return self.memory.lend(self.layer, ids, tokens)
+def of_all(weights: StoredExperts, experts: int) -> StoredExperts:
+    """No memory of its own: every expert is what lies in the first slot."""
+    tensors = [None if t is None else t[:1].expand(experts, *t.shape[1:]) for t in weights.tensors()]
+    return weights.of(tensors, weights.constants())

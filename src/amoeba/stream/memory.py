@@ -1,8 +1,8 @@
 """A budget of memory over a store: slots for each layer's experts, what is in them, and the reads that fill them.
 
     memory = ExpertMemory(store, slots=[12] * 48)
-    with closing(memory.lend(layer, ids, tokens)) as lent:
-        for slot_of in lent:                  # {expert: slot}: whole, and there until the next turn
+    with closing(memory.acquire(layer, ids, tokens)) as groups:
+        for slot_of in groups:                  # {expert: slot}: whole, and there until the next turn
             compute(memory.layers[layer].slots, slot_of)
 
 What is there comes first, and is computed while the rest is read. All slots are allocated here, once; nothing is
@@ -15,20 +15,32 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 
 from amoeba.core.errors import bad_value
 from amoeba.stream.cache import ExpertCache
-from amoeba.stream.experts import StreamedExperts
-from amoeba.stream.recorder import Recorder
+from amoeba.stream.experts import ExpertsInSlots, of_all
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.buffers import aligned_buffer
-from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
-from amoeba.stream.trace import LayerShape
+from amoeba.stream.trace import LayerShape, Recorder
 
 # Experts that are read at the same time. The store cuts each into reads of a megabyte for threads of its own: two keep
 # them busy, since the last reads of one expert leave threads free for the next.
 READS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedExperts(ExpertsInSlots):
+    """In an `ExpertMemory`."""
+
+    memory: ExpertMemory = field(repr=False)
+
+    placement = "streamed"
+
+    def acquire(self, ids: Iterable[int], tokens: int) -> Generator[dict[int, int], None, None]:
+        """Expert -> slot, a few at a time, until all of these have been there; see `ExpertMemory.acquire`."""
+        return self.memory.acquire(self.layer, ids, tokens)
 
 
 class ExpertMemory:
@@ -72,7 +84,7 @@ class ExpertMemory:
         """Hands every pass that begins from now on to the recorder."""
         self.recorder = recorder
 
-    def lend(self, layer: int, ids: Iterable[int], tokens: int) -> Generator[dict[int, int], None, None]:
+    def acquire(self, layer: int, ids: Iterable[int], tokens: int) -> Generator[dict[int, int], None, None]:
         """The experts of a pass in groups, each held until the next is asked for; their slots do not change meanwhile.
 
         ids: as the pass has them, for each of its tokens K; those outside [0, E) are nobody's.
@@ -90,7 +102,7 @@ class ExpertMemory:
                         self.cache.count_tokens(tokens)
                     waves = self.cache.waves(layer, distinct)
                 for wave in waves:
-                    yield from self._lend_wave(layer, wave)
+                    yield from self._acquire_wave(layer, wave)
             except BaseException:
                 if self.recorder is not None:
                     with self._counting:
@@ -100,7 +112,7 @@ class ExpertMemory:
                 with self._counting:
                     self.recorder.add(layer, ids, tokens)
 
-    def _lend_wave(self, layer: int, wave: list[int]) -> Generator[dict[int, int], None, None]:
+    def _acquire_wave(self, layer: int, wave: list[int]) -> Generator[dict[int, int], None, None]:
         with self._counting:
             fetch = self.cache.request(layer, wave)
         if fetch.waiting:  # only where an interrupt came while a pass that had been broken off was ending
@@ -159,9 +171,3 @@ class ExpertMemory:
 def show_range(numbers: Sequence[int]) -> str:
     least, most = min(numbers), max(numbers)
     return str(least) if least == most else f"{least} to {most}"
-
-
-def of_all(weights: StoredExperts, experts: int) -> StoredExperts:
-    """No memory of its own: every expert is what lies in the first slot."""
-    tensors = [None if t is None else t[:1].expand(experts, *t.shape[1:]) for t in weights.tensors()]
-    return weights.of(tensors, weights.constants())

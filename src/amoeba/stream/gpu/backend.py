@@ -17,7 +17,7 @@ and computes h again: the link is slower than that product.
 
 Either way the numbers are those of the same experts resident, because tiles are chosen by the number of experts and not
 of slots. Except: one to four tokens whose experts do not fit into the layer's slots, token by token, are summed up in
-another order; and experts that the CPU computes inside of graphs (computing.py) are rounded as it does.
+another order; and experts that the CPU computes inside of graphs (host_compute.py) are rounded as it does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from amoeba.backends.backend import PassesBackend, Request
 from amoeba.core.problem import Gradients, Needs, Problem, Save
 from amoeba.core.replays import CannotCapture
 from amoeba.core.weights import LORA_NAMES, LoraFactors
-from amoeba.stream.gpu.experts import GpuStreamedExperts
+from amoeba.stream.gpu.memory import GpuStreamedExperts
 from amoeba.stream.gpu.slot_kernels import kernels_of
 
 
@@ -53,10 +53,10 @@ class GpuStreamedBackend(PassesBackend):
             return torch.zeros_like(problem.x_TH), None
         if memory.replays.is_capturing:
             return _captured(problem, save), None
-        memory.count(layer, tokens)
+        memory.pool.count(layer, tokens)
         if memory.recorder is not None:
             memory.recorder.add(layer, problem.expert_TK.reshape(-1).tolist(), tokens)
-        with memory.turn(layer):
+        with memory.pool.turn(layer):
             kernels = kernels_of(problem.weights.slots)
             if save != "h" and kernels.decodes(problem):
                 return _Few(problem).decode(), None
@@ -71,7 +71,7 @@ class GpuStreamedBackend(PassesBackend):
             return Gradients.zeros(problem, needs)
         dx_NH = dy_TH.new_zeros(rows, dy_TH.shape[1]) if needs.x else None
         d_weight = torch.zeros_like(problem.weight_TK, memory_format=torch.contiguous_format) if needs.weight else None
-        with problem.weights.memory.turn(layer), _groups(problem) as groups:
+        with problem.weights.memory.pool.turn(layer), _groups(problem) as groups:
             alone = _rows_alone(problem)
             dy_NH = dy_TH.index_select(0, _token_N(problem))
             factors, kernels = _FactorGradients(problem), kernels_of(problem.weights.slots)
@@ -138,23 +138,23 @@ class _Few:
     def _decode(self) -> Tensor:
         from amoeba.kernels.index_export import MOST_IDS
 
-        problem, memory, layer, export = self.problem, self.memory, self.layer, self.memory.export
+        problem, memory, layer, pool = self.problem, self.memory, self.layer, self.memory.pool
         memory.replays.rehearse(layer, problem.expert_TK, _given(problem))
         if problem.rows > MOST_IDS:
             return self._with(problem, list(range(problem.weights.num_experts)))
-        is_complete = memory.is_complete(layer)
-        if is_complete and export.ready(layer):
-            memory.used(layer, export.read(layer).there)  # of the pass before this
-        slot_TK = export.launch(layer, problem.expert_TK)
+        is_complete = pool.is_complete(layer)
+        if is_complete and pool.map.ready(layer):
+            pool.used(layer, pool.map.read(layer).there)  # of the pass before this
+        slot_TK = pool.map.launch(layer, problem.expert_TK)
         if is_complete:
             return self._whole(problem, slot_TK)
         y_TH = self._whole(problem, slot_TK) if memory.hits_lately[layer] else None
-        memory.wait_for_ids(layer)
-        missing, there = export.read(layer)
+        pool.wait_for_ids(layer)
+        missing, there = pool.map.read(layer)
         memory.hits_lately[layer] = not missing
         if missing:
             return self._with(problem, [*there, *missing])
-        memory.used(layer, there)
+        pool.used(layer, there)
         return self._whole(problem, slot_TK) if y_TH is None else y_TH
 
     def _whole(self, problem: Problem, slot_TK: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ class _Few:
         memory, layer = self.memory, self.layer
         if len(ids) > memory.slots[layer]:
             return self._in_parts(problem, ids)
-        with closing(memory.lend(layer, ids)) as groups:
+        with closing(memory.loads.acquire(layer, ids)) as groups:
             for _ in groups:
-                y_TH = self._whole(problem, memory.export.to_slots(layer, problem.expert_TK))
+                y_TH = self._whole(problem, memory.pool.map.to_slots(layer, problem.expert_TK))
         return y_TH
 
     def _in_parts(self, problem: Problem, ids: list[int]) -> Tensor:
@@ -176,19 +176,19 @@ class _Few:
         of_all = problem._replace(weights=problem.weights.others)
         if self.kernels.is_by_slot(of_all, self.like) and tokens > 1 and top_k <= memory.slots[layer]:
             return torch.cat([self._alone(problem, token) for token in range(tokens)])
-        with closing(memory.lend(layer, ids)) as groups:
+        with closing(memory.loads.acquire(layer, ids)) as groups:
             return _decoded(problem, groups)
 
     def _alone(self, problem: Problem, token: int) -> Tensor:
-        memory, layer = self.memory, self.layer
+        pool, layer = self.memory.pool, self.layer
         one = problem._replace(
             x_TH=problem.x_TH[token : token + 1],
             expert_TK=problem.expert_TK[token : token + 1],
             weight_TK=problem.weight_TK[token : token + 1],
         )
-        memory.export.launch(layer, one.expert_TK)
-        memory.wait_for_ids(layer)
-        missing, there = memory.export.read(layer)
+        pool.map.launch(layer, one.expert_TK)
+        pool.wait_for_ids(layer)
+        missing, there = pool.map.read(layer)
         return self._with(one, [*there, *missing])
 
 
@@ -219,24 +219,24 @@ def _groups(problem: Problem) -> Iterator[Iterator[dict[int, int]]]:
     """All experts, in groups, with tiles as for all of them."""
     from amoeba.kernels.tile_sizes import as_with
 
-    weights = problem.weights
-    with as_with(weights.num_experts), closing(weights.memory.lend(weights.layer, range(weights.num_experts))) as lent:
-        yield lent
+    weights, experts = problem.weights, problem.weights.num_experts
+    with as_with(experts), closing(weights.memory.loads.acquire(weights.layer, range(experts))) as groups:
+        yield groups
 
 
 def _expect(problem: Problem, layer: int) -> None:
     memory = problem.weights.memory
     if 0 <= layer < len(memory.layers):
-        memory.expect_all(layer)
+        memory.loads.expect_all(layer)
 
 
 def _in_slots(problem: Problem, slot_TK: Tensor | None = None) -> Problem:
     """With the experts that are shown, numbered by their slots; all others are sentinels."""
     weights = problem.weights
-    export, layer = weights.memory.export, weights.layer
+    slot_map, layer = weights.memory.pool.map, weights.layer
     if slot_TK is None:
-        slot_TK = export.to_slots(layer, problem.expert_TK)
-    lora = None if problem.lora is None else _factors_in_slots(problem.lora, export.expert_S(layer))
+        slot_TK = slot_map.to_slots(layer, problem.expert_TK)
+    lora = None if problem.lora is None else _factors_in_slots(problem.lora, slot_map.expert_S(layer))
     return problem._replace(expert_TK=slot_TK, weights=weights.slots, lora=lora)
 
 
@@ -253,7 +253,7 @@ class _FactorGradients:
     """What each slot got in each group, to be put to the expert that was in it: at the end, all of them at once."""
 
     def __init__(self, problem: Problem) -> None:
-        self._slot_E = problem.weights.memory.export.slot_E(problem.weights.layer)
+        self._slot_E = problem.weights.memory.pool.map.slot_E(problem.weights.layer)
         self._slots = problem.weights.slots.num_experts
         self._place_E = torch.zeros_like(self._slot_E)
         self._groups: dict[str, list[Tensor]] = {}

@@ -8,7 +8,7 @@ import torch
 
 from amoeba.core.errors import bad_value
 from amoeba.cpu.pointers import CPU
-from amoeba.stream.gpu.expert_reads import PASSING
+from amoeba.stream.gpu.reads import PASSING
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.memory import READS
 from amoeba.stream.quotas import least_budget, share_budget

@@ -1,7 +1,7 @@
 """Questions whose experts are all in host memory: copies are called first, and who is where is written down afterwards.
 
     fast.prepare(layer)                                   # while the GPU computes: all addresses, and who leaves next
-    fast.look(layer, serial, looks)                       # NOT_THERE, NOT_SERVED (it takes the long way) or SERVED
+    fast.look(layer, serial, looks)                       # NOT_THERE, NOT_SERVED (it takes the slow path) or SERVED
     fast.rest()                                           # between looks that found nothing
     fast.write_down(layer, serial, missing, there)        # where it was served
     fast.forget(layer)                                    # something else is about to change the layer
@@ -11,98 +11,47 @@ A GPU that asks waits, so between "question seen" and the first copy there are a
 leave, the addresses of those who come. Compiled code does that (csrc/serve.cpp), or Python where there is no compiler.
 Who leaves is ranked by compiled code when it is asked (csrc/ranking.h), so that a pass that found all of its experts
 leaves nothing to prepare; Python, which takes 30 to 50 us for that, ranks ahead, after every pass.
-Tables, counters, policy and events follow while the copies run, by the requests that the long way makes, and with the
+Tables, counters, policy and events follow while the copies run, by the requests that the slow path makes, and with the
 same result.
 
 **Why tables may be late.** What was prepared holds until somebody changes the layer, and nobody can: a replay has the
 turns of all layers, no load of the layer was under way, expected or held when it was prepared, and whoever passes over
 the layer outside of a replay forgets it first. No copy has to wait for an event either: who reads the slots comes ahead
-of the question (core/replays.py), nothing that leaves is written down, since it has a copy in host memory, and a blob
+of the question (graphs.py), nothing that leaves is written down, since it has a copy in host memory, and a blob
 that is still being written is no source.
 
 **If it ends half-way** (a copy that fails, an interrupt), tables and slots may differ: the layer begins anew, empty.
 
 On a Neoverse-N1 with calls that do nothing (25 % of 128 experts, 1.6 missing, 2026-11-16), from the question to the
-first copy: compiled 1.7 us at most, Python 15, the long way 43.
+first copy: compiled 1.7 us at most, Python 15, the slow path 43.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 import os
 import time
-from collections.abc import Collection, Sequence
-from ctypes import c_double, c_float, c_int, c_int8, c_int32, c_int64, c_uint32, c_uint64, c_void_p
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Sequence
+from ctypes import c_int8, c_int32, c_uint32, c_uint64, c_void_p
+from typing import Any
 
-from amoeba.cpu.build import CoreUnavailable, load, with_library
 from amoeba.stream.gpu.device import LEAST_AT_ONCE
-from amoeba.stream.gpu.early_copies import NOBODY, EarlyCopies
+from amoeba.stream.gpu.host_compute import HostCompute
+from amoeba.stream.gpu.mailbox import Channel
+from amoeba.stream.gpu.pool import SlotPool
+from amoeba.stream.gpu.serve_library import Order, ServedLayer, serving_library
+from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.policies import LFRU
 
-if TYPE_CHECKING:
-    from amoeba.stream.gpu.channel import Channel
-    from amoeba.stream.gpu.computing import Computing
-    from amoeba.stream.gpu.memory import DeviceMemory
-    from amoeba.stream.gpu.tiers import LayerTiers
-
-logger = logging.getLogger("amoeba")
-
 NOT_THERE, NOT_SERVED, SERVED = range(3)
-
-_SIGNATURES = {
-    # row, answer, most, serial, looks, layer, calls, compute
-    "amoeba_serve": (c_int, (c_void_p, c_void_p, c_int64, c_int32, c_int64, c_void_p, c_void_p, c_void_p)),
-    # order, wanted, those who stay, how many, found
-    "amoeba_first_to_leave": (c_int64, (c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
-    "amoeba_computer_new": (c_void_p, (c_int,)),
-    "amoeba_computer_wait": (None, (c_void_p,)),
-    "amoeba_computer_seconds": (c_double, (c_void_p,)),
-    "amoeba_computer_delete": (None, (c_void_p,)),
-    "amoeba_moved_of": (c_int64, (c_int64, c_int64, c_double, c_double)),
-}
+SPARES = 2  # of a layer that has slots enough: a token misses one or two experts of a layer
+LEAST_SLOTS = 16  # of a layer; below that two slots are worth more as they are
+NOBODY = -1
 
 
-class Blobs(ctypes.Structure):
-    """As compute.h has it; all zero where the CPU does not compute the layer."""
-
-    _fields_ = (
-        *((name, c_uint64) for name in ("first", "bytes", "number_bytes", "count", "gate_up_offset", "down_offset")),
-        *((name, c_int64) for name in ("hidden", "intermediate", "width", "kind")),
-        *((name, c_float) for name in ("alpha", "limit", "up_shift")),
-    )
-
-
-class Order(ctypes.Structure):
-    """As ranking.h has it."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("now", "uses", "last", "expert_in")),
-        ("places", c_int64),
-    )
-
-
-class _Layer(ctypes.Structure):
-    """As serve.cpp has it."""
-
-    _fields_ = (
-        ("leave", c_void_p),
-        ("leave_count", c_int64),
-        ("slot_of", c_void_p),
-        ("blob_of", c_void_p),
-        ("parts", c_int64),
-        ("stack", c_void_p),
-        ("size", c_void_p),
-        ("offset", c_void_p),
-        ("early_of", c_void_p),
-        ("order", Order),
-        ("kept", c_void_p),
-        ("held", c_void_p),
-        ("blobs", Blobs),
-    )
+def spares_of(slots: int, experts: int) -> int:
+    """Of that many slots, so many are better spared."""
+    return SPARES if LEAST_SLOTS <= slots < experts else 0
 
 
 class _Prepared:
@@ -122,7 +71,7 @@ class _Prepared:
         arrays: tuple[ctypes.Array, ...] = (self.leave, self.slot_of, self.blob_of, *self._of_parts)
         leave, slot_of, blob_of, *of_parts = (ctypes.addressof(array) for array in arrays)
         early_of, *who_stays = (ctypes.addressof(array) for array in (self.early_of, self.kept, self.held))
-        self.layer = _Layer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(), *who_stays)
+        self.layer = ServedLayer(leave, 0, slot_of, blob_of, len(self.parts), *of_parts, early_of, Order(), *who_stays)
         self.address = ctypes.addressof(self.layer)
 
     def rank_by(self, policy: LFRU) -> None:
@@ -137,16 +86,82 @@ def order_of(policy: LFRU, expert_in: ctypes.Array) -> Order:
     return Order(*places, ctypes.addressof(expert_in), len(expert_in))
 
 
+class EarlyCopies:
+    """Copies of experts that a layer will probably ask for, into slots that nobody reads before it does.
+
+        early.begin(layer, [17, 90])            # while the GPU is busy elsewhere; as many as the layer has spare slots
+        early.settle(layer, fetch.from_host)    # the layer has asked, and these were missing
+        early.drop(layer)                       # it has asked, and none was; or something else changes the layer
+
+    A layer has a few slots of which neither its table nor its map on the GPU knows. An expert that is expected is
+    copied into one of them. If the layer then asks for it, which it does as for any that is missing, the answer names
+    that slot, and the slot of the expert that is evicted for it is spare from then on; else its copy was for nothing.
+    So a wrong prediction evicts nothing, and nothing has to be kept off slots that are read.
+
+    early_of: of each layer, for serve.cpp: the slot that an expert has early, or NOBODY.
+    """
+
+    def __init__(self, pool: SlotPool, early_of: Sequence[ctypes.Array]) -> None:
+        self._pool, self._early_of = pool, early_of
+        self._slot_of: list[dict[int, int]] = [{} for _ in early_of]
+
+    def __getitem__(self, layer: int) -> dict[int, int]:
+        return self._slot_of[layer]
+
+    def begin(self, layer: int, experts: Iterable[int]) -> None:
+        """Those of them that are in host memory and not on the device, the first first."""
+        pool, here, of_layer = self._pool, self._slot_of[layer], self._early_of[layer]
+        loads = []
+        with pool.lock:
+            table = pool.cache.top(layer)
+            for expert in experts:
+                if not table.spare:
+                    break
+                host_slot = pool.cache.host_slot(layer, expert)
+                if expert in table or expert in here or host_slot is None:
+                    continue
+                slot = table.spare.pop()
+                here[expert] = of_layer[expert] = slot
+                loads.append((slot, host_slot))
+            pool.cache.counters.prefetched += len(loads)
+        if loads:
+            pool.tiers[layer].up_all(loads)
+
+    def settle(self, layer: int, from_host: Sequence[tuple[int, int, int]]) -> None:
+        """The table has given slots to these, (expert, host slot, slot); those that were early are in others."""
+        here, table = self._slot_of[layer], self._pool.cache.top(layer)
+        used = [(expert, slot) for expert, _, slot in from_host if expert in here]
+        for expert, slot in used:
+            table.move(expert, here.pop(expert))
+            table.spare.append(slot)
+            self._early_of[layer][expert] = NOBODY
+        counters = self._pool.cache.counters
+        counters.prefetched_used += len(used)
+        counters.from_host -= len(used)  # they were on their way
+        counters.waited += len(used)
+        self.drop(layer)
+
+    def drop(self, layer: int) -> None:
+        """Copies into these slots that come later come after what is under way."""
+        here, cache = self._slot_of[layer], self._pool.cache
+        if here:
+            cache.top(layer).spare.extend(here.values())
+            cache.counters.host_bytes += len(here) * self._pool.store.expert_bytes(layer)
+            for expert in here:
+                self._early_of[layer][expert] = NOBODY
+            here.clear()
+
+
 class FastPath:
     """computing: where the CPU may compute what is missing; needs the compiled one."""
 
-    def __init__(self, memory: DeviceMemory, channel: Channel, computing: Computing | None = None) -> None:
-        self._memory, self._channel, self._computing = memory, channel, computing
-        self._calls = calls = memory.device.calls()
+    def __init__(self, pool: SlotPool, channel: Channel, computing: HostCompute | None = None) -> None:
+        self._pool, self._channel, self._computing = pool, channel, computing
+        self._calls = calls = pool.device.calls()
         self._half_served: int | None = None  # a layer
-        sizes = zip(memory._tiers, memory.store.layers, memory.slots, memory.spares, strict=True)
+        sizes = zip(pool.tiers, pool.store.layers, pool.slots, pool.spares, strict=True)
         self._layers = [_Prepared(tiers, entry.experts, slots + spares) for tiers, entry, slots, spares in sizes]
-        self.early = EarlyCopies(memory, [each.early_of for each in self._layers])
+        self.early = EarlyCopies(pool, [each.early_of for each in self._layers])
         self._words: dict[Channel, c_uint64] = {}
         self._tables: dict[Channel, ctypes.Array] = {}  # of addresses, for serve.cpp
         self._compiled: Any = None
@@ -156,6 +171,7 @@ class FastPath:
         if calls is not None and (library := serving_library()) is not None:
             self._compiled = library.amoeba_serve
         self.serve(channel)
+        pool.watchers.append(self)
 
     def serve(self, channel: Channel) -> None:
         """Questions of this one from now on."""
@@ -196,11 +212,11 @@ class FastPath:
 
     def prepare(self, layer: int, ids: int) -> None:
         """For questions of so many ids at most: each makes nobody or one leave, or is one of those who stay."""
-        memory, here = self._memory, self._layers[layer]
-        if self._calls is None or any(number == layer for number, _ in memory.loads.expected):
+        pool, here = self._pool, self._layers[layer]
+        if self._calls is None or any(number == layer for number, _ in pool.expected):
             return
-        with memory._counting:
-            table, slot_of = memory.cache.top(layer), memory._shown[layer]
+        with pool.lock:
+            table, slot_of = pool.cache.top(layer), pool.shown[layer]
             policy = table.policy if self._compiled is not None and isinstance(table.policy, LFRU) else None
             ranks = policy is not None
             if here.is_known and here.written:
@@ -208,19 +224,19 @@ class FastPath:
             if ranks and here.is_known:
                 here.layer.leave_count = len(slot_of)
                 return
-            leave = list(slot_of) if ranks and table.is_full else memory.cache.leave_next(layer, ids)
+            leave = list(slot_of) if ranks and table.is_full else pool.cache.leave_next(layer, ids)
             if not leave or slot_of != table.slot_of:
                 return
             if not here.is_known:
                 ctypes.memset(here.blob_of, 0, ctypes.sizeof(here.blob_of))
-                self._find_blobs(layer, memory.cache.on_host(layer))
+                self._find_blobs(layer, pool.cache.on_host(layer))
                 ctypes.memset(here.expert_in, 0xFF, ctypes.sizeof(here.expert_in))  # -1: nobody
                 for expert, slot in slot_of.items():
                     here.slot_of[expert], here.expert_in[slot] = slot, expert
                 here.is_known = True
                 if policy is not None:
                     ctypes.memset(here.kept, 0, ctypes.sizeof(here.kept))
-                    for expert in memory.cache.not_written_back(layer):
+                    for expert in pool.cache.not_written_back(layer):
                         here.kept[expert] = 1
                     here.rank_by(policy)
         if not ranks:
@@ -228,7 +244,7 @@ class FastPath:
         here.layer.leave_count = len(leave)
 
     def _find_blobs(self, layer: int, on_host: Sequence[tuple[int, int]]) -> None:
-        here, tiers = self._layers[layer], self._memory._tiers[layer]
+        here, tiers = self._layers[layer], self._pool.tiers[layer]
         for expert, host_slot in on_host:
             here.blob_of[expert] = tiers.blob_address(host_slot)
         here.written = [(expert, host_slot) for expert, host_slot in on_host if not here.blob_of[expert]]
@@ -265,21 +281,21 @@ class FastPath:
         """Who of them is computed by the CPU."""
         from amoeba.kernels.talk import COMPUTED, LATER
 
-        memory, shown, here = self._memory, self._memory._shown[layer], self._layers[layer]
+        pool, shown, here = self._pool, self._pool.shown[layer], self._layers[layer]
         self.forget_who_leaves(layer)
         answer = self._channel.answered(serial)
         came = [(expert, slot % LATER) for expert, slot in answer if slot >= 0]
         comers = [expert for expert, _ in came]
         ids, beside = there + comers, [expert for expert in missing if expert not in comers]
-        with memory._counting:
-            fetch = memory.cache.request(layer, ids, beside, here.held_ids)
+        with pool.lock:
+            fetch = pool.cache.request(layer, ids, beside, here.held_ids)
             for expert in comers:
-                memory.cache.loaded(layer, expert)
-            memory.cache.release(layer, ids)
+                pool.cache.loaded(layer, expert)
+            pool.cache.release(layer, ids)
             self.early.settle(layer, fetch.from_host)
-            table = memory.cache.top(layer)
+            table = pool.cache.top(layer)
             now = [(expert, table.slot_of[expert]) for expert, _, _ in fetch.from_host]
-        memory._tiers[layer].copied_from(host_slot for _, host_slot, _ in fetch.from_host)
+        pool.tiers[layer].copied_from(host_slot for _, host_slot, _ in fetch.from_host)
         for expert in (expert for expert, slot in answer if slot == -1):
             here.expert_in[shown.pop(expert)] = NOBODY
         for expert, slot in came:
@@ -294,13 +310,13 @@ class FastPath:
         layer, self._half_served = self._half_served, None
         if layer is not None:
             self.forget(layer)
-            self._memory.cache.begin_anew(layer)
+            self._pool.cache.begin_anew(layer)
 
     def _serve(self, here: _Prepared, serial: int) -> int:
         """What serve.cpp does, in Python."""
         assert self._calls is not None
         copy, write, _, stream, *_ = self._calls
-        with self._memory._counting:
+        with self._pool.lock:
             missing, there = self._channel.read(serial)
         count, blobs = len(missing), [here.blob_of[expert] for expert in missing]
         waiting = here.leave[: here.layer.leave_count]
@@ -320,12 +336,3 @@ class FastPath:
         if code := write(stream, self._word, c_uint32(serial), c_uint32(0)):  # 0: with a fence ahead of it
             raise RuntimeError(f"CUDA error {code}")
         return SERVED
-
-
-@functools.cache
-def serving_library() -> ctypes.CDLL | None:
-    try:
-        return with_library("serve", lambda file: load(file, _SIGNATURES), sources=Path(__file__).parent / "csrc")
-    except CoreUnavailable as error:
-        logger.info("experts that a GPU waits for are served by Python, a few microseconds later: %s", error)
-        return None

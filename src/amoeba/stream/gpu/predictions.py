@@ -1,6 +1,6 @@
 """Which experts the next layer will probably ask for: its router, applied to what goes into this layer's experts.
 
-    predictions = Predictions(memory, routers)              # of each layer a matrix (E, H), or None
+    predictions = Predictions(pool, routers)                # of each layer a matrix (E, H), or None
     predictions.launch(layer, x_TH, top_k)                  # behind this layer's router, aside
     predictions.read(layer + 1)                             # on the host: experts that will be missing; [] if not there
 
@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from amoeba.stream.cache import Counters
-    from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.cache import Counters
+from amoeba.stream.gpu.pool import SlotPool
 
 logger = logging.getLogger("amoeba")
 
@@ -33,11 +31,11 @@ JUDGED, LEAST_RECALL = 256, 0.1
 
 
 class Predictions:
-    def __init__(self, memory: DeviceMemory, routers: Sequence[Tensor | None], ids: int) -> None:
+    def __init__(self, pool: SlotPool, routers: Sequence[Tensor | None]) -> None:
         from amoeba.kernels.index_export import HEADER, row_length
 
-        self._memory, self._routers, self._ids, self._header = memory, routers, ids, HEADER
-        self._rows = [memory.device.mapped(row_length(entry.experts, ids)) for entry in memory.store.layers]
+        self._pool, self._routers, self._header = pool, routers, HEADER
+        self._rows = [pool.device.mapped(row_length(entry.experts, pool.ids)) for entry in pool.store.layers]
         self._words = [row.numpy().data for row in self._rows]
         self.pays = True
         self._judged: tuple[Counters | None, int, int, int] = None, 0, 0, 0  # what it was judged by until now
@@ -47,16 +45,16 @@ class Predictions:
         """Called by passes of the last layer too."""
         from amoeba.kernels.index_export import MOST_IDS, export_indices
 
-        memory, device, after = self._memory, self._memory.device, layer + 1
+        pool, device, after = self._pool, self._pool.device, layer + 1
         device.join()
         self._kept.clear()
         router = self._routers[after] if after < len(self._routers) else None
-        if router is None or memory.is_complete(after) or x_TH.shape[0] * top_k > min(MOST_IDS, self._ids):
+        if router is None or pool.is_complete(after) or x_TH.shape[0] * top_k > min(MOST_IDS, pool.ids):
             return
         with device.aside():
             logits_TE = x_TH.to(router.dtype) @ router.mT
             expert_TK = logits_TE.topk(top_k, dim=1).indices
-            slot_TK, row, slot_E = torch.empty_like(expert_TK), self._rows[after], memory.export.slot_E(after)
+            slot_TK, row, slot_E = torch.empty_like(expert_TK), self._rows[after], pool.map.slot_E(after)
             device.launch(lambda: export_indices(expert_TK, slot_E, slot_TK, row, 1))
         self._kept += (x_TH, logits_TE, expert_TK, slot_TK)
 
@@ -67,12 +65,12 @@ class Predictions:
             return []
         words[2] = 0
         missing = min(words[0], len(words) - header)
-        experts = self._memory.store.layers[layer].experts
+        experts = self._pool.store.layers[layer].experts
         return [expert for expert in words[header : header + missing] if 0 <= expert < experts]
 
     def judge(self) -> None:
         """Whether it pays, by what happened since it was judged before."""
-        counters = self._memory.cache.counters
+        counters = self._pool.cache.counters
         now = counters.prefetched, counters.prefetched_used, counters.from_host + counters.from_disk
         of, *before = self._judged
         if of is not counters:  # they were restarted

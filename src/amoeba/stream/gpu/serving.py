@@ -6,23 +6,32 @@
     serving.count_one()                  # of what can be done later
 
 A GPU that asks waits, so tables and counters follow while it computes: what each pass found, and who would leave next.
+
+The slow path, for a question whose experts are not all in host memory, or for which nothing was prepared: tables first,
+then copies.
+
+    group, answer = serving.begin_load(layer, missing, there, stay)     # reads and copies have begun
+    ...                                                                 # the answer is given, the reads waited for
+    pool.note_shown(layer, answer); loads.let_go(layer, group)
+
+What is on the disk begins ahead of the tables where one question is served at a time (`reads.DirectLoads`).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from amoeba.stream.gpu.channel import Channel
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
-from amoeba.stream.gpu.long_way import load
+from amoeba.stream.gpu.host_compute import HostCompute
+from amoeba.stream.gpu.loader import Group, GroupLoads
+from amoeba.stream.gpu.mailbox import Channel
+from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.predictions import Predictions
-
-if TYPE_CHECKING:
-    from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.reads import DirectLoad, DirectLoads
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
 _LOOKS = 512
@@ -47,8 +56,8 @@ class Serving:
     later: layers, and what they found, to be counted.
     """
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
+    def __init__(self, pool: SlotPool, loads: GroupLoads, direct: DirectLoads, computing: HostCompute | None) -> None:
+        self._pool, self._loads, self._direct, self.computing = pool, loads, direct, computing
         self._channel: Channel | None = None
         self.fast: FastPath | None = None
         self.predictions: Predictions | None = None
@@ -58,7 +67,7 @@ class Serving:
     def prepare_for(self, channel: Channel) -> FastPath:
         """Questions of it may come, and of others."""
         if self.fast is None:
-            self.fast = FastPath(self._memory, channel, self._memory.computing)
+            self.fast = FastPath(self._pool, channel, self.computing)
         return self.fast
 
     def by(self, channel: Channel) -> FastPath:
@@ -69,47 +78,35 @@ class Serving:
             fast.serve(channel)
         return fast
 
-    def forget(self, layer: int) -> None:
-        """What was prepared: the layer is about to change."""
-        if self.fast is not None:
-            self.fast.forget(layer)
-
-    def forget_who_leaves(self, layer: int) -> None:
-        if self.fast is not None:
-            self.fast.forget_who_leaves(layer)
-
     def serve(self, passes: Passes, first: int) -> None:
-        memory, channel = self._memory, self._channel
-        with memory._counting:
-            memory.cache.count_tokens(passes.tokens)
-            for layer, ids in passes.complete.items():
-                memory.cache.count_hits(layer, ids)
+        pool, channel = self._pool, self._channel
+        self.count_passes(passes)
         self.most_ids, was_long = passes.ids, False
         for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
-            if memory.computing is not None:
-                memory.computing.expect(shape)
+            if self.computing is not None:
+                self.computing.expect(shape)
             assert channel is not None and self.fast is not None
             is_served = self.wait_for(layer, serial, soon=was_long)
-            with memory._counting:
+            with pool.lock:
                 missing, there = channel.read(serial)
             was_long = bool(missing) and not is_served
             if not missing:
-                self.forget_who_leaves(layer)
+                self.fast.forget_who_leaves(layer)
                 self.fast.early.drop(layer)
             elif is_served:
                 self.fast.write_down(layer, serial, missing, there)
             else:
                 self.count_all(layer)  # of an earlier pass over the same layer
-                load(memory, channel, layer, serial, missing, there, self.fast.held(layer), self.count_all)
+                self.load(layer, serial, missing, there)
             self.later.append((layer, [] if missing else there))
         self.count_all()
-        if memory.computing is not None:  # promoted experts are there for passes outside of graphs too
-            memory._promoted = memory.device.record(memory.device.copies)
+        if self.computing is not None:  # promoted experts are there for passes outside of graphs too
+            pool.promoted = pool.device.record(pool.device.copies)
 
     def wait_for(self, layer: int, serial: int, soon: bool = False) -> bool:
         """Looks until the question is there, and does in between what can be done later. Whether it was served.
         soon: the GPU went on just now, so that looking comes first for a while."""
-        fast, replayed, turns, waits = self.fast, self._memory._replayed, 0, _SOON if soon else 0
+        fast, replayed, turns, waits = self.fast, self._pool.replayed, 0, _SOON if soon else 0
         assert fast is not None and replayed is not None
         has_ended = False
         while not (found := fast.look(layer, serial, 1 if self.later and not waits else _LOOKS)):
@@ -146,7 +143,7 @@ class Serving:
         assert self.fast is not None
         layer, found = self.later.popleft()
         if found:
-            self._memory.used(layer, found)
+            self._pool.used(layer, found)
             self.later.appendleft((layer, []))
         else:
             self.fast.prepare(layer, self.most_ids)
@@ -155,3 +152,54 @@ class Serving:
         if layer is None or any(other == layer for other, _ in self.later):
             while self.later:
                 self.count_one()
+
+    def count_passes(self, passes: Passes) -> None:
+        with self._pool.lock:
+            self._pool.cache.count_tokens(passes.tokens)
+            for layer, ids in passes.complete.items():
+                self._pool.cache.count_hits(layer, ids)
+
+    # --- the slow path ------------------------------------------------------------------------------------------------
+
+    def load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
+        """All of it; what can be done later is done while reads run."""
+        channel, fast, loads = self._channel, self.fast, self._loads
+        assert channel is not None and fast is not None
+        direct = self._direct.begin(layer, missing)
+        try:
+            group, answer = self.begin_load(layer, missing, there, fast.held(layer), direct)
+        except BaseException:
+            if direct is not None:
+                direct.drop()
+            raise
+        try:
+            channel.answer(serial, list(answer), list(answer.values()))
+            if direct is not None:  # of others Python has to see that they are there
+                direct.open(*(() if group.jobs else (channel.arrived_word, channel.wrapped(serial))))
+            if group.jobs or direct is not None:
+                self.count_all()
+            loads.wait_for_reads(layer, group)  # their copies are called when this returns
+            if direct is None or not direct.has_told:
+                channel.go_on(serial)
+            self._pool.note_shown(layer, answer)
+        finally:
+            loads.let_go(layer, group)
+
+    def begin_load(
+        self,
+        layer: int,
+        missing: list[int],
+        there: list[int],
+        stay: Collection[int],
+        direct: DirectLoad | None = None,
+    ) -> tuple[Group, dict[int, int]]:
+        """What is loaded, to be let go of when that is done; and which slots change, as an answer has it."""
+        self._pool.forget(layer)
+        group = self._loads.begin(layer, [*there, *missing], stay, direct)
+        shown, now = self._pool.shown[layer], self._pool.cache.top(layer)
+        answer = {expert: -1 for expert in shown if expert not in now}
+        answer |= {expert: group.slot_of[expert] for expert in missing}
+        if len(answer) > 2 * len(missing):  # for more the kernel does not look
+            self._loads.let_go(layer, group)
+            raise RuntimeError(f"layer {layer}: {len(answer)} slots changed, {len(missing)} experts were missing")
+        return group, answer

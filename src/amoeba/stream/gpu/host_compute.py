@@ -17,22 +17,19 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from ctypes import c_double, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.cpu.node_library import activation_number
-from amoeba.stream.gpu.fast_path import Blobs, serving_library
-from amoeba.stream.gpu.link import copy_rate
+from amoeba.stream.gpu.device import copy_rate
+from amoeba.stream.gpu.pool import SlotPool
+from amoeba.stream.gpu.serve_library import Blobs, ComputeRequest, serving_library
+from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.system.machine import usable_cores
-
-if TYPE_CHECKING:
-    from amoeba.stream.gpu.memory import DeviceMemory
-    from amoeba.stream.gpu.tiers import LayerTiers
 
 logger = logging.getLogger("amoeba")
 
@@ -42,44 +39,31 @@ MISSES: tuple[Miss, ...] = get_args(Miss)
 MOST_TOKENS, MOST_TOP_K = 8, 32
 
 
-class _Compute(ctypes.Structure):
-    """As serve.cpp has it."""
-
-    _fields_ = (
-        ("computer", c_void_p),
-        ("miss", c_int64),
-        ("move_seconds", c_double),
-        ("tokens", c_int64),
-        ("top_k", c_int64),
-        *((name, c_void_p) for name in ("x", "expert", "weight", "arrived", "y", "word")),
-    )
-
-
 def check_miss(miss: str) -> None:
     if miss not in MISSES:
         raise bad_value("miss", f"one of {', '.join(MISSES)}", repr(miss), "move gives the bits of resident experts")
 
 
-def make_computing(memory: DeviceMemory, miss: str) -> Computing | None:
+def make_host_compute(pool: SlotPool, miss: str) -> HostCompute | None:
     """None, with a word on why, where misses cannot be computed here."""
     check_miss(miss)
     if miss == "move":
         return None
-    if (reason := _why_not(memory)) is not None:
+    if (reason := _why_not(pool)) is not None:
         logger.warning("missing experts are moved to the GPU and not computed on the CPU: %s", reason)
         return None
-    return Computing(memory, miss)
+    return HostCompute(pool, miss)
 
 
-def _why_not(memory: DeviceMemory) -> str | None:
-    if memory.device.why_not_captured() is not None or memory.device.calls() is None:
+def _why_not(pool: SlotPool) -> str | None:
+    if pool.device.why_not_captured() is not None or pool.device.calls() is None:
         return "steps cannot be captured here"
     if serving_library() is None:
         return "the compiled part that serves them is not there"
-    reasons = [_why_not_layer(entry) for entry in memory.store.layers]
+    reasons = [_why_not_layer(entry) for entry in pool.store.layers]
     if all(reasons):
         return reasons[0]
-    return None if any(memory.host_slots) else "none are in host memory"
+    return None if any(pool.host_slots) else "none are in host memory"
 
 
 def _why_not_layer(entry: LayerEntry) -> str | None:
@@ -90,21 +74,21 @@ def _why_not_layer(entry: LayerEntry) -> str | None:
     return "experts with biases" if entry.has_bias else None
 
 
-class Computing:
+class HostCompute:
     """blobs: of each layer, for serve.cpp."""
 
-    def __init__(self, memory: DeviceMemory, miss: str) -> None:
+    def __init__(self, pool: SlotPool, miss: str) -> None:
         from amoeba.kernels.talk import Handed
 
         self.miss = miss
-        device, layers = memory.device, memory.store.layers
+        device, layers = pool.device, pool.store.layers
         hidden, ids = max(entry.hidden for entry in layers), MOST_TOKENS * MOST_TOP_K
         x, y = (device.mapped(MOST_TOKENS * hidden).view(torch.float32) for _ in range(2))
         expert, weight = device.mapped(2 * ids).view(torch.int64), device.mapped(ids).view(torch.float32)
         words = device.mapped(32)  # each on a line of the processor's cache: one side writes it, the other one looks
         self.handed = handed = Handed(x, expert, weight, words[:1], y, words[16:17])
         self._entries = layers
-        self.blobs = [_blobs(*each) for each in zip(layers, memory._tiers, memory.host_slots, strict=True)]
+        self.blobs = [_blobs(*each) for each in zip(layers, pool.tiers, pool.host_slots, strict=True)]
         library: Any = serving_library()
         self._library = library
         # one core is left to who serves
@@ -112,7 +96,7 @@ class Computing:
         self._delete = weakref.finalize(self, library.amoeba_computer_delete, self._computer)
         rate = copy_rate(device).bytes_per_second
         places = (each.data_ptr() for each in (x, expert, weight, handed.arrived, y, handed.word))
-        self._compute = _Compute(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places)
+        self._compute = ComputeRequest(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places)
         self._address = ctypes.addressof(self._compute)
 
     def __str__(self) -> str:

@@ -14,7 +14,9 @@ device is never further ahead than the replay that is served.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +27,9 @@ from amoeba.core.config import RouterConfig
 from amoeba.stream.gpu.device import Device
 
 if TYPE_CHECKING:
-    from amoeba.kernels.talk import Turn
-    from amoeba.stream.gpu.computing import Computing
+    from amoeba.kernels.talk import Handed, Turn
 
+NOBODY = -1  # waits for a turn
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
 
@@ -64,18 +66,17 @@ class Channel:
         shown: Tensor,
         experts: int,
         expert_TK: Tensor,
-        computing: Computing | None = None,
+        handed: Handed | None = None,
         *given: Tensor,
         turn: Turn | None = None,
     ) -> Tensor:
-        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`computing`).
-        turn: where the layer has other groups (turns.py)."""
+        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`handed`).
+        turn: where the layer has other groups (interleaved.py)."""
         from amoeba.kernels.ask import ask
 
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
-        due, handed = self._due[layer, :1], None if computing is None else computing.handed
         x_TH, weight_TK = given or (None, None)
-        of_host = handed, x_TH, weight_TK, turn
+        of_host, due = (handed, x_TH, weight_TK, turn), self._due[layer, :1]
         call = partial(ask, expert_TK, slot_TK, shown, experts, self._talk, due, self.limit, *of_host)
         self._device.launch(call)
         return slot_TK
@@ -87,7 +88,7 @@ class Channel:
         logits_TE: Tensor,
         config: RouterConfig,
         bias_E: Tensor | None,
-        computing: Computing | None = None,
+        handed: Handed | None = None,
         x_TH: Tensor | None = None,
         turn: Turn | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,16 +96,16 @@ class Channel:
         from amoeba.kernels.route_and_ask import empty_routed, route_and_ask
 
         found = empty_routed(logits_TE.shape[0], config, logits_TE.device)
-        due, handed = self._due[layer, :1], None if computing is None else computing.handed
+        due = self._due[layer, :1]
         of_router, of_question = (logits_TE, config, bias_E, *found), (shown, self._talk, due, self.limit, handed, x_TH)
         self._device.launch(partial(route_and_ask, *of_router, *of_question, turn=turn))
         return found
 
-    def add_computed(self, y_TH: Tensor, computing: Computing) -> None:
+    def add_computed(self, y_TH: Tensor, handed: Handed) -> None:
         """What the host computes of the latest question, once it is there."""
         from amoeba.kernels.ask import add_computed
 
-        self._device.launch(partial(add_computed, y_TH, self._talk, computing.handed, self.limit))
+        self._device.launch(partial(add_computed, y_TH, self._talk, handed, self.limit))
 
     def expect(self, questions: int) -> int:
         """The serial of the first of so many."""
@@ -174,6 +175,75 @@ class Channel:
     def wrapped(serial: int) -> int:
         """As 32 bits have it."""
         return (serial + 2**31) % 2**32 - 2**31
+
+
+class Groups:
+    """Groups of sequences whose captured steps pass over the same layers, interleaved (interleaved.py).
+
+        with groups.member(0, of=2): ...        # what this thread rehearses and captures is a step of the first of two
+        groups.channel                          # of that group; elsewhere of the first
+        groups.turn(layer)                      # for the kernel that asks; None where there is one group
+
+    Each group counts its own questions, and copies write its own word. `whose` turn it is, is a word of each layer for
+    all.
+    """
+
+    def __init__(self, device: Device, experts: int, ids: int, layers: int) -> None:
+        """As a channel has them."""
+        self._device, self._sizes = device, (experts, ids, layers)
+        self._thread = threading.local()
+        self.channels: list[Channel] = []
+        # each where a kernel may expect it
+        self.whose = torch.full((layers, 4), NOBODY, dtype=torch.int32, device=device.device)
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        """Which of how many the calling thread rehearses or captures."""
+        return getattr(self._thread, "mine", (0, 1))
+
+    @contextmanager
+    def member(self, number: int, of: int) -> Iterator[None]:
+        self._thread.mine = number, of
+        try:
+            yield
+        finally:
+            self._thread.mine = 0, 1
+
+    @property
+    def channel(self) -> Channel:
+        return self.channel_of(self.mine[0])
+
+    def channel_of(self, number: int) -> Channel:
+        while len(self.channels) <= number:
+            self.channels.append(Channel(self._device, *self._sizes))
+        return self.channels[number]
+
+    def turn(self, layer: int) -> Turn | None:
+        from amoeba.kernels.talk import Turn
+
+        number, groups = self.mine
+        return Turn(self.whose[layer, :1], number, groups) if groups > 1 else None
+
+    def set_turns(self, whose: int) -> None:
+        """Of all layers, in the order of the stream that computes."""
+
+        def fill() -> None:
+            self.whose.fill_(whose)
+
+        self._device.launch(fill)
+
+    @property
+    def in_trouble(self) -> bool:
+        return any(channel.in_trouble for channel in self.channels)
+
+    def give_up(self) -> None:
+        for channel in self.channels:
+            channel.give_up()
+
+    def begin_anew(self) -> None:
+        self.whose.fill_(NOBODY)
+        for channel in self.channels:
+            channel.begin_anew()
 
 
 def _ints(mapped: Tensor) -> Any:

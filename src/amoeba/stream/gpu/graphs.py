@@ -8,7 +8,7 @@
 `ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
 GPU. The host looks at memory that the GPU writes, question by question (serving.py). Where one misses experts it has
 them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is done
-ahead of everything else (fast_path.py). Where the CPU may compute experts (computing.py), some of them need not be
+ahead of everything else (fast_path.py). Where the CPU may compute experts (host_compute.py), some of them need not be
 copied: their sum is added behind the kernels of the others.
 
 **No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
@@ -16,7 +16,7 @@ of this replay has been read. All that reads slots of that layer and was enqueue
 among it, comes ahead of that question in the stream, and a kernel begins when those ahead of it have ended; what comes
 behind it in this replay reads the slots of experts that this question asks for, and these are held until the answer is
 given: none of them is chosen to leave. Passes outside of graphs have events, which are waited for when a replay begins.
-Replays of several groups in turns have a rule more (turns.py).
+Replays of several groups in turns have a rule more (interleaved.py).
 
 **While a replay waits, nothing may synchronise the device** or wait for what is behind the replay: no allocation of
 device or pinned memory, no kernel that was never launched (its module would be loaded), no event that was recorded
@@ -33,28 +33,50 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
 from amoeba.core.replays import CannotCapture, Member
-from amoeba.stream.gpu.channel import Channel
-from amoeba.stream.gpu.groups import Groups
+from amoeba.stream.gpu.interleaved import Interleaved
+from amoeba.stream.gpu.loader import GroupLoads
+from amoeba.stream.gpu.mailbox import Channel, Groups
+from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.predictions import Predictions
-from amoeba.stream.gpu.routed import Given, Routed
 from amoeba.stream.gpu.serving import Passes, Serving
 
-if TYPE_CHECKING:
-    from amoeba.stream.gpu.memory import DeviceMemory
+Given = tuple[Tensor, Tensor]  # x_TH and weight_TK of a pass
+
+
+@dataclass(frozen=True, eq=False)
+class _Routed:
+    """A captured pass whose router has asked for its experts as well (kernels/route_and_ask.py): its slots are known.
+    given: what the host gets, where it may compute experts."""
+
+    layer: int
+    expert_TK: Tensor
+    slot_TK: Tensor
+    given: Given | None
+
+    def slots_of(self, layer: int, expert_TK: Tensor, given: Given | None) -> Tensor:
+        """Of the pass over the experts that comes next: it has to be the same one."""
+        mine = [self.layer, *_places((self.expert_TK, *(self.given or ())))]
+        if mine != [layer, *_places((expert_TK, *(given or ())))]:
+            raise CannotCapture("the router of a layer asked, and its experts got another routing, or other rows")
+        return self.slot_TK
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 class GpuReplays:
-    def __init__(self, memory: DeviceMemory, ids: int) -> None:
-        self._memory, self._ids = memory, ids
-        self.groups = Groups(memory, ids)
-        self.serving = Serving(memory)
+    def __init__(self, pool: SlotPool, loads: GroupLoads, serving: Serving) -> None:
+        self._pool, self._loads, self.serving = pool, loads, serving
+        experts = max(entry.experts for entry in pool.store.layers)
+        self.groups = Groups(pool.device, experts, pool.ids, len(pool.slots))
         self._mode = threading.local()  # of the thread that rehearses or captures
 
     @property
@@ -67,8 +89,8 @@ class GpuReplays:
     @contextmanager
     def as_group(self, number: int, groups: int) -> Iterator[None]:
         """What the calling thread rehearses and captures is a step of one of so many groups, which may be replayed in
-        turns (turns.py), or by itself as any other."""
-        if groups > 1 and (self._memory.computing is not None or self.serving.predictions is not None):
+        turns (interleaved.py), or by itself as any other."""
+        if groups > 1 and (self.serving.computing is not None or self.serving.predictions is not None):
             raise CannotCapture("groups in turns are for experts that are copied when they are asked for")
         with self.groups.member(number, groups):
             yield
@@ -77,21 +99,21 @@ class GpuReplays:
         """From now on passes of a few tokens say what the next layer will ask for, by its router (E, H), and that is
         loaded early for as long as it pays: inside of graphs where the layer has spare slots, outside as `prefetch`
         does."""
-        self.serving.predictions = Predictions(self._memory, routers, self._ids)
+        self.serving.predictions = Predictions(self._pool, routers)
 
     def predict(self, layer: int, x_TH: Tensor, top_k: int) -> None:
         """Called by every pass of a few tokens: for the next layer."""
         guesses, in_graph = self.serving.predictions, self.is_capturing or self._is_rehearsing
-        if guesses is not None and (any(self._memory.spares) if in_graph else guesses.pays):
+        if guesses is not None and (any(self._pool.spares) if in_graph else guesses.pays):
             guesses.launch(layer, x_TH, top_k)
 
     def prefetch(self, layer: int) -> None:
         """What is expected of the layer, once the one before it was launched outside of a graph."""
-        if (guesses := self.serving.predictions) is None or layer >= len(self._memory.layers):
+        if (guesses := self.serving.predictions) is None or layer >= len(self._pool.slots):
             return
         expected = guesses.read(layer)
         if expected and guesses.pays and not self._is_rehearsing:
-            self._memory.prefetch(layer, expected)
+            self._loads.prefetch(layer, expected)
             guesses.judge()
 
     @property
@@ -102,17 +124,17 @@ class GpuReplays:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        memory = self._memory
-        if memory.recorder is not None:
+        pool = self._pool
+        if pool.recorder is not None:
             raise CannotCapture("the routing of every pass is recorded, which the host has to see")
-        if (reason := memory.device.why_not_captured()) is not None:
+        if (reason := pool.device.why_not_captured()) is not None:
             raise CannotCapture(reason)
-        for layer, entry in enumerate(memory.store.layers):
-            if memory.slots[layer] == entry.experts and not memory.is_complete(layer):
-                with memory.turn(layer):
-                    for _ in memory.lend(layer, range(entry.experts)):
+        for layer, entry in enumerate(pool.store.layers):
+            if pool.slots[layer] == entry.experts and not pool.is_complete(layer):
+                with pool.turn(layer):
+                    for _ in self._loads.acquire(layer, range(entry.experts)):
                         pass
-        memory.device.join()  # of a rehearsal that was broken off
+        pool.device.join()  # of a rehearsal that was broken off
         self._mode.rehearses = True
         try:
             yield
@@ -123,14 +145,14 @@ class GpuReplays:
         """Called by every pass of a few tokens: where it is a rehearsal, `ask` is launched once, asking for nothing."""
         if not self._is_rehearsing:
             return
-        memory, ids = self._memory, expert_TK.numel()
+        pool, ids = self._pool, expert_TK.numel()
         groups = self.groups.mine[1]
-        most = min(groups * ids, memory.store.layers[layer].experts)
-        if most > memory.slots[layer]:
+        most = min(groups * ids, pool.store.layers[layer].experts)
+        if most > pool.slots[layer]:
             tokens = groups * expert_TK.shape[0]
             asked = f"{tokens} {'token' if tokens == 1 else 'tokens'} may ask for {most} experts of a layer"
-            raise CannotCapture(f"{asked}, which has {memory.slots[layer]} slots")
-        if not memory.is_complete(layer):
+            raise CannotCapture(f"{asked}, which has {pool.slots[layer]} slots")
+        if not pool.is_complete(layer):
             channel = self.channel
             serial = channel.expect(1)
             self.ask(layer, torch.full_like(expert_TK, -1), given)
@@ -157,35 +179,35 @@ class GpuReplays:
         finds that done. None where it takes two kernels. x_TH: what the experts will get."""
         from amoeba.kernels.route_and_ask import why_not
 
-        memory, tokens = self._memory, logits_TE.shape[0]
-        is_asked = (self.is_capturing or self._is_rehearsing) and not memory.is_complete(layer)
+        pool, computing, tokens = self._pool, self.serving.computing, logits_TE.shape[0]
+        is_asked = (self.is_capturing or self._is_rehearsing) and not pool.is_complete(layer)
         if not is_asked or self.serving.predictions is not None or why_not(tokens, config) is not None:
             return None  # guesses are to be made ahead of the question
         logits_TE, given = _aligned(logits_TE), None
-        if memory.computing is not None:
+        if computing is not None:
             given = _aligned(x_TH), torch.empty(tokens, config.top_k, dtype=torch.float32, device="meta")
         computes = self.computes(layer, given)
-        shown, x_TH = memory.export.shown(layer), given[0] if given is not None else x_TH
+        shown, x_TH = pool.map.shown(layer), given[0] if given is not None else x_TH
         if not self.is_capturing:  # nobody is missing by this map, so that nothing waits
             self.channel.expect(1)
             shown = torch.zeros_like(shown)
-        computing, own = (memory.computing, x_TH) if computes else (None, None)
+        handed, own = (computing.handed, x_TH) if computing is not None and computes else (None, None)
         expert_TK, weight_TK, slot_TK = self.channel.route_and_ask(
-            layer, shown, logits_TE, config, bias_E, computing, own, self.groups.turn(layer)
+            layer, shown, logits_TE, config, bias_E, handed, own, self.groups.turn(layer)
         )
         if self.is_capturing:
             self._count_pass(layer, expert_TK, computes)
-            self._mode.routed = Routed(layer, expert_TK, slot_TK, (x_TH, weight_TK) if computes else None)
+            self._mode.routed = _Routed(layer, expert_TK, slot_TK, (x_TH, weight_TK) if computes else None)
         return expert_TK, weight_TK
 
     def slots_of(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         """Of a pass that is captured, when its experts are there. given: x_TH and weight_TK, of which `add_computed` is
         told as well."""
-        passes, memory = self._mode.passes, self._memory
+        passes = self._mode.passes
         routed, self._mode.routed = getattr(self._mode, "routed", None), None
         if routed is not None:
             return routed.slots_of(layer, expert_TK, given if self.computes(layer, given) else None)
-        if memory.is_complete(layer):  # for ever; and each is in the slot of its number
+        if self._pool.is_complete(layer):  # for ever; and each is in the slot of its number
             passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
             passes.complete[layer] = expert_TK.numel()
             return _aligned(expert_TK)
@@ -193,7 +215,7 @@ class GpuReplays:
         return self.ask(layer, _aligned(expert_TK), given)
 
     def _count_pass(self, layer: int, expert_TK: Tensor, computes: bool) -> None:
-        passes, layers = self._mode.passes, len(self._memory.slots)
+        passes, layers = self._mode.passes, len(self._pool.slots)
         if len(passes.layers) >= layers:
             raise CannotCapture(f"a step passes over some of its {layers} layers more than once")
         passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
@@ -201,35 +223,30 @@ class GpuReplays:
         passes.computed.append(expert_TK.shape if computes else None)
 
     def ask(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
-        memory, entry = self._memory, self._memory.store.layers[layer]
-        shown = memory.export.shown(layer)
-        if given is None or not self.computes(layer, given):
+        computing, entry = self.serving.computing, self._pool.store.layers[layer]
+        shown = self._pool.map.shown(layer)
+        if computing is None or given is None or not self.computes(layer, given):
             return self.channel.ask(layer, shown, entry.experts, expert_TK, turn=self.groups.turn(layer))
-        return self.channel.ask(layer, shown, entry.experts, expert_TK, memory.computing, *map(_aligned, given))
+        return self.channel.ask(layer, shown, entry.experts, expert_TK, computing.handed, *map(_aligned, given))
 
     def computes(self, layer: int, given: Given | None) -> bool:
         """Whether the host may compute experts of such a pass over the layer."""
-        computing = self._memory.computing
+        computing = self.serving.computing
         return computing is not None and given is not None and computing.takes(layer, given[1])
 
     def add_computed(self, layer: int, y_TH: Tensor, given: Given) -> None:
         """Behind the experts in slots: those that the host computes meanwhile, if it may."""
-        memory = self._memory
-        if not memory.is_complete(layer) and self.computes(layer, given):
-            assert memory.computing is not None
-            self.channel.add_computed(y_TH, memory.computing)
+        computing = self.serving.computing
+        if computing is not None and not self._pool.is_complete(layer) and self.computes(layer, given):
+            self.channel.add_computed(y_TH, computing.handed)
 
     # --- replays ------------------------------------------------------------------------------------------------------
 
     def replay(self, passes: Passes, launch: Callable[[], None]) -> None:
-        memory, device = self._memory, self._memory.device
-        memory.check_open()
-        if memory.recorder is not None:
-            raise RuntimeError("captured steps cannot be recorded: begin to record before they are captured")
-        self.check()
-        with self._all_turns():
-            for last in {id(event): event for event in memory._last if event is not None}.values():
-                device.wait(device.compute, last)
+        pool = self._pool
+        self._check_ready()
+        with pool.all_turns():
+            pool.wait_for_passes(pool.device.compute)
             first = 0
             if passes.layers:
                 channel = self.groups.channel_of(passes.group)
@@ -237,8 +254,7 @@ class GpuReplays:
                 first = channel.expect(len(passes.layers))
             try:
                 launch()
-                memory._replayed = device.record(device.compute)
-                memory._last = [memory._replayed] * len(memory._last)
+                pool.note_replay()
                 self.serving.serve(passes, first)
             except BaseException:
                 self._give_up()
@@ -246,21 +262,20 @@ class GpuReplays:
 
     def in_turns(self, members: Sequence[Member], steps: int) -> None:
         """So many steps of each group, one waiting while another computes."""
-        from amoeba.stream.gpu.turns import run_in_turns
+        interleaved = Interleaved(self._pool, self._loads, self.serving, self.groups, members, steps)
+        self._check_ready()
+        with self._pool.all_turns():
+            try:
+                interleaved.run()
+            except BaseException:
+                self._give_up()
+                raise
 
-        run_in_turns(self, members, steps)
-
-    @contextmanager
-    def _all_turns(self) -> Iterator[None]:
-        taken = []
-        try:
-            for turn in self._memory._turns:
-                turn.acquire()
-                taken.append(turn)
-            yield
-        finally:
-            for turn in taken:
-                turn.release()
+    def _check_ready(self) -> None:
+        self._pool.check_open()
+        if self._pool.recorder is not None:
+            raise RuntimeError("captured steps cannot be recorded: begin to record before they are captured")
+        self.check()
 
     def check(self) -> None:
         if self.groups.in_trouble:
@@ -271,7 +286,7 @@ class GpuReplays:
     def _give_up(self) -> None:
         """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.
         Here the host waits for the device: nothing is served any more."""
-        memory, device = self._memory, self._memory.device
+        pool, device = self._pool, self._pool.device
         self.serving.later.clear()
         if (fast := self.serving.fast) is None:
             return
@@ -279,10 +294,8 @@ class GpuReplays:
         self.groups.give_up()
         device.wait(device.compute, device.record(device.copies))  # of what is shown now
         device.record(device.compute).wait()
-        for layer in range(len(memory.slots)):
-            with memory.turn(layer):
-                memory._shown[layer] = {-1: -1}  # nobody knows
-                memory._changed[layer] = True
+        for layer in range(len(pool.slots)):
+            pool.show_anew(layer)
         device.record(device.compute).wait()
         self.groups.begin_anew()
 

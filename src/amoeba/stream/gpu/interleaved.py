@@ -4,7 +4,7 @@
         with replays.as_group(number, 2):
             with replays.rehearsing(): step()
             with replays.capturing() as passes, torch.cuda.graph(graph): step()
-    run_in_turns(replays, [Member(passes, graph.replay, stream), ...], steps=16)
+    replays.in_turns([Member(passes, graph.replay, stream), ...], steps=16)
 
     stream of A     layer 4 | ask 5 ··· waits ··· | layer 5 | ask 6 ··· waits ···
     stream of B     ask 3 ··· waits ··· | layer 3 | ask 4 ··· waits ····· | layer 4
@@ -32,18 +32,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from amoeba.core.replays import CannotCapture, Member
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
-from amoeba.stream.gpu.groups import NOBODY
-from amoeba.stream.gpu.long_way import begin_load, note_shown
-
-if TYPE_CHECKING:
-    from amoeba.stream.gpu.channel import Channel
-    from amoeba.stream.gpu.loads import Group
-    from amoeba.stream.gpu.replays import GpuReplays
+from amoeba.stream.gpu.loader import Group, GroupLoads
+from amoeba.stream.gpu.mailbox import NOBODY, Channel, Groups
+from amoeba.stream.gpu.pool import SlotPool
+from amoeba.stream.gpu.serving import Serving
 
 _LOOKS = 32  # at one group's word before the next group's: a microsecond
 
@@ -63,53 +59,51 @@ class _Place:
     latest: dict[int, list[int]] = field(default_factory=dict)  # what its latest pass over each layer asked for
 
 
-def run_in_turns(replays: GpuReplays, members: Sequence[Member], steps: int) -> None:
-    """So many steps of each group. Behind it the stream that computes waits for all of them."""
-    memory = replays._memory
-    layers = members[0].passes.layers
-    if any(member.passes.layers != layers for member in members) or len({*layers}) < len(layers):
-        raise CannotCapture("groups in turns pass over the same layers, over each of them once")
-    numbers = [member.passes.group for member in members]
-    if numbers != [*range(len(members))]:
-        raise CannotCapture(f"the first, the second and so on of {len(members)} groups are expected, not {numbers}")
-    memory.check_open()
-    if memory.recorder is not None:
-        raise RuntimeError("captured steps cannot be recorded: begin to record before they are captured")
-    replays.check()
-    with replays._all_turns():
-        _Turns(replays, members, steps).run()
+class Interleaved:
+    """So many steps of each group. Behind them the stream that computes waits for all of them."""
 
-
-class _Turns:
-    def __init__(self, replays: GpuReplays, members: Sequence[Member], steps: int) -> None:
-        self._replays, self._memory, self._steps = replays, replays._memory, steps
-        channels = (replays.groups.channel_of(number) for number in range(len(members)))
+    def __init__(
+        self,
+        pool: SlotPool,
+        loads: GroupLoads,
+        serving: Serving,
+        groups: Groups,
+        members: Sequence[Member],
+        steps: int,
+    ) -> None:
+        layers = members[0].passes.layers
+        if any(member.passes.layers != layers for member in members) or len({*layers}) < len(layers):
+            raise CannotCapture("groups in turns pass over the same layers, over each of them once")
+        numbers = [member.passes.group for member in members]
+        if numbers != [*range(len(members))]:
+            raise CannotCapture(f"the first, the second and so on of {len(members)} groups are expected, not {numbers}")
+        self._pool, self._loads, self._serving, self._groups = pool, loads, serving, groups
+        self._layers, self._steps = layers, steps
+        channels = (groups.channel_of(number) for number in range(len(members)))
         self._places = [_Place(*each) for each in zip(members, channels, strict=True)]
-        self._layers = members[0].passes.layers
-        self._fast = replays.serving.by(self._places[0].channel)
 
     def run(self) -> None:
-        memory, device = self._memory, self._memory.device
-        self._replays.groups.set_turns(0)
-        lasts = {id(event): event for event in memory._last if event is not None}.values()
-        for event in (*lasts, device.record(device.compute)):
-            for place in self._places:
-                device.wait(place.member.stream, event)
-        self._replays.serving.most_ids = sum(place.member.passes.ids for place in self._places)
+        device = self._pool.device
+        self._fast = self._serving.by(self._places[0].channel)
+        self._groups.set_turns(0)
+        now = device.record(device.compute)
+        for place in self._places:
+            self._pool.wait_for_passes(place.member.stream)
+            device.wait(place.member.stream, now)
+        self._serving.most_ids = sum(place.member.passes.ids for place in self._places)
         try:
             self._run()
             for place in self._places:
                 if place.ended is not None:
                     device.wait(device.compute, place.ended)
         except BaseException:
-            self._give_up()
+            self._drain()
             raise
         finally:
             for layer in {*self._layers}:
                 self._fast.hold(layer, ())
-        self._replays.groups.set_turns(NOBODY)
-        memory._replayed = device.record(device.compute)
-        memory._last = [memory._replayed] * len(memory._last)
+        self._groups.set_turns(NOBODY)
+        self._pool.note_replay()
 
     def _run(self) -> None:
         for _ in range(1 if self._layers else self._steps):
@@ -121,12 +115,12 @@ class _Turns:
             moved = [self._serve(number) for number, place in enumerate(self._places) if place.served < every]
             if any(moved):
                 idle = 0
-            elif self._replays.serving.later:
-                self._replays.serving.count_one()
+            elif self._serving.later:
+                self._serving.count_one()
             else:
                 idle += 1
                 self._rest(idle, every)
-        self._replays.serving.count_all()
+        self._serving.count_all()
 
     def _rest(self, idle: int, every: int) -> None:
         if any(place.load is not None for place in self._places):
@@ -135,7 +129,7 @@ class _Turns:
             self._fast.rest()
         if idle % 64:
             return
-        if self._replays.groups.in_trouble:
+        if self._groups.in_trouble:
             raise RuntimeError("the GPU went on without experts: its tokens mean nothing. Try again.")
         for number, place in enumerate(self._places):
             waits = place.served < every and place.load is None and self._is_next(number)
@@ -143,15 +137,11 @@ class _Turns:
                 raise RuntimeError("a replay ended without asking: was it captured by another memory?")
 
     def _launch(self, place: _Place) -> None:
-        memory, passes = self._memory, place.member.passes
         place.first = place.channel.expect(len(self._layers))
         place.launched += 1
         place.member.launch()
-        place.ended = memory.device.record(place.member.stream)
-        with memory._counting:
-            memory.cache.count_tokens(passes.tokens)
-            for layer, ids in passes.complete.items():
-                memory.cache.count_hits(layer, ids)
+        place.ended = self._pool.device.record(place.member.stream)
+        self._serving.count_passes(place.member.passes)
 
     def _is_next(self, number: int) -> bool:
         """Whether the groups before it have passed over the layer that it will ask about."""
@@ -162,29 +152,29 @@ class _Turns:
 
     def _serve(self, number: int) -> bool:
         """Whether the group's next question came, or was answered."""
-        place, replays = self._places[number], self._replays
+        place = self._places[number]
         if place.load is not None:
             return self._end_load(place)
         if not self._is_next(number):
             return False
         at = place.served % len(self._layers)
         layer, serial = self._layers[at], place.first + at
-        fast = replays.serving.by(place.channel)
+        fast = self._serving.by(place.channel)
         if not place.is_ready:
             self._make_ready(number, layer)
             place.is_ready = True
         found = fast.look(layer, serial, _LOOKS)
         if found == NOT_THERE:
             return False
-        with self._memory._counting:
+        with self._pool.lock:
             missing, there = place.channel.read(serial)
         place.latest[layer] = [*missing, *there]
         if not missing:
-            replays.serving.forget_who_leaves(layer)
+            fast.forget_who_leaves(layer)
         elif found == SERVED:
             fast.write_down(layer, serial, missing, there)
         else:
-            group, answer = begin_load(self._memory, layer, missing, there, fast.held(layer))
+            group, answer = self._serving.begin_load(layer, missing, there, fast.held(layer))
             place.load = layer, serial, group, answer
             place.channel.answer(serial, list(answer), list(answer.values()))
             return True
@@ -193,12 +183,12 @@ class _Turns:
 
     def _make_ready(self, number: int, layer: int) -> None:
         """Of the layer's passes until now all is counted, and who would leave is known."""
-        replays = self._replays
-        for entry in [each for each in replays.serving.later if each[0] == layer]:
-            replays.serving.later.remove(entry)
+        later = self._serving.later
+        for entry in [each for each in later if each[0] == layer]:
+            later.remove(entry)
             if entry[1]:
-                self._memory.used(layer, entry[1])
-            self._fast.prepare(layer, replays.serving.most_ids)
+                self._pool.used(layer, entry[1])
+            self._fast.prepare(layer, self._serving.most_ids)
         others = (other.latest.get(layer, ()) for other in self._places if other is not self._places[number])
         self._fast.hold(layer, {expert for latest in others for expert in latest})
 
@@ -208,30 +198,27 @@ class _Turns:
         layer, serial, group, answer = place.load
         if not all(job.done() for job in group.jobs.values()):
             return False
-        memory = self._memory
-        memory.loads.wait_for_reads(layer, group)  # raises what a read raised
+        self._loads.wait_for_reads(layer, group)  # raises what a read raised
         place.channel.go_on(serial)
-        note_shown(memory, layer, answer)
+        self._pool.note_shown(layer, answer)
         place.load = None
-        memory.loads.let_go(layer, group)
+        self._loads.let_go(layer, group)
         self._passed(place, layer, [])
         return True
 
     def _passed(self, place: _Place, layer: int, found: list[int]) -> None:
-        self._replays.serving.later.append((layer, found))
+        self._serving.later.append((layer, found))
         place.served += 1
         place.is_ready = False
         if place.served == place.launched * len(self._layers) and place.launched < self._steps:
             self._launch(place)
 
-    def _give_up(self) -> None:
+    def _drain(self) -> None:
         """All groups go on to the end of what was launched."""
-        memory, device, groups = self._memory, self._memory.device, self._replays.groups
-        groups.give_up()
+        self._groups.give_up()
         for place in self._places:
             if place.load is not None:
-                memory.loads.let_go(place.load[0], place.load[2])
+                self._loads.let_go(place.load[0], place.load[2])
                 place.load = None
         for place in self._places:
-            device.record(place.member.stream).wait()
-        self._replays._give_up()
+            self._pool.device.record(place.member.stream).wait()
