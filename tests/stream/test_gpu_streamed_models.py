@@ -345,7 +345,7 @@ def test_a_gpu_that_is_full_gives_back_what_was_pinned(stores, monkeypatch) -> N
 def test_experts_that_are_all_on_the_gpu_take_no_pinned_memory(stores) -> None:
     _, packed = stores[torch.float32]
     with amoeba.stream.attach(packed, vram=vram(packed, EXPERTS)) as streamed:
-        assert streamed.memory.slots == (EXPERTS,) * LAYERS and streamed.memory.host_bytes == 0
+        assert streamed.memory.slots == (EXPERTS,) * LAYERS and streamed.memory.pool.host_bytes == 0
     with amoeba.stream.attach(packed, vram=vram(packed, EXPERTS - 1)) as streamed:
         assert streamed.memory.host_slots == (EXPERTS,) * LAYERS
 
