@@ -96,13 +96,13 @@ def ranks(
     with usage():
         from amoeba.commands.bench import default_dtypes
         from amoeba.commands.bench_run import free_path
-        from benchmarks.ranks import tables
+        from benchmarks.ranks.run import choose_job, run
 
         place = parse_device(device)
         dtypes = parse_dtypes(dtype or [], default_dtypes(place))
-        job = tables.choose_job(shape or [], ranks, place, dtypes, ours or [])
+        job = choose_job(shape or [], ranks, place, dtypes, ours or [])
         path = free_path(out)
-    finish(output, *tables.run(job, repeats, path, output), json)
+    finish(output, *run(job, repeats, path, output), json)
 
 
 @app.command()

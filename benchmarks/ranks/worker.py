@@ -41,19 +41,15 @@ RECEIVED = "no exchange, rows as received"
 # The same, where the ranks wait for each other on the GPU as often as with an exchange: what keeping step costs alone.
 IN_STEP = "no exchange, ranks in step"
 # For each, what of `ShardedExperts` makes it so; most_rows is a share of the slots that come on average.
+_FIXED: dict[str, Any] = {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15}
 EXCHANGES: dict[str, dict[str, Any]] = {
     "collective": {"transport": "collective"},
     "peers": {"transport": "peers"},
     "peers, sums by rows": {"transport": "peers", "straight": False},
     "peers, overlapped": {"transport": "peers", "overlap": True},
-    "peers, fixed room": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15},
-    "peers, fixed room, overlapped": {"transport": "peers", "most_tokens": 1.0, "most_rows": 1.15, "overlap": True},
-    "peers, fixed room, tasks": {
-        "transport": "peers",
-        "most_tokens": 1.0,
-        "most_rows": 1.15,
-        "local_backend": "tasks",
-    },  # the scheduled backward, whose tasks send rows and sums
+    "peers, fixed room": _FIXED,
+    "peers, fixed room, overlapped": _FIXED | {"overlap": True},
+    "peers, fixed room, tasks": _FIXED | {"local_backend": "tasks"},  # the scheduled backward sends rows and sums
 }
 # What of a name says that something is computed while rows travel.
 HIDING = (", overlapped", ", tasks")
@@ -61,10 +57,6 @@ HIDING = (", overlapped", ", tasks")
 BARE = "exchange alone: "
 # Until a rank gives up: compiling kernels takes some seconds.
 DEADLINE = 60.0
-_PUSHES = 12
-# Ahead of a push the GPU is kept busy until the host has launched it, about half a millisecond: else its launch would
-# be timed, too.
-_PASSES_AHEAD = 6
 
 
 class RankJob(NamedTuple):
@@ -164,12 +156,12 @@ def check(setting: str, against: str | None) -> Found:
     """A few steps, so that nothing is compiled later; against: whose bits its results have to have."""
     state = _of_state()
     for _ in range(3):
-        found = _results(setting)
+        found = _step(setting)()
     different = []
     if against is not None:
         names = ("output", "x", "weight", "gate_up", "down")
         if against not in state.kept:
-            state.kept[against] = _results(against)
+            state.kept[against] = _step(against)()
         pairs = zip(names, found, state.kept[against], strict=True)
         different = [name for name, one, other in pairs if not torch.equal(one, other)]
     del found
@@ -204,46 +196,6 @@ def phases(setting: str, steps: int) -> list[tuple[str, float]]:
     each = len(seen) // (steps + 1)
     marks = [seen[first : first + each] for first in range(each, len(seen), each)]
     return [(steps_of[0][0], statistics.fmean(ms for _, ms in steps_of)) for steps_of in zip(*marks, strict=True)]
-
-
-def push_rates() -> dict[str, float]:
-    """Bytes of rows per second that leave this rank, all its tokens to all others, while the others push too: by few
-    programs, and by copies."""
-    from amoeba.kernels import peer_copies, peer_rows
-    from amoeba.kernels.peer_post import ROWS
-
-    state = _of_state()
-    x_TH = state.inputs[""][0].detach()
-    exchange = _exchange("peers", gradients=False)
-    assert isinstance(exchange, peers.PeerExchange)
-    post, plan = exchange.office.checked(), exchange.plan
-    exchange.goes_WT.fill_(1)
-    exchange.comes_R.fill_(1)
-    out_RH = peer_rows.room_for_rows(plan, x_TH)
-    ways: dict[str, Callable[[], None]] = {
-        f"{programs} programs": functools.partial(
-            peer_rows.push_rows, post, plan.there, ROWS, x_TH, exchange.goes_WT, programs
-        )
-        for programs in (8, 12, 16, 24, 48)
-    }
-    ways["copies"] = lambda: peer_copies.copy_there(post, plan, x_TH)
-    rates = {}
-    for name, push in ways.items():
-        taken = []
-        for _ in range(_PUSHES):
-            _meet(state)  # what was sent before has been taken
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(_PASSES_AHEAD):
-                out_RH.zero_()
-            began.record()
-            push()
-            ended.record()
-            peer_rows.take_rows(post, plan, out_RH, exchange.comes_R)
-            torch.cuda.synchronize(state.layer.device)
-            taken.append(began.elapsed_time(ended))
-        size = (state.job.ranks - 1) * x_TH.numel() * x_TH.element_size()
-        rates[name] = size / statistics.median(taken[_PUSHES // 4 :]) * 1e3
-    return rates
 
 
 def heap_bytes() -> int:
@@ -300,10 +252,6 @@ def _keeping_step() -> Callable[[], None]:
         count_everywhere(post, SLOTS, TAKEN.value)
 
     return keep_step
-
-
-def _results(setting: str) -> tuple[Tensor, ...]:
-    return _step(setting)()
 
 
 def _layer(setting: str) -> ShardedExperts:

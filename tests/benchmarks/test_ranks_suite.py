@@ -13,9 +13,9 @@ from amoeba.bench.document import make_document
 from amoeba.core import phases
 from amoeba.core.phases import mark, watch_phases
 from amoeba.parallel.processes import LocalRanks
-from benchmarks.ranks import suite, worker
-from benchmarks.ranks import tables as bench_ranks
-from benchmarks.ranks.suite import run_ranks
+from benchmarks.ranks import run as suite
+from benchmarks.ranks import worker
+from benchmarks.ranks.run import run_ranks
 from benchmarks.ranks.worker import ALONE, RECEIVED, RankJob
 
 JOB = RankJob(2, 6, 16, 8, 4, 2, "cpu", torch.float32)
@@ -127,19 +127,19 @@ def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_en
 
 def test_the_command_says_what_it_does_not_take() -> None:
     cpu, dtypes = torch.device("cpu"), [torch.float32]
-    job = bench_ranks.choose_job(["64,32,16,8,2"], 4, cpu, dtypes)
+    job = suite.choose_job(["64,32,16,8,2"], 4, cpu, dtypes)
     assert job == RankJob(4, 64, 32, 16, 8, 2, "cpu", torch.float32)
-    assert "--ranks 4 --device cpu --shape 64,32,16,8,2 --dtype float32" in bench_ranks.command_line(job, 3)
-    in_fp8 = bench_ranks.choose_job(["64,32,16,8,2"], 4, cpu, dtypes, ["fp8-saved"])
+    assert "--ranks 4 --device cpu --shape 64,32,16,8,2 --dtype float32" in suite.command_line(job, 3)
+    in_fp8 = suite.choose_job(["64,32,16,8,2"], 4, cpu, dtypes, ["fp8-saved"])
     assert in_fp8 == job._replace(precision="fp8-saved")
-    assert bench_ranks.command_line(in_fp8, 3) == bench_ranks.command_line(job, 3) + " --ours fp8-saved"
+    assert suite.command_line(in_fp8, 3) == suite.command_line(job, 3) + " --ours fp8-saved"
     for ours in (["triton"], ["fp8", "fp8-ste"], ["fp8-all"]):
         with pytest.raises(ValueError, match="--ours: expected one of fp8, fp8-ste, fp8-saved"):
-            bench_ranks.choose_job([], 2, cpu, dtypes, ours)
+            suite.choose_job([], 2, cpu, dtypes, ours)
     for words, shapes, ranks in (
         ("K experts for each of 5 ranks", ["64,32,16,8,2"], 5),
         ("--ranks: expected 1 to 16", [], 99),
         ("a layer that is trained", ["decode"], 2),
     ):
         with pytest.raises(ValueError, match=words):
-            bench_ranks.choose_job(shapes, ranks, cpu, dtypes)
+            suite.choose_job(shapes, ranks, cpu, dtypes)
