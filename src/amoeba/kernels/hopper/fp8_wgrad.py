@@ -77,10 +77,10 @@ class Plan:
 
 @gluon.jit
 def _produce(
-    left_desc, right_desc, left_scale, ends_E, heaviest_E, left_bufs, right_bufs, scale_bufs, full, empty, experts,
-    height, width, PLAN: gl.constexpr,
+    left_desc, right_desc, left_scale, owners, ring, experts, height, width, PLAN: gl.constexpr
 ):  # fmt: skip
     """Fills the stages, block after block and tile after tile, as they come free."""
+    left_bufs, right_bufs, scale_bufs, full, empty = ring
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     m_tiles = gl.cdiv(height, BLOCK_M)
     n_tiles = gl.cdiv(width, PLAN.BLOCK_N)
@@ -88,7 +88,7 @@ def _produce(
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        _, _, m, n, start, end = place_of_turn(turn, ends_E, heaviest_E, tiles, m_tiles, n_tiles, PLAN.GROUP)
+        _, _, m, n, start, end = place_of_turn(turn, owners, tiles, m_tiles, n_tiles, PLAN.GROUP)
         scales = left_scale + (start * height + m * BLOCK_M) + gl.arange(0, BLOCK_M, flat)
         for block in range(start, end):
             stage = count % PLAN.STAGES
@@ -120,18 +120,19 @@ def _leave(
     value = rounded(sums * gl.load(right_scale + n, mask=n < width, other=0.0)[None, :])
     buffer = staging.index(at)
     if PLAN.TRANSPOSED:
-        turned = buffer.permute((1, 0))
-        store_piece(value, out, out_desc, buffer, turned, expert, column, width, row, height, PLAN.BUFFERS - 1)
+        transposed = buffer.permute((1, 0))
+        store_piece(value, out, out_desc, buffer, transposed, expert, column, width, row, height, PLAN.BUFFERS - 1)
     else:
         store_piece(value, out, out_desc, buffer, buffer, expert, row, height, column, width, PLAN.BUFFERS - 1)
 
 
 @gluon.jit
 def _consume(
-    right_scale, ends_E, heaviest_E, left_bufs, right_bufs, scale_bufs, full, empty, staging, out_desc, out, experts,
-    height, width, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    right_scale, owners, ring, staging, out_desc, out, experts, height, width, WARPGROUP: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's 64 rows of each tile."""
+    left_bufs, right_bufs, scale_bufs, full, empty = ring
     BLOCK: gl.constexpr = PLAN.BLOCK
     HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
     m_tiles = gl.cdiv(height, PLAN.BLOCK_M)
@@ -141,7 +142,7 @@ def _consume(
     zero = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     count = 0
     for turn in range(gl.cdiv(tiles, gl.num_programs(0))):
-        tile, expert, m, n, start, end = place_of_turn(turn, ends_E, heaviest_E, tiles, m_tiles, n_tiles, PLAN.GROUP)
+        tile, expert, m, n, start, end = place_of_turn(turn, owners, tiles, m_tiles, n_tiles, PLAN.GROUP)
         left, right = zero, zero
         for _ in range(start, end):
             stage = count % PLAN.STAGES
@@ -180,20 +181,16 @@ def fp8_wgrad_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=33)  # the copy engine, and 32 threads that copy scales
         mbarrier.init(empty.index(i), count=2)
+    owners, ring = (ends_E, heaviest_E), (left_bufs, right_bufs, scale_bufs, full, empty)
     gl.warp_specialize(
         [
             (_consume, (
-                right_scale, ends_E, heaviest_E, left_bufs, right_bufs, scale_bufs, full, empty, staging, out_desc, out,
-                experts, height, width, gl.constexpr(0), PLAN,
+                right_scale, owners, ring, staging, out_desc, out, experts, height, width, gl.constexpr(0), PLAN,
             )),
             (_consume, (
-                right_scale, ends_E, heaviest_E, left_bufs, right_bufs, scale_bufs, full, empty, staging, out_desc, out,
-                experts, height, width, gl.constexpr(1), PLAN,
+                right_scale, owners, ring, staging, out_desc, out, experts, height, width, gl.constexpr(1), PLAN,
             )),
-            (_produce, (
-                left_desc, right_desc, left_scale, ends_E, heaviest_E, left_bufs, right_bufs, scale_bufs, full, empty,
-                experts, height, width, PLAN,
-            )),
+            (_produce, (left_desc, right_desc, left_scale, owners, ring, experts, height, width, PLAN)),
         ],
         [4, 1],
         PLAN.REGISTERS,

@@ -8,7 +8,7 @@ stages up to the ring's end are its head, then come whole turns of the ring, in 
 then its tail, and last the rows that do not fill a stage, multiplied sixteen at a time. An expert without rows has
 sixteen zeros there. Where the next tile lies, and its first row numbers, are found on the way.
 
-WHOLE_WIDTH: tiles are whole along the width, too; else the last ones are stored under a mask.
+PLAN.WHOLE_WIDTH: tiles are whole along the width, too; else the last ones are stored under a mask.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ def ring_parts(start, end, count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _fill_stage(
-    right_desc, columns, place, left_bufs, right_bufs, full, empty, stage, parity, row, w, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def _fill_stage(right_desc, columns, place, ring, stage, parity, row, w, PLAN: gl.constexpr):
+    left_bufs, right_bufs, full, empty = ring
     pointers = columns + (place.to(gl.int64) * PIECE)[:, None]
     mbarrier.wait(empty.index(stage), parity)
     bar = full.index(stage)
-    mbarrier.expect(bar, BLOCK_W * BLOCK_N * 2)
-    bulk_load(right_desc, [row, w * BLOCK_W], bar, right_bufs.index(stage))
+    mbarrier.expect(bar, PLAN.BLOCK_W * PLAN.BLOCK_N * 2)
+    bulk_load(right_desc, [row, w * PLAN.BLOCK_W], bar, right_bufs.index(stage))
     gather(left_bufs.index(stage), pointers)
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
 def _fill_last_rows(
-    columns, place, right, left_bufs, right_bufs, full, empty, count, row, end, w, width, right_stride,
-    BLOCK_W: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
-    LAYOUT: gl.constexpr, WHOLE_WIDTH: gl.constexpr,
+    columns, place, right, ring, count, row, end, w, width, right_stride, LAYOUT: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """An expert's rows that do not fill a stage, or none where it has no rows at all, and zeros behind them."""
+    left_bufs, right_bufs, full, empty = ring
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_W: gl.constexpr = PLAN.BLOCK_W
     # The right side in blocks of 64 columns, as they lie one after the other.
     BLOCK: gl.constexpr = 64
-    right_blocks = reinterpret(right_bufs, right_bufs.dtype, [STAGES * BLOCK_W // BLOCK, BLOCK_N, BLOCK], BLOCK_LAYOUT)
+    right_blocks = reinterpret(
+        right_bufs, right_bufs.dtype, [STAGES * BLOCK_W // BLOCK, PLAN.BLOCK_N, BLOCK], PLAN.BLOCK_LAYOUT
+    )
     c = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-    n = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    n = row + gl.arange(0, PLAN.BLOCK_N, gl.SliceLayout(1, LAYOUT))
     stage = count % STAGES
     owned = (n < end)[:, None]
     pointers = columns + (place.to(gl.int64) * PIECE)[:, None]
@@ -74,7 +75,7 @@ def _fill_last_rows(
     own = right + n.to(gl.int64)[:, None] * right_stride + (w * BLOCK_W + c)[None, :]
     first = stage * (BLOCK_W // BLOCK)
     blocks = BLOCK_W // BLOCK
-    if not WHOLE_WIDTH:  # what lies behind them is not stored
+    if not PLAN.WHOLE_WIDTH:  # what lies behind them is not stored
         blocks = gl.minimum(width - w * BLOCK_W, BLOCK_W) // BLOCK
     for block in range(blocks):
         gather(right_blocks.index(first + block), own + (block * BLOCK), mask=owned)
@@ -85,13 +86,12 @@ def _fill_last_rows(
 
 
 @gluon.jit
-def fill_onward(
-    right_desc, left, right, order, offs_E, heaviest_E, places, left_bufs, right_bufs, full, empty, experts, hidden,
-    width, left_stride, right_stride, TOP_K: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, BLOCK_LAYOUT: gl.constexpr,
-    WHOLE_WIDTH: gl.constexpr,
-):  # fmt: skip
+def fill_onward(sources, owners, places, ring, sizes, left_stride, right_stride, PLAN: gl.constexpr):
     """Fills the stages, tile after tile, as they come free; all of a tile's columns of the left side are there."""
+    right_desc, left, right, order = sources
+    experts, hidden, width = sizes
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     TURN: gl.constexpr = STAGES * BLOCK_N
     place_bufs = reinterpret(places, gl.uint32, [STAGES, BLOCK_N], places.type.layout)
     # A thread's rows of a stage are neighbours: it reads their places in one go.
@@ -99,60 +99,57 @@ def fill_onward(
     of_stage: gl.constexpr = gl.SliceLayout(1, layout)
     turn_n = gl.arange(0, TURN, gl.BlockedLayout([1], [32], [4], [0]))
     pieces = (left_stride // PIECE).to(gl.uint32)
-    h_tiles = gl.cdiv(hidden, BLOCK_H)
-    w_tiles = gl.cdiv(width, BLOCK_W)
+    h_tiles = gl.cdiv(hidden, PLAN.BLOCK_H)
+    w_tiles = gl.cdiv(width, PLAN.BLOCK_W)
     tiles = experts * h_tiles * w_tiles
     count = 0
-    expert, h, w = expert_of_turn(0, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-    start, end = rows_of_turn(expert, offs_E)
+    expert, h, w = expert_of_turn(0, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
+    start, end = rows_of_turn(expert, owners)
     slot = gl.load(order + (start + turn_n), mask=start + turn_n < end, other=0)
     for turn in range(turns_of_program(tiles)):
-        columns = (left + h * BLOCK_H) + gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout))[None, :]
+        columns = (left + h * PLAN.BLOCK_H) + gl.arange(0, PLAN.BLOCK_H, gl.SliceLayout(0, layout))[None, :]
         head, behind, filled = ring_parts(start, end, count, BLOCK_N, STAGES)
-        places.store((slot // TOP_K).to(gl.uint32) * pieces)
+        places.store((slot // PLAN.TOP_K).to(gl.uint32) * pieces)
         slot = gl.load(order + (head + turn_n), mask=head + turn_n < end, other=0)
-        expert, next_h, next_w = expert_of_turn(turn + 1, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        expert, next_h, next_w = expert_of_turn(turn + 1, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
         began = count
         for row in range(start, head, BLOCK_N):
-            _fill_stage(
-                right_desc, columns, place_bufs.index(count - began).load(of_stage), left_bufs, right_bufs, full,
-                empty, count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
-            )  # fmt: skip
+            place = place_bufs.index(count - began).load(of_stage)
+            at, parity = count % STAGES, ((count // STAGES) & 1) ^ 1
+            _fill_stage(right_desc, columns, place, ring, at, parity, row, w, PLAN)
             count += 1
-        next_start, next_end = rows_of_turn(expert, offs_E)
+        next_start, next_end = rows_of_turn(expert, owners)
         for row in range(head, behind, TURN):
-            places.store((slot // TOP_K).to(gl.uint32) * pieces)
+            places.store((slot // PLAN.TOP_K).to(gl.uint32) * pieces)
             ahead = row + TURN + turn_n
             slot = gl.load(order + ahead, mask=ahead < end, other=0)
             parity = ((count // STAGES) & 1) ^ 1
             for stage in gl.static_range(STAGES):
-                _fill_stage(
-                    right_desc, columns, place_bufs.index(stage).load(of_stage), left_bufs, right_bufs, full, empty,
-                    stage, parity, row + stage * BLOCK_N, w, BLOCK_W, BLOCK_N,
-                )  # fmt: skip
+                place = place_bufs.index(stage).load(of_stage)
+                _fill_stage(right_desc, columns, place, ring, stage, parity, row + stage * BLOCK_N, w, PLAN)
             count += STAGES
-        places.store((slot // TOP_K).to(gl.uint32) * pieces)
+        places.store((slot // PLAN.TOP_K).to(gl.uint32) * pieces)
         ahead = next_start + turn_n
         slot = gl.load(order + ahead, mask=ahead < next_end, other=0)
         began = count
         for row in range(behind, filled, BLOCK_N):
-            _fill_stage(
-                right_desc, columns, place_bufs.index(count - began).load(of_stage), left_bufs, right_bufs, full,
-                empty, count % STAGES, ((count // STAGES) & 1) ^ 1, row, w, BLOCK_W, BLOCK_N,
-            )  # fmt: skip
+            place = place_bufs.index(count - began).load(of_stage)
+            at, parity = count % STAGES, ((count // STAGES) & 1) ^ 1
+            _fill_stage(right_desc, columns, place, ring, at, parity, row, w, PLAN)
             count += 1
         if (filled < end) | (start == end):
+            place = place_bufs.index(count - began).load(of_stage)
             _fill_last_rows(
-                columns, place_bufs.index(count - began).load(of_stage), right, left_bufs, right_bufs, full, empty,
-                count, filled, end, w, width, right_stride, BLOCK_W, BLOCK_N, STAGES, BLOCK_LAYOUT, layout, WHOLE_WIDTH,
+                columns, place, right, ring, count, filled, end, w, width, right_stride, layout, PLAN
             )  # fmt: skip
             count += 1
         h, w, start, end = next_h, next_w, next_start, next_end
 
 
 @gluon.jit
-def _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, parity, more, WARPGROUP: gl.constexpr):
+def _sum_stage(acc, ring, stage, parity, more, WARPGROUP: gl.constexpr):
     """A stage's product, begun; the stage before it is given back. more: not the first of a tile."""
+    left_bufs, right_bufs, full, empty = ring
     STAGES: gl.constexpr = right_bufs.shape[0]
     HALF: gl.constexpr = left_bufs.shape[2] // 2
     mbarrier.wait(full.index(stage), parity)
@@ -165,10 +162,9 @@ def _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, parity, more, WAR
 
 
 @gluon.jit
-def _sum_last_rows(
-    acc, left_bufs, right_bufs, full, stage, parity, rows, more, WARPGROUP: gl.constexpr, STEP: gl.constexpr,
-):  # fmt: skip
+def _sum_last_rows(acc, ring, stage, parity, rows, more, WARPGROUP: gl.constexpr, STEP: gl.constexpr):
     """The product of a stage's first rows, begun, STEP of them at a time."""
+    left_bufs, right_bufs, full, _ = ring
     HALF: gl.constexpr = left_bufs.shape[2] // 2
     mbarrier.wait(full.index(stage), parity)
     fence_async_shared()
@@ -187,12 +183,15 @@ def _sum_last_rows(
 
 
 @gluon.jit
-def consume_onward(
-    offs_E, heaviest_E, left_bufs, right_bufs, full, empty, staging, out_desc, out, experts, hidden, width,
-    WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WHOLE_WIDTH: gl.constexpr,
-):  # fmt: skip
+def consume_onward(owners, ring, staging, out_desc, out, sizes, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """One warpgroup's half of each tile along H."""
+    experts, hidden, width = sizes
+    empty = ring[3]
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_H: gl.constexpr = PLAN.BLOCK_H
+    BLOCK_W: gl.constexpr = PLAN.BLOCK_W
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    TRANSPOSED: gl.constexpr = PLAN.TRANSPOSED
     h_tiles = gl.cdiv(hidden, BLOCK_H)
     w_tiles = gl.cdiv(width, BLOCK_W)
     tiles = experts * h_tiles * w_tiles
@@ -202,38 +201,33 @@ def consume_onward(
     acc = gl.zeros((BLOCK_H // 2, BLOCK_W), gl.float32, mma)
     count = 0
     turns = turns_of_program(tiles)
-    expert, h, w = expert_of_turn(0, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-    start, end = rows_of_turn(expert, offs_E)
+    expert, h, w = expert_of_turn(0, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
+    start, end = rows_of_turn(expert, owners)
     for turn in range(turns):
         head, behind, filled = ring_parts(start, end, count, BLOCK_N, STAGES)
         for row in range(start, head, BLOCK_N):
-            acc = _sum_stage(
-                acc, left_bufs, right_bufs, full, empty, count % STAGES, (count // STAGES) & 1, row > start, WARPGROUP
-            )
+            acc = _sum_stage(acc, ring, count % STAGES, (count // STAGES) & 1, row > start, WARPGROUP)
             count += 1
-        next_expert, next_h, next_w = expert_of_turn(turn + 1, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
+        next_expert, next_h, next_w = expert_of_turn(turn + 1, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
         for _ in range(head, behind, STAGES * BLOCK_N):
             parity = (count // STAGES) & 1
             for stage in gl.static_range(STAGES):
-                acc = _sum_stage(acc, left_bufs, right_bufs, full, empty, stage, parity, True, WARPGROUP)
+                acc = _sum_stage(acc, ring, stage, parity, True, WARPGROUP)
             count += STAGES
-        next_start, next_end = rows_of_turn(next_expert, offs_E)
+        next_start, next_end = rows_of_turn(next_expert, owners)
         for _ in range(behind, filled, BLOCK_N):
-            acc = _sum_stage(
-                acc, left_bufs, right_bufs, full, empty, count % STAGES, (count // STAGES) & 1, True, WARPGROUP
-            )
+            acc = _sum_stage(acc, ring, count % STAGES, (count // STAGES) & 1, True, WARPGROUP)
             count += 1
         partial = (filled < end) | (start == end)
         if partial:
             acc = _sum_last_rows(
-                acc, left_bufs, right_bufs, full, count % STAGES, (count // STAGES) & 1, end - filled, filled > start,
-                WARPGROUP, 16,
+                acc, ring, count % STAGES, (count // STAGES) & 1, end - filled, filled > start, WARPGROUP, 16
             )  # fmt: skip
             count += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + 2 * STAGES - 2) % STAGES), count=1, pred=partial & (filled > start))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        if WHOLE_WIDTH:
+        if PLAN.WHOLE_WIDTH:
             if TRANSPOSED:
                 first = expert * width + w * BLOCK_W
                 second = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
@@ -248,9 +242,7 @@ def consume_onward(
                 second += BLOCK_W // 2
             _store(other_sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
         else:
-            store_gradient(
-                acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W
-            )
+            store_gradient(acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED)
         expert, h, w, start, end = next_expert, next_h, next_w, next_start, next_end
     tma.store_wait(0)
 

@@ -1,7 +1,7 @@
 """Where a tile of a weight gradient lies, and its way to memory.
 
-    tile, expert, h, w, start, end = place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-    store_gradient(acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H, BLOCK_W)
+    tile, expert, h, w, start, end = place_of_turn(turn, owners, tiles, h_tiles, w_tiles, GROUP)
+    store_gradient(acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED)
 
 For `amoeba.kernels.hopper.wgrad`, and for the scheduled backward.
 """
@@ -17,15 +17,15 @@ from amoeba.kernels.hopper.tma import bulk_store
 
 
 @gluon.jit
-def place_of_turn(turn, offs_E, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
+def place_of_turn(turn, owners, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
     """Expert, tile along H and along W, and the expert's rows, of a multiprocessor's turn-th tile.
 
     Experts come by falling number of rows, and every second turn runs backwards: so each multiprocessor gets its share
     of the long and of the short ones. In the last turn there may be no tile for it: no rows then, and `tile` says so.
     """
     tile = _tile_of_turn(turn)
-    expert, h, w = expert_of_turn(turn, heaviest_E, tiles, h_tiles, w_tiles, GROUP)
-    start, end = rows_of_turn(expert, offs_E)
+    expert, h, w = expert_of_turn(turn, owners, tiles, h_tiles, w_tiles, GROUP)
+    start, end = rows_of_turn(expert, owners)
     return tile, expert, h, w, start, gl.where(tile < tiles, end, start)
 
 
@@ -44,10 +44,10 @@ def turns_of_program(tiles):
 
 
 @gluon.jit
-def expert_of_turn(turn, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
+def expert_of_turn(turn, owners, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
     """Expert, tile along H and along W of a multiprocessor's turn-th tile; of the last tile where it has none."""
     inside = gl.minimum(_tile_of_turn(turn), tiles - 1)
-    expert = gl.load(heaviest_E + inside // (h_tiles * w_tiles))
+    expert = gl.load(owners[1] + inside // (h_tiles * w_tiles))
     inside = inside % (h_tiles * w_tiles)
     group = inside // (GROUP * w_tiles)
     height = gl.minimum(h_tiles - group * GROUP, GROUP)
@@ -56,51 +56,47 @@ def expert_of_turn(turn, heaviest_E, tiles, h_tiles, w_tiles, GROUP: gl.constexp
 
 
 @gluon.jit
-def rows_of_turn(expert, offs_E):
+def rows_of_turn(expert, owners):
     """An expert's first row, and behind its last one."""
+    offs_E = owners[0]
     return gl.load(offs_E + expert - 1, mask=expert > 0, other=0), gl.load(offs_E + expert)
 
 
 @gluon.jit
 def store_gradient(
     acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr = 1,
+    BUFFERS: gl.constexpr = 1,
 ):  # fmt: skip
     """One warpgroup's half of a tile along H, in two parts for each of its buffers, which take turns."""
+    HALF: gl.constexpr = acc.shape[0]
+    BLOCK_W: gl.constexpr = acc.shape[1]
     parts = column_parts(acc, 2 * BUFFERS)
     for part in gl.static_range(2 * BUFFERS):
-        store_part(
-            parts[part], part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED, BLOCK_H,
-            BLOCK_W, BUFFERS,
-        )  # fmt: skip
+        first_h = h * (2 * HALF) + WARPGROUP * HALF
+        first_w = w * BLOCK_W + part * (BLOCK_W // (2 * BUFFERS))
+        buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
+        if TRANSPOSED:
+            transposed = buffer.permute((1, 0))
+            store_piece(
+                parts[part], out, out_desc, buffer, transposed, expert, first_w, width, first_h, hidden, BUFFERS - 1
+            )
+        else:
+            store_piece(
+                parts[part], out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1
+            )
 
 
 @gluon.jit
-def store_part(
-    value, part, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_W: gl.constexpr, BUFFERS: gl.constexpr,
-):  # fmt: skip
-    first_h = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
-    first_w = w * BLOCK_W + part * (BLOCK_W // (2 * BUFFERS))
-    buffer = staging.index(WARPGROUP * BUFFERS + part % BUFFERS)
-    if TRANSPOSED:
-        turned = buffer.permute((1, 0))
-        store_piece(value, out, out_desc, buffer, turned, expert, first_w, width, first_h, hidden, BUFFERS - 1)
-    else:
-        store_piece(value, out, out_desc, buffer, buffer, expert, first_h, hidden, first_w, width, BUFFERS - 1)
-
-
-@gluon.jit
-def store_piece(value, out, out_desc, buffer, turned, expert, row, rows, column, columns, PENDING: gl.constexpr):
+def store_piece(value, out, out_desc, buffer, transposed, expert, row, rows, column, columns, PENDING: gl.constexpr):
     """A part of an expert's (rows, columns) to memory: by the copy engine where it is whole, else under a mask.
 
-    turned: the buffer as `value` lies. PENDING: as for `store_tile`.
+    transposed: the buffer as `value` lies. PENDING: as for `store_tile`.
     """
     HEIGHT: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     whole = (row + HEIGHT <= rows) & (column + WIDTH <= columns)
     wait_for_buffer(whole, PENDING)
-    turned.store(value.to(out.dtype.element_ty))
+    transposed.store(value.to(out.dtype.element_ty))
     if whole:
         fence_async_shared()
         bulk_store(out_desc, [expert * rows + row, column], buffer)

@@ -71,6 +71,7 @@ def fill_task(
     dy, x, da, dh, _ = sources
     row_bufs, matrix_bufs, left_bufs, da_bufs, h_bufs, token_bufs, full, empty = ring
     stages, place = (row_bufs, matrix_bufs, full, empty), (expert, row, part)
+    gradient_stages = (left_bufs, matrix_bufs, full, empty)
     if kind == DOWN:
         pointers = row_pointers(dy, order, row, end, PLAN.H, PLAN.TOP_K, BLOCK_M, BLOCK_K)
         sizes = (PLAN.H, PLAN.I, PLAN.I)
@@ -80,13 +81,13 @@ def fill_task(
         count = fill_product((dh_rows_desc, gate_up_desc), dy, stages, count, place, sizes, False, PLAN)
     elif kind == DOWN_WEIGHTS:
         count = fill_gradients(
-            scaled_a_desc, dy, da, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-            PLAN.I, PLAN.I, PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
+            (scaled_a_desc, dy, da, order), gradient_stages, count, part, row, end, bundle, PLAN.I, PLAN.I,
+            PLAN.I_TILES, PLAN.DOWN_TILES, PLAN,
         )  # fmt: skip
     elif kind == UP_WEIGHTS:
         count = fill_gradients(
-            dh_desc, x, dh, order, left_bufs, matrix_bufs, full, empty, count, part, row, end, bundle,
-            PLAN.J, PLAN.J, PLAN.J_TILES, PLAN.UP_TILES, PLAN,
+            (dh_desc, x, dh, order), gradient_stages, count, part, row, end, bundle, PLAN.J, PLAN.J, PLAN.J_TILES,
+            PLAN.UP_TILES, PLAN,
         )  # fmt: skip
     elif kind == ACTIVATE:
         count = fill_lines(

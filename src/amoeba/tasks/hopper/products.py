@@ -13,7 +13,7 @@ from amoeba.kernels.hopper.epilogue import column_parts, store_tile
 from amoeba.kernels.hopper.gemm_kernel import multiply_stage
 from amoeba.kernels.hopper.wgrad import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.tiles import grouped_order
-from amoeba.tasks.hopper.queue import BLOCK_K, BLOCK_M, BLOCK_N, STAGES, is_there, take, tell
+from amoeba.tasks.hopper.queue import BLOCK_K, STAGES, is_there, take, tell
 from amoeba.tasks.triton.tickets import DOWN, DOWN_WEIGHTS
 
 # A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
@@ -23,23 +23,18 @@ TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 @gluon.jit
 def fill_gradients(
-    right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, part, row, end, bundle,
-    WIDTH: gl.constexpr, STRIDE: gl.constexpr, WIDTH_TILES: gl.constexpr, TILES: gl.constexpr, PLAN: gl.constexpr,
+    sources, ring, count, part, row, end, bundle, WIDTH: gl.constexpr, STRIDE: gl.constexpr,
+    WIDTH_TILES: gl.constexpr, TILES: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The stages of a task's tiles of a weight's gradient."""
+    """The stages of a task's tiles of a weight's gradient. sources, ring: as for `fill_gradient`."""
+    strides = (PLAN.H, STRIDE)
     if PLAN.BUNDLED:
         for tile in range(part * bundle, gl.minimum((part + 1) * bundle, TILES)):
             h, w = grouped_order(tile, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
-            count = fill_gradient(
-                right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
-                WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
+            count = fill_gradient(sources, ring, count, (h, w, row, end), PLAN.H, WIDTH, strides, PLAN.TOP_K)
     else:
         h, w = grouped_order(part, PLAN.H_TILES, WIDTH_TILES, PLAN.GROUP)
-        count = fill_gradient(
-            right_desc, left, right, order, left_bufs, right_bufs, full, empty, count, h, w, row, end, PLAN.H,
-            WIDTH, PLAN.H, STRIDE, PLAN.TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
+        count = fill_gradient(sources, ring, count, (h, w, row, end), PLAN.H, WIDTH, strides, PLAN.TOP_K)
     return count
 
 
@@ -102,7 +97,7 @@ def sum_tile(
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
     tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
     for first in range(row, end, BLOCK_K):
-        acc = sum_stage(acc, left_bufs, matrix_bufs, full, empty, count, first > row, WARPGROUP, STAGES)
+        acc = sum_stage(acc, (left_bufs, matrix_bufs, full, empty), count, first > row, WARPGROUP)
         count += 1
         if (first <= tell_at) & (tell_at < first + BLOCK_K):
             tell(untold, counters, PLAN)
@@ -115,12 +110,8 @@ def sum_tile(
         tell(untold, counters, PLAN)
     if kind == DOWN_WEIGHTS:
         h, w = grouped_order(tile, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
-        store_gradient(
-            acc, buffers, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, BLOCK_M, BLOCK_N, 2
-        )
+        store_gradient(acc, buffers, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, 2)
     else:
         h, w = grouped_order(tile, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
-        store_gradient(
-            acc, buffers, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, BLOCK_M, BLOCK_N, 2
-        )
+        store_gradient(acc, buffers, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, 2)
     return count, ahead, next_task
