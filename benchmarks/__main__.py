@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from amoeba.commands import exits
-from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.options import Json, Verbose, parse_device, parse_dtypes
 from amoeba.commands.start import start
+from amoeba.commands.typer_app import Typer
 
 app = Typer(
     name="benchmarks",
@@ -94,7 +94,7 @@ def ranks(
     """Experts over processes of this machine: what each exchange costs, and how much of it is hidden."""
     output = start(verbose, passive_waiting=False)
     with usage():
-        from amoeba.commands.bench import default_dtypes
+        from amoeba.commands.bench_layers import default_dtypes
         from amoeba.commands.bench_run import free_path
         from benchmarks.ranks.run import choose_job, run
 

@@ -14,7 +14,7 @@ from amoeba.bench.captured import LAYERS, apart, host_times, in_graphs
 from amoeba.bench.shapes import SHAPES, Shape
 from amoeba.bench.suite import Plan
 from amoeba.bench.workload import make_workload
-from amoeba.commands import bench as bench_command
+from amoeba.commands import bench_layers as bench_command
 from noted_output import NotedOutput
 
 CPU = torch.device("cpu")

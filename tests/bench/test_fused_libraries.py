@@ -13,7 +13,7 @@ from amoeba.bench.implementations import PEERS, implementations
 from amoeba.bench.shapes import Shape
 from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.workload import make_workload
-from amoeba.commands.bench import choose_peers
+from amoeba.commands.bench_layers import choose_peers
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 12, 64, 32, 4, 2)

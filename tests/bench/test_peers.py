@@ -11,8 +11,8 @@ from amoeba.bench.implementations import implementations
 from amoeba.bench.shapes import SHAPES, Shape
 from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.workload import make_workload
-from amoeba.commands import bench as bench_command
-from amoeba.commands.bench import choose_ours, choose_peers, command_line
+from amoeba.commands import bench_layers as bench_command
+from amoeba.commands.bench_layers import choose_ours, choose_peers, command_line
 from amoeba.commands.output import Output
 from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.proof.reference import experts as reference

@@ -17,7 +17,7 @@ from amoeba.bench.document import make_document
 from amoeba.bench.shapes import Shape
 from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.sustained import MeterError, NvmlMeter, Sustained, open_meter, sustain_in_turns
-from amoeba.commands import bench as bench_command
+from amoeba.commands import bench_layers as bench_command
 from noted_output import NotedOutput
 
 CPU = torch.device("cpu")

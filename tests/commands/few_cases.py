@@ -24,8 +24,8 @@ FOR_EVER = 10_000  # seconds
 def only_few_cases(monkeypatch):
     """The suite itself is run by test_conformance.py."""
     monkeypatch.setattr(conformance, "cases", lambda thorough=False: FEW)
-    monkeypatch.setattr("amoeba.commands.verify.cases", lambda thorough=False: FEW)
-    monkeypatch.setattr("amoeba.commands.verify.SECONDS", FOR_EVER)
+    monkeypatch.setattr("amoeba.commands.verify_run.cases", lambda thorough=False: FEW)
+    monkeypatch.setattr("amoeba.commands.verify_run.SECONDS", FOR_EVER)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
     monkeypatch.setitem(ceilings.SIZES, "cpu", SMALL)
 

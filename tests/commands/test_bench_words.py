@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from amoeba.bench.suite import Measurement
-from amoeba.commands import bench
+from amoeba.commands import bench_layers as bench
 
 
 def test_those_that_share_a_reason_are_told_in_one_line():

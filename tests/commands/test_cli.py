@@ -19,7 +19,7 @@ from amoeba.bench import suite
 from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.shapes import Shape
 from amoeba.cli import app
-from amoeba.commands import bench as bench_command
+from amoeba.commands import bench_layers as bench_command
 from amoeba.commands import finetune as finetune_command
 from amoeba.commands.options import DTYPES, FROZEN_PRECISIONS, experts_in
 from amoeba.commands.output import Output, strict_json
@@ -55,7 +55,7 @@ def test_a_default_that_a_help_text_names_is_that_of_the_settings(name, kind):
     defaults = {field.name: field.default for field in fields(kind)}
     said = 0
     for parameter in get_command(app).commands[name].params:
-        number = re.search(r"default ([\d.e-]*\d)", parameter.help, re.IGNORECASE)
+        number = re.search(r"default:? ([\d.e-]*\d)", parameter.help, re.IGNORECASE)
         if number is not None and parameter.name in defaults:
             assert float(number[1]) == defaults[parameter.name], parameter.help
             said += 1

@@ -106,7 +106,7 @@ def test_the_document_says_what_happened_and_what_to_do(name, amoeba, monkeypatc
     def fail(output):
         raise error
 
-    monkeypatch.setattr("amoeba.commands.doctor.run", fail)
+    monkeypatch.setattr("amoeba.commands.doctor_run.run", fail)
     ended = amoeba("doctor", "--json")
     check(ended, code)
     assert said in ended.document["error"]
@@ -116,7 +116,9 @@ def test_the_document_says_what_happened_and_what_to_do(name, amoeba, monkeypatc
 
 
 def test_a_check_that_failed_has_its_own_document_alone(amoeba, monkeypatch):
-    monkeypatch.setattr("amoeba.commands.verify.run", lambda *_: ({"document": "amoeba verify", "ok": False}, False))
+    monkeypatch.setattr(
+        "amoeba.commands.verify_run.run", lambda *_: ({"document": "amoeba verify", "ok": False}, False)
+    )
     ended = amoeba("verify", "--device", "cpu", "--json")
     assert ended.code == exits.CHECK_FAILED
     assert [json.loads(line)["document"] for line in ended.out.splitlines()] == ["amoeba verify"]

@@ -451,7 +451,7 @@ def test_a_bug_is_said_to_be_one_and_shows_its_traceback_when_asked(place, amoeb
     def broken(*_, **__):
         raise KeyError("inner")
 
-    monkeypatch.setattr("amoeba.commands.report.write_report", broken)
+    monkeypatch.setattr("amoeba.observe.report.write_report", broken)
     ended = amoeba("report", place.folder)
     assert ended.code == exits.BUG
     assert "unexpected KeyError: 'inner'. This is a bug" in ended.sentence and exits.TRACEBACK in ended.sentence
@@ -464,7 +464,7 @@ def test_memory_that_is_not_there_is_a_sentence(place, amoeba, monkeypatch):
     def too_much(*_, **__):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 9 bytes")
 
-    monkeypatch.setattr("amoeba.commands.report.write_report", too_much)
+    monkeypatch.setattr("amoeba.observe.report.write_report", too_much)
     ended = amoeba("report", place.folder)
     assert ended.code == exits.BAD_USAGE
     assert "memory: expected enough for this; got [enforce fail" in ended.sentence

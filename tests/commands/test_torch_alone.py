@@ -26,11 +26,11 @@ WITHOUT = """
 
     sys.meta_path.insert(0, Absent())
     from amoeba.bench import ceilings, timing
-    from amoeba.commands import verify
+    from amoeba.commands import verify_run
     from amoeba.proof import conformance
 
-    conformance.cases = verify.cases = lambda thorough=False: few
-    verify.SECONDS = for_ever
+    conformance.cases = verify_run.cases = lambda thorough=False: few
+    verify_run.SECONDS = for_ever
     timing.LEAST_SECONDS = 0.0
     ceilings.SIZES["cpu"] = small
     done = []

@@ -109,8 +109,8 @@ def test_verify_says_who_refuses_and_that_nothing_checked_is_no_success(monkeypa
 
 
 def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
-    monkeypatch.setattr("amoeba.commands.verify.SECONDS", 0)
-    monkeypatch.setattr("amoeba.commands.verify._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("amoeba.commands.verify_run.SECONDS", 0)
+    monkeypatch.setattr("amoeba.commands.verify_run._SECONDS_BETWEEN_LINES", 0.0)
     words = ("verify", "--device", "cpu", "--dtype", "fp32", "--dtype", "fp64", "--backend", "eager", "--json")
     result = invoke(*words)
     assert result.exit_code == 0
@@ -127,7 +127,7 @@ def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
 
 def test_a_pipe_hears_of_a_long_verify_every_few_seconds(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("amoeba.commands.verify.time.monotonic", lambda: now.append(now[-1] + 1) or now[-1])
+    monkeypatch.setattr("amoeba.commands.verify_run.time.monotonic", lambda: now.append(now[-1] + 1) or now[-1])
     result = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "cpu")
     assert len([line for line in result.stderr.splitlines() if " of 6 done, now " in line]) in (1, 2)
 

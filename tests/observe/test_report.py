@@ -178,7 +178,7 @@ def test_long_runs_are_thinned_and_say_so(tmp_path, monkeypatch):
 
 def test_the_command_says_where_the_page_is(whole_run, tmp_path, capsys):
     path = tmp_path / "page.html"
-    document = report_command.run(whole_run, path, Output())
+    document = report_command.write(whole_run, path, Output())
     assert document["report"] == str(path) and document["bytes"] == path.stat().st_size > 10_000
     assert path.as_uri() in capsys.readouterr().out
 

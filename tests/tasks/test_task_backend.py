@@ -10,7 +10,7 @@ import torch
 from amoeba import Activation, ExpertWeights, Routing, experts
 from amoeba.backends import measured, registry
 from amoeba.backends.backend import Request
-from amoeba.commands.verify import check_backends
+from amoeba.commands.verify_run import check_backends
 from amoeba.proof.cases import Case
 from amoeba.proof.conformance import verify_case
 from amoeba.tasks.sizes import Sizes, extra_bytes

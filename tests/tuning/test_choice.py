@@ -13,7 +13,7 @@ import pytest
 import torch
 from forgetting import forget
 
-from amoeba.commands import doctor
+from amoeba.commands import doctor_run as doctor
 from amoeba.kernels.attention import tile as attention
 from amoeba.kernels.decode.candidates import candidates as decode_candidates
 from amoeba.kernels.tile_sizes import (

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,61 +19,113 @@ from amoeba.core.errors import bad_value
 if TYPE_CHECKING:
     import torch
 
-# For every command that loads a model. On the command line alone: neither a YAML file nor a run's folder may set it.
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python code that the model's folder or hub page brings.")
-]
-# For every command that trains.
-Seed = Annotated[
-    int | None, typer.Option("--seed", help="Of new weights, the held-out share and the data's order; default 0.")
-]
-HeldOut = Annotated[
-    str | None, typer.Option("--held-out", help="Share of the data, or a file, for the held-out loss: 0.05.")
-]
-ConfigFile = Annotated[str | None, typer.Option("--config", help="YAML file with any of these settings.")]
-Resume = Annotated[str | None, typer.Option("--resume", help="Go on with the run in this folder.")]
-StartFrom = Annotated[str | None, typer.Option("--from", help="With --resume: this checkpoint instead of the last.")]
-Minutes = Annotated[float | None, typer.Option("--minutes", help="Stop after this many minutes of training.")]
-Accumulation = Annotated[int | None, typer.Option("--accumulation", help="Passes per optimizer step.")]
-GradientCheckpointing = Annotated[
-    bool, typer.Option("--gradient-checkpointing", help="Less memory, a second forward pass.")
-]
-EvalEvery = Annotated[int | None, typer.Option("--eval-every", help="Steps between held-out losses; default 100.")]
-SaveEvery = Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints; default 100.")]
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Of experts that stay as they are; those that train have recipes, see `amoeba train --precision`.
+FROZEN_PRECISIONS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
 Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Give the reason of every decision, and show other packages' warnings.")
+    bool, typer.Option("-v", "--verbose", help="Explain every decision, and show warnings from other packages.")
 ]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. Can be repeated.")]
 
-Compile = Annotated[
-    str | None, typer.Option("--compile", help="Decoder layers by torch.compile: auto (long runs on a GPU), on or off.")
+# For every command that loads a model.
+ModelArgument = typer.Argument(help="A Hugging Face model folder, an expert store, or a hub name.")
+# On the command line alone: neither a YAML file nor a run's folder may set it.
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder or hub page.")
 ]
-OptimizerStates = Annotated[
-    str | None,
-    typer.Option("--optimizer-states", help="AdamW's moments on a GPU: float32, or bfloat16 for less memory."),
-]
-# With --experts ranks, for every command that trains.
-ExpertRanks = Annotated[
-    int | None,
-    typer.Option("--expert-ranks", help="Over so many ranks are a layer's experts, default all; FSDP2 does the rest."),
-]
-DenseParameters = Annotated[
-    str | None,
-    typer.Option("--dense", help="All other parameters: ddp, a copy on each rank, or fsdp, shards by FSDP2."),
-]
-
-# Of experts that stay as they are; those that train have recipes, see `amoeba train --precision`.
-FROZEN_PRECISIONS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+# For models whose experts are frozen.
+FrozenExperts = typer.Option(
+    "--experts",
+    help="Expert placement: resident, cpu-bf16, cpu-int8, ranks or auto; or a quantised format: mxfp4-weights, ...",
+)
 FrozenPrecision = Annotated[
     str | None,
     typer.Option(
-        "--precision", help="Of the experts: bf16 (as they are), fp8, mxfp8, mxfp4 or nvfp4; --experts fp8-weights ..."
+        "--precision",
+        help="Expert format: bf16 (unchanged), fp8, mxfp8, mxfp4 or nvfp4; fp8 means --experts fp8-weights.",
     ),
 ]
+Ram = Annotated[
+    str | None,
+    typer.Option("--ram", help="Stream the experts. Memory budget for the whole model: 8GiB, ... or auto."),
+]
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        "--vram",
+        help="Stream to a GPU. GPU memory budget for the whole model; --ram then limits pinned memory.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `train` and `finetune` have in common. Fields are named as those of `RunSettings`. None: the default."""
+
+    config: Annotated[
+        str | None, typer.Option("--config", help="YAML file with any of these settings. Options override it.")
+    ] = None
+    resume: Annotated[str | None, typer.Option("--resume", help="Resume the run in this folder.")] = None
+    start_from: Annotated[
+        str | None, typer.Option("--from", help="With --resume: start from this checkpoint instead of the last one.")
+    ] = None
+    held_out: Annotated[
+        str | None, typer.Option("--held-out", help="Evaluation data: a share of the data such as 0.05, or a file.")
+    ] = None
+    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after this many minutes.")] = None
+    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Batches per optimizer step.")] = None
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Save memory by recomputing activations in backward.")
+    ] = False
+    expert_ranks: Annotated[
+        int | None, typer.Option("--expert-ranks", help="Expert-parallel group size (default: all ranks).")
+    ] = None
+    dense: Annotated[
+        str | None,
+        typer.Option("--dense", help="Other parameters with --experts ranks: ddp (replicated) or fsdp (sharded)."),
+    ] = None
+    compile: Annotated[
+        str | None,
+        typer.Option("--compile", help="Compile the decoder layers: auto (long runs on a GPU), on or off."),
+    ] = None
+    optimizer_states: Annotated[
+        str | None,
+        typer.Option("--optimizer-states", help="AdamW moments on a GPU: float32, or bfloat16 for less memory."),
+    ] = None
+    eval_every: Annotated[
+        int | None, typer.Option("--eval-every", help="Steps between evaluations (default: 100).")
+    ] = None
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", help="Steps between checkpoints (default: 100).")
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Random seed for new weights, the held-out share and data order (default: 0)."),
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+
+    def given(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The settings that were given, with a command's `own` options; flags that are not set are left out."""
+        told = own | vars(self) | {"held_out": share_or_file(self.held_out)}
+        others = ("config", "resume", "start_from", "trust_remote_code")
+        return {
+            name: value
+            for name, value in told.items()
+            if value is not None and value is not False and name not in others
+        }
+
+    def of_the_job(self) -> dict[str, Any]:
+        """What is no setting of the run."""
+        return {
+            "resume": self.resume is not None,
+            "start_from": self.start_from,
+            "trust_remote_code": self.trust_remote_code,
+        }
 
 
 def speaks() -> bool:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.options import Json, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
+from amoeba.commands.typer_app import Typer
 from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:

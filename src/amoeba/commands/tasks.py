@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amoeba.commands.checked_commands import Typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.options import Json, Verbose, check_file_to_write, check_seed
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
+from amoeba.commands.typer_app import Typer
 from amoeba.core.errors import bad_value, counted
 
 if TYPE_CHECKING:

@@ -1,28 +1,91 @@
-"""`amoeba train`: runs it and tells how it ended."""
+"""`amoeba train`: a language model from scratch or from a checkpoint, and how the run ended."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from amoeba.commands.exits import TRAINER, need
+import typer
+
+from amoeba.commands.exits import TRAINER, finish, need, usage
+from amoeba.commands.options import Json, RunOptions, Verbose, speaks
 from amoeba.commands.output import Output
-from amoeba.jobs.settings import TrainSettings
+from amoeba.commands.start import start
 from amoeba.system.loading import loading
 from amoeba.system.shell import shell_command
 
+if TYPE_CHECKING:
+    from amoeba.jobs.settings import TrainSettings
 
-def run(
-    settings: TrainSettings, resume: bool, start_from: str | None, output: Output, trust_remote_code: bool = False
-) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Fields are named as those of `TrainSettings`. None: the default."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", help="A preset (demo, 120m, mixtral, ...) or a folder with config.json.")
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Training text: a file, folder or dataset name (default: Python's manual)."),
+    ] = None
+    out: Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/MODEL).")] = None
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps (default: 400, or the preset's).")] = (
+        None
+    )
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per batch, summed over all ranks.")] = (
+        None
+    )
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", help="Tokens per row (default: 256, or the preset's).")
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", help="Peak learning rate after warm-up (default: 2e-3, or the preset's)."),
+    ] = None
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", help="Vocabulary of a tokenizer trained on the data.")
+    ] = None
+    balance: Annotated[str | None, typer.Option("--balance", help="Load balancing: aux, bias or none.")] = None
+    experts: Annotated[
+        str | None, typer.Option("--experts", help="Expert placement: resident, or ranks (with torchrun).")
+    ] = None
+    dtype: Annotated[str | None, typer.Option("--dtype", help="auto (whichever is faster), float32 or bfloat16.")] = (
+        None
+    )
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            help="Recipe for the experts' matrix products: bf16 (same as --dtype), fp8, fp8-ste, fp8-saved, fp8-all "
+            "or auto.",
+        ),
+    ] = None
+    log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between log lines (default: 10).")] = None
+
+
+def train(own: TrainOptions, shared: RunOptions, json: Json = False, verbose: Verbose = False) -> None:
+    """Train a mixture-of-experts language model and save it as a Hugging Face folder."""
+    output = start(verbose, over_ranks=True)
+    with loading():
+        from amoeba.jobs.settings import TrainSettings
+        from amoeba.jobs.train.resume import settings_of
+
+    with usage():
+        settings = settings_of(TrainSettings, shared.resume, shared.config, shared.given(vars(own)))
+        document = run(settings, shared, output)
+    finish(output, document, True, json and speaks())
+    if document["exit_code"]:
+        raise typer.Exit(document["exit_code"])
+
+
+def run(settings: TrainSettings, shared: RunOptions, output: Output) -> dict[str, Any]:
     need(*TRAINER)
     with loading():
         from amoeba.commands.over_ranks import job_over_ranks
-        from amoeba.jobs.train.train import train
+        from amoeba.jobs.train.train import train as train_model
 
-    report, first = job_over_ranks(
-        train, settings, output, resume=resume, start_from=start_from, trust_remote_code=trust_remote_code
-    )
+    report, first = job_over_ranks(train_model, settings, output, **shared.of_the_job())
     if not first:
         return asdict(report)
     output.heading("trained" if not report.interrupted else "stopped")

@@ -1,259 +1,43 @@
-"""`amoeba verify`: the conformance suite on this machine, as a table of the worst error of each gradient."""
+"""`amoeba verify`: its options. `verify_run.py` checks and prints."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated
 
-import torch
+import typer
 
-from amoeba.backends.registry import is_known
-from amoeba.commands.options import dtype_name
-from amoeba.commands.output import Output
-from amoeba.core.errors import bad_value
-from amoeba.core.weights import LORA_NAMES
-from amoeba.proof.conformance import (
-    Check,
-    Result,
-    backend_names,
-    cases,
-    names_of_named_backends,
-    tolerance,
-    verify,
-    worst,
-)
-from amoeba.proof.over_ranks import verify_over_ranks
-from amoeba.proof.stages import STAGES
-from amoeba.system.machine import commit, machine, versions
-
-# Columns of the table, in the order in which a token and its gradient meet them.
-_NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES, *STAGES)
-_FAILURES_SHOWN = 10
-# Of the short form. With torch's own start and the last case's kernels still to be compiled, it ends within a minute.
-SECONDS = 40
-_SECONDS_BETWEEN_LINES = 5.0
-_MOST_RANKS = 16
+from amoeba.commands.exits import finish, usage
+from amoeba.commands.options import Device, Dtypes, Json, Verbose, all_dtypes, parse_device, parse_dtypes
+from amoeba.commands.start import start
 
 
-def check_backends(names: Sequence[str], device: torch.device) -> list[str]:
-    """The backends asked for, or all of this device, with those that are otherwise taken by name only."""
-    known = (*backend_names(device), *names_of_named_backends(device))
-    for name in names:
-        if name not in known and not is_known(name):
-            raise bad_value("--backend", f"one of {', '.join(known)}", repr(name), "leave it out for all of them")
-    return list(dict.fromkeys(names)) or list(known)
+def verify(
+    device: Device = "auto",
+    dtype: Dtypes = None,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", help="Check only this backend. Can be repeated.")
+    ] = None,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Check every case, with no time limit.")] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=2, help="Check expert parallelism instead, over this many CPU processes."),
+    ] = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check every backend on this machine: output and each gradient against an fp64 reference, in under a minute."""
+    output = start(verbose)
+    from amoeba.commands import verify_run
 
-
-def run(
-    device: torch.device, dtypes: Sequence[torch.dtype], backends: Sequence[str], thorough: bool, output: Output
-) -> tuple[dict[str, Any], bool]:
-    """Prints the table; returns the document and whether all that was checked is right."""
-    seconds = None if thorough else SECONDS
-    output.progress(
-        f"checking {', '.join(backends)} on {device.type} in {', '.join(map(dtype_name, dtypes))}, "
-        + ("every case there is, without a limit" if thorough else f"the most telling cases first, for {SECONDS} s")
-    )
-    began = time.monotonic()
-    with output.working():
-        results = verify(device, dtypes, backends, thorough, _telling(output), seconds)
-    finished = len(results) // (len(dtypes) * len(backends))
-    document = _document(results, device, thorough) | {
-        "seconds": time.monotonic() - began,
-        "cases": finished,
-        "cases_left_out": len(cases(thorough)) - finished,
-    }
-    _print(document, output)
-    return document, document["ok"]
-
-
-def check_ranks(ranks: int, device: str, backends: Sequence[str], thorough: bool) -> None:
-    """What goes together with --ranks."""
-    if ranks > _MOST_RANKS:
-        raise bad_value("--ranks", f"at most {_MOST_RANKS}", ranks, "each is a process of this machine")
-    for option, given in (("--device", device == "cuda"), ("--backend", backends), ("--thorough", thorough)):
-        if given:
-            raise bad_value(
-                option, "to be left out with --ranks, which has its own cases on the CPU", "both", "drop it"
-            )
-
-
-def run_over_ranks(ranks: int, dtypes: Sequence[torch.dtype], output: Output) -> tuple[dict[str, Any], bool]:
-    """The same for experts over processes that are started here; also compared bit by bit with one process."""
-    output.progress(f"checking experts over {ranks} processes on cpu in {', '.join(map(dtype_name, dtypes))}")
-    began = last = time.monotonic()
-
-    def tell(done: int, total: int, case: str) -> None:
-        nonlocal last
-        if output.on_terminal or time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            output.progress(f"{done} of {total} done, now {case}")
-
-    with output.working():
-        results = verify_over_ranks(ranks, dtypes, tell)
-    document = _document(results, torch.device("cpu"), thorough=True) | {
-        "ranks": ranks,
-        "seconds": time.monotonic() - began,
-    }
-    _print(document, output)
-    if document["ok"]:
-        output.line("gradients of weights, biases, factors and routing weights: the bits of one process")
-    return document, document["ok"]
-
-
-def _telling(output: Output) -> Callable[[Check], None]:
-    """In place on a terminal; in a pipe a line every few seconds."""
-    last = time.monotonic()
-
-    def tell(check: Check) -> None:
-        nonlocal last
-        if not output.on_terminal and time.monotonic() - last < _SECONDS_BETWEEN_LINES:
-            return
-        last = time.monotonic()
-        output.progress(
-            f"{check.done} of {check.total} done, now {check.backend} in {dtype_name(check.dtype)}: {check.case.name}"
-        )
-
-    return tell
-
-
-def _document(results: Sequence[Result], device: torch.device, thorough: bool) -> dict[str, Any]:
-    errors = worst(results)
-    rows = []
-    for backend, dtype in dict.fromkeys((result.backend, result.dtype) for result in results):
-        mine = [result for result in results if (result.backend, result.dtype) == (backend, dtype)]
-        checked = [result for result in mine if result.refused is None]
-        found = errors.get((backend, dtype), {})
-        judged = ("output", "gradients", *(name for name in STAGES if name in found))
-        rows.append(
-            {
-                "backend": backend,
-                "dtype": dtype_name(dtype),
-                "tolerance": {name: tolerance(mine[0].judge, dtype, name) for name in judged},
-                "worst": found,
-                "cases_checked": len(checked),
-                "cases_refused": len(mine) - len(checked),
-                "ok": all(result.ok for result in checked),
-            }
-        )
-    return {
-        "document": "amoeba verify",
-        "ok": all(row["ok"] for row in rows) and any(row["cases_checked"] for row in rows),
-        "device": device.type,
-        "thorough": thorough,
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "backends": rows,
-        "refusals": _refusals(results),
-        "failures": [
-            {
-                "backend": result.backend,
-                "dtype": dtype_name(result.dtype),
-                "case": result.case,
-                "failure": result.failure,
-                "out_of_tolerance": result.out_of_tolerance,
-            }
-            for result in results
-            if not result.ok
-        ],
-    }
-
-
-def _refusals(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One entry per backend and reason, with the number of cases in each dtype."""
-    found: dict[tuple[str, str], Counter[str]] = {}
-    for result in results:
-        if result.refused is not None:
-            found.setdefault((result.backend, result.refused), Counter())[dtype_name(result.dtype)] += 1
-    return [{"backend": key[0], "reason": key[1], "cases": dict(counts)} for key, counts in found.items()]
-
-
-def _print(document: dict[str, Any], output: Output) -> None:
-    rows = [row for row in document["backends"] if row["cases_checked"]]
-    columns, lines = _every_error(rows) if output.verbose else _worst_errors(rows)
-    output.table(f"worst relative error on {document['device']}", columns, lines, text=("backend", "dtype", "of"))
-    _print_refusals(document, output)
-    _print_failures(document["failures"], output)
-    output.line()
-    if not document["thorough"]:
-        output.line(_left_out(document))
-    if not rows:
-        output.line("FAIL: nothing was checked, every case was refused", style="bold red")
-    elif document["ok"]:
-        output.line(f"ok: {sum(row['cases_checked'] for row in rows)} checks, every gradient within tolerance")
-    else:
-        output.line(f"FAIL: {len(document['failures'])} cases out of tolerance or in error", style="bold red")
-
-
-def _print_refusals(document: dict[str, Any], output: Output) -> None:
-    if output.verbose and document["refusals"]:
-        output.heading("not served, and why")
-        for refusal in document["refusals"]:
-            cases_of = ", ".join(f"{count} in {dtype}" for dtype, count in refusal["cases"].items())
-            output.line(f"  {refusal['backend']} (cases: {cases_of}): {refusal['reason']}")
-    elif document["refusals"]:
-        output.heading("not served (-v tells why)")
-        refused = [row for row in document["backends"] if row["cases_refused"]]
-        for backend in dict.fromkeys(row["backend"] for row in refused):
-            mine = [row for row in refused if row["backend"] == backend]
-            whole = [row["dtype"] for row in mine if not row["cases_checked"]]
-            some = [f"{row['cases_refused']} of the cases in {row['dtype']}" for row in mine if row["cases_checked"]]
-            output.line(f"  {backend}: {', '.join((*whole, *some))}")
-
-
-def _left_out(document: dict[str, Any]) -> str:
-    done, left_out = document["cases"], document["cases_left_out"]
-    everything = f"amoeba verify --thorough has {len(cases(thorough=True))} and no limit"
-    if left_out:
-        return f"{done} of {done + left_out} cases within {SECONDS} s, the rest was left out; {everything}"
-    return f"all {done} cases of the short form; {everything}"
-
-
-def _worst_errors(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    lines = []
-    for row in rows:
-        errors = dict(row["worst"])
-        output = max(errors.pop("inference", 0.0), errors.pop("output", 0.0))
-        name = max(errors, key=lambda one: errors[one], default=None)
-        gradient = ["-", ""] if name is None else [f"{errors[name]:.1e}", _spoken(name)]
-        lines.append([*_named(row), f"{output:.1e}", *gradient, *_judged(row)])
-    return ["backend", "dtype", "cases", "output", "gradients", "of", "tolerance", ""], lines
-
-
-def _every_error(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    names = [name for name in _NAMES if any(name in row["worst"] for row in rows)]
-    lines = [
-        [
-            *_named(row),
-            *(f"{row['worst'][name]:.1e}" if name in row["worst"] else "-" for name in names),
-            *_judged(row),
-        ]
-        for row in rows
-    ]
-    return ["backend", "dtype", "cases", *map(_spoken, names), "tolerance", ""], lines
-
-
-def _spoken(name: str) -> str:
-    return name.replace("_bias", " bias").replace("_lora_", " ")
-
-
-def _named(row: dict[str, Any]) -> list[str]:
-    return [row["backend"], row["dtype"], str(row["cases_checked"])]
-
-
-def _judged(row: dict[str, Any]) -> list[str]:
-    limits = ", ".join(dict.fromkeys(f"{limit:.0e}" for limit in row["tolerance"].values()))
-    return [limits, "ok" if row["ok"] else "FAIL"]
-
-
-def _print_failures(failures: Sequence[dict[str, Any]], output: Output) -> None:
-    if not failures:
+    with usage():
+        dtypes = parse_dtypes(dtype or [], all_dtypes())
+        if ranks is not None:
+            verify_run.check_ranks(ranks, device, backend or [], thorough)
+    if ranks is not None:
+        finish(output, *verify_run.run_over_ranks(ranks, dtypes, output), json)
         return
-    output.heading("failures")
-    for failure in failures[:_FAILURES_SHOWN]:
-        wrong = ", ".join(f"{name} {error:.1e}" for name, error in failure["out_of_tolerance"].items())
-        output.line(f"  {failure['backend']} {failure['dtype']}, {failure['case']}: {failure['failure'] or wrong}")
-    if len(failures) > _FAILURES_SHOWN:
-        output.line(f"  ... and {len(failures) - _FAILURES_SHOWN} more (all of them with --json)")
+    with usage():
+        place = parse_device(device)
+        backends = verify_run.check_backends(backend or [], place)
+    document, ok = verify_run.run(place, dtypes, backends, thorough, output)
+    finish(output, document, ok, json)
