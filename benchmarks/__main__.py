@@ -70,11 +70,12 @@ def stream(
     output = start(verbose, passive_waiting=False)
     with usage():
         from amoeba.commands.bench_run import free_path
-        from benchmarks.stream import tables
+        from benchmarks.stream.problem import choose_problem
+        from benchmarks.stream.run import run
 
-        problem = tables.choose_problem(shape or [], passes, parse_device(device))
+        problem = choose_problem(shape or [], passes, parse_device(device))
         path = free_path(out)
-    finish(output, *tables.run(problem, repeats, path, output), json)
+    finish(output, *run(problem, repeats, path, output), json)
 
 
 @app.command()

@@ -4,7 +4,7 @@ The routing repeats itself as often as a model's does (stream/synthetic.py). A s
 the resident layers gets no times. The others are timed in rounds in turns with the resident layers, and
 every token comes by once:
 
-    fill ─> compared ─> warm ─> [ahead, timed] [ahead, timed] ... ─> waits written down ─> the last token repeated
+    fill ─> compared ─> warm ─> [ahead, timed] [ahead, timed] ... ─> the last token repeated
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from amoeba.stream.cache import Counters
 from amoeba.stream.simulate import replay
 from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
-from amoeba.stream.trace import Trace
 from benchmarks.stream.place import Place, StreamedMemory
 from benchmarks.stream.problem import Part, StreamProblem
-from benchmarks.stream.waits import WaitRecord, Waits
 
 # Tokens ahead of the rounds: slots need about 60 to hold what they will hold (a disk takes a second for a dozen). Of
 # these the first are compared.
 WARM, WARM_FROM_DISK, COMPARED = 64, 32, 8
 # Rounds, and tokens of each that are not timed.
 ROUNDS, AHEAD = 5, 4
-# Behind the rounds: tokens whose waits are written down question by question, and runs of the last one.
-NOTED, HITS = 16, 50
+# Runs of the last token, behind the rounds.
+HITS = 50
 # What a layer may take whose experts come from pinned memory: so many times what has to be, and so many microseconds.
 BAR_TIMES, BAR_BYTES_PER_SECOND, BAR_US = 1.10, 55e9, 15.0
 
@@ -88,7 +86,6 @@ class DecodeMeasurement:
     tokens. hits_us: where all experts are there, and only asking is left.
     simulated_hit_rate: of the same trace, by `amoeba stream simulate`.
     over_disk: the time over that of the bytes from the disk at its rate, the better of one ahead and one behind.
-    waits: what questions of some further tokens waited for, and how long each part of that took (waits.py).
     """
 
     setting: str
@@ -119,7 +116,6 @@ class DecodeMeasurement:
     pause_us: float = 0.0
     early_per_token: float | None = None  # copies that began early
     early_recall: float | None = None  # of what would have missed
-    waits: list[Waits] = field(default_factory=list)
     over_bar: float | None = None  # where all experts are in pinned memory or in slots, and misses are moved
     rounds: list[Round] = field(default_factory=list)
 
@@ -214,7 +210,7 @@ def measure(
     rounds = min(ROUNDS, tokens)
     of_round = AHEAD + tokens // rounds
     behind = warm + rounds * of_round
-    trace = problem.trace(layers, behind + NOTED)
+    trace = problem.trace(layers, behind)
     routes = problem.routes(trace)
     hints: Sequence[Any] = problem.hints(routes) if setting.pause_us else ()
     parts = [(routes[at : at + of_round], hints[at : at + of_round]) for at in range(warm, behind, of_round)]
@@ -243,14 +239,13 @@ def measure(
             every.append(counters)
             of_tokens += streamed.seconds
         computed_seconds = 0.0 if setting.miss == "move" else memory.computing.seconds
-        waits = _waits_of(streamed, memory, routes[behind:], link) if place.has_link else []
         hits = streamed.run([routes[-1]] * HITS)
         slots, export = memory.slots, None
         if place.has_link and setting.slots < problem.size.experts:
             export = place.export_us(memory, routes[-1][0])
     simulated, is_whole = None, setting.slots >= problem.size.experts  # then nothing misses, and the host runs ahead
     if setting.miss == "move" and not is_whole:
-        simulated = replay(Trace(trace.layers, trace.passes[:behind]), slots, warm_up=warm).top_hit_rate
+        simulated = replay(trace, slots, warm_up=warm).top_hit_rate
     per_layer, counters = 1e6 / layers, summed(every)
     link = max(
         (rate for rate in (link, *(each.link_bytes_per_second for each in timed)) if rate is not None), default=None
@@ -284,7 +279,6 @@ def measure(
         pause_us=setting.pause_us,
         early_per_token=counters.per_token(counters.prefetched) if setting.early else None,
         early_recall=counters.prefetch_recall if setting.early else None,
-        waits=waits,
         over_bar=statistics.median(each.us / each.bar_us for each in timed) if has_bar else None,
         rounds=timed,
     )
@@ -332,14 +326,3 @@ def _over_disk(rounds: Sequence[Round], disk: float, per_layer: float) -> float 
     if not read:
         return None
     return statistics.median(each.us / (each.bytes_from_disk_per_token / disk * per_layer) for each in read)
-
-
-def _waits_of(streamed: Tokens, memory: StreamedMemory, routes: Sequence[Tensor], link: float | None) -> list[Waits]:
-    record = WaitRecord(memory, link)
-    try:
-        for ids in routes:
-            streamed.run([ids])  # waits for the GPU, so that all times are whole
-            record.collect()
-    finally:
-        record.close()
-    return record.kinds()

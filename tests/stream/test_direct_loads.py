@@ -29,7 +29,6 @@ from amoeba.stream.store.layers import layer_entry
 from amoeba.stream.store.reading import Range, Reader
 from amoeba.stream.store.store import Store
 from amoeba.stream.timeline import DIRECT_ROW, Timeline, time_calls
-from benchmarks.stream.waits import DISK, TABLES_FIRST, WaitRecord
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 
@@ -181,24 +180,6 @@ def test_an_interrupt_ahead_of_the_copies_or_behind_them(where: str, store: File
         assert all_given_back(served)
         served.replay([[2, 3]] * 2)
         served.ended()
-
-
-def test_phases_of_waits_are_written_down_and_the_calls_are_as_before(store: Files) -> None:
-    with closing(Served(0, 2, 2, store=store)) as served:
-        served.capture()
-        before = {name: getattr(served.memory.replays.serving, name) for name in ("wait_for",)}
-        record = WaitRecord(served.memory, link=1e9)
-        for ids in ([0, 1], [2, 3], [0, 1], [0, 4]):  # nobody there, two leave, back from host memory, one of both
-            served.replay([ids, ids])
-            served.ended()
-            record.collect()
-        record.close()
-        assert {name: getattr(served.memory.replays.serving, name) for name in before} == before
-        on_host, on_disk = record.kinds()
-        assert (on_host.kind, on_host.questions, on_host.missing) == (TABLES_FIRST, 2, 2)
-        assert (on_disk.kind, on_disk.questions, on_disk.from_disk) == (DISK, 6, 5 / 3)
-        assert list(on_disk.phases) == ["begun", "first", "read", "called"] and list(on_host.phases) == ["called"]
-        assert all(0 <= each.mean_us < 1e6 and each.p90_us >= 0 for each in on_disk.phases.values())
 
 
 def test_a_timeline_has_a_row_for_them(store: Files, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from simulated_device import LiveDevice, RepeatedFunction
 
 from amoeba.commands.output import Output
 from amoeba.core.replays import Member
-from benchmarks.stream import decode, place, suite, tables
+from benchmarks.stream import decode, place
+from benchmarks.stream import run as suite
 from benchmarks.stream.problem import SIZES, StreamProblem
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ class SimulatedPlace(place.LinkedPlace):
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch) -> None:
-    few = {"WARM": 3, "WARM_FROM_DISK": 3, "COMPARED": 1, "AHEAD": 1, "NOTED": 2, "HITS": 1}
+    few = {"WARM": 3, "WARM_FROM_DISK": 3, "COMPARED": 1, "AHEAD": 1, "HITS": 1}
     for name, value in few.items():
         monkeypatch.setattr(decode, name, value)
     monkeypatch.setattr(suite, "WARM", 3)
@@ -132,5 +133,5 @@ def test_two_sequences_in_turns_are_right_and_timed_beside_a_batch(tmp_path: Pat
     assert (found.slots, found.layers, found.tokens) == (4, 1, 2) and found.same_bits and found.error == 0
     times = found.alone_us, found.one_after_the_other_us, found.batch_us, found.turns_us
     assert all(us > 0 for us in times) and 0 < found.turns_hit_rate <= 1
-    tables._print(report, Output())
+    suite._print(report, Output())
     assert "two sequences, 1 layers, 4 slots" in capsys.readouterr().out
