@@ -90,7 +90,7 @@ def test_the_launch_that_lists_tasks_keeps_all_in_registers(found):
 
 def main(names: list[str]) -> dict[str, dict]:
     from amoeba.core.config import Activation
-    from amoeba.tasks.hopper.backward import backward as hopper
+    from amoeba.tasks.hopper import backward as hopper
     from amoeba.tasks.triton.tickets import Table
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -101,13 +101,14 @@ def main(names: list[str]) -> dict[str, dict]:
 
     hopper.multiprocessors = lambda device: 132
     kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
-    hopper.make_local_table, hopper.write_peer_context = lambda *table: None, lambda *told: empty(16, dtype=torch.int64)
+    hopper.make_local_table = lambda *table: None
     hopper.make_list = lambda *told, **besides: numbers(8)
     hopper.make_table = lambda offs_E, block, counters: Table(numbers(8), numbers(9), numbers(8))
     made = {}
     others = SimpleNamespace(
-        post=SimpleNamespace(count=2, takers=64), rows=(0, 64), sends=1, room_for_dx=lambda: empty(64, 2048)
-    )
+        post=SimpleNamespace(count=2, takers=64), rows=(0, 64), sends=1, room_for_dx=lambda: empty(64, 2048),
+        context=lambda local: empty(16, dtype=torch.int64),
+    )  # fmt: skip
     for name in (*names, "over ranks"):
         (H, I, E, K), T = SHAPES.get(name, SHAPES["qwen3_30b"]), 64
         assert hopper.why_not(K, Activation()) is None

@@ -70,7 +70,7 @@ def share(rank: int, count: int, dtype: torch.dtype, options: dict[str, Any], pr
 
 def scheduled_share(rank: int, count: int, dtype: torch.dtype, steps: int) -> tuple[int, list[list[Tensor]]]:
     """By the scheduled backward: how often it began before dy of the other ranks was there, and what each step gave."""
-    from amoeba.tasks.hopper.backward import backward as hopper
+    from amoeba.tasks.hopper import backward as hopper
     from amoeba.tasks.triton import arrivals
     from amoeba.tasks.triton import backward as plain
 

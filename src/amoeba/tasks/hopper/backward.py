@@ -27,7 +27,6 @@ from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.launch.persistent_grid import multiprocessors
 from amoeba.kernels.row_tiles import column_block
 from amoeba.kernels.tiles import slots
-from amoeba.tasks.hopper.arrivals import write_peer_context
 from amoeba.tasks.hopper.kernel import backward_kernel
 from amoeba.tasks.hopper.task_list import make_list
 from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, bundle_of, is_small, tiling_of
@@ -246,8 +245,8 @@ def hopper_backward(
     table, peers, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
         plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
-        own = make_local_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
-        peers, sends = write_peer_context(arrival, own), arrival.sends
+        local = make_local_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
+        peers, sends = arrival.context(local), arrival.sends
     programs = multiprocessors(device)
     layout = plan.layout(tokens, rows, programs)
     most_tickets, records = layout.most_tickets(most_tiles), offs_E

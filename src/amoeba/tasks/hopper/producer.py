@@ -19,19 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from amoeba.kernels.hopper.gemm_kernel import fill_product, row_pointers
-from amoeba.tasks.hopper.arrivals import (
-    FIRST_LOCAL,
-    HALF,
-    MOST_TOKENS,
-    RANK,
-    ROWS,
-    SENDS,
-    number,
-    numbers_at,
-    wait_for_received,
-    wait_for_tile,
-    wait_until_taken,
-)
+from amoeba.tasks.hopper.arrivals import HALF, wait_for_block, wait_for_tile
 from amoeba.tasks.hopper.products import fill_gradients
 from amoeba.tasks.hopper.queue import (
     BLOCK_K,
@@ -45,6 +33,16 @@ from amoeba.tasks.hopper.queue import (
     wait_for_tokens,
 )
 from amoeba.tasks.hopper.row_passes import fill_lines, fill_tokens
+from amoeba.tasks.triton.arrivals import (
+    FIRST_LOCAL,
+    MOST_TOKENS,
+    RANK,
+    ROWS,
+    SENDS,
+    number,
+    numbers_at,
+    wait_until_taken,
+)
 from amoeba.tasks.triton.local_first import local_tiles_first
 from amoeba.tasks.triton.tickets import (
     ACTIVATE,
@@ -207,9 +205,9 @@ def _produce_decoding(
         end = 0 * item
         if kind == COMBINE:
             wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
-            wait_for_received(peers, item, tokens, PLAN)
+            wait_for_block(peers, item, tokens, PLAN)
         elif kind == SEND:
-            wait_until_taken(peers, item, ROWS, PLAN.RANKS, PLAN.TAKERS)
+            wait_until_taken(peers, item, ROWS, PLAN.RANKS, PLAN.TAKERS, True)
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             row = gl.load(offs_E + item - 1, mask=item > 0, other=0)
             end = gl.load(offs_E + item)

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
-from amoeba.tasks.hopper.arrivals import COMES, numbers_at, room_for_sums
 from amoeba.tasks.hopper.queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
+from amoeba.tasks.triton.arrivals import COMES, numbers_at, room_for_sums
 
 
 @gluon.jit

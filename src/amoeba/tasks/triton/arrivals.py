@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,12 +28,21 @@ from torch import Tensor
 from amoeba.kernels.fences import microseconds
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.peer_counters import ARRIVED, TAKEN, counter_of, look, tell, wait_for
-from amoeba.kernels.peer_post import FLAGS, ROWS, SUMS, Plan, Post
+from amoeba.kernels.peer_post import FLAGS, Plan, Post
+from amoeba.kernels.peer_post import ROWS as _ROWS
+from amoeba.kernels.peer_post import SUMS as _SUMS
+from amoeba.tasks.triton.local_first import LocalTable
 
 # Rows of a block that travels, as in `Tiling`. The interpreter's layers are small.
 SENT, SENT_INTERPRETED = 128, 16
 _SEND_TILE = 8192  # numbers that a program copies at once
-_CHANNEL, _SUMS = tl.constexpr(ROWS), tl.constexpr(SUMS)
+ROWS, SUMS = tl.constexpr(_ROWS), tl.constexpr(_SUMS)
+# The peer context: numbers in memory, of which a kernel needs one address in its registers.
+GOES, ADDRESSES, EPOCHS, TROUBLE, RECORD, CELL_AT, CELL_SIZE, FLAGS_AT, FLAGS_SIZE, SENT_TOKENS = map(
+    tl.constexpr, range(10)
+)
+COMES, SUMS_AT, SUMS_SIZE, MOST_TOKENS, RANK, LIMIT, SENDS, FIRST_LOCAL, OWN_DY = map(tl.constexpr, range(10, 19))
+_FIELDS = 19
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +73,15 @@ class Arrival:
         """Tickets of SEND."""
         return (self.post.count - 1) * cdiv(self.plan.tokens, self.sent)
 
-    def arguments(self) -> tuple[Any, ...]:
-        post = self.post
-        return (
-            self.dy_TH, self.goes_WT, *post.waiting, post.cell_at[ROWS], post.cell_size[ROWS], post.cell_at[FLAGS],
-            post.cell_size[FLAGS], self.comes_R, post.cell_at[SUMS], post.cell_size[SUMS], self.dy_TH.shape[0],
-            self.plan.tokens, post.rank, post.limit,
+    def context(self, local: LocalTable) -> Tensor:
+        """What the kernel is told of the other ranks, in the order of the fields below."""
+        post, made = self.post, torch.empty(_FIELDS, dtype=torch.int64, device=self.dy_TH.device)
+        _write_context[(1,)](
+            made, self.goes_WT, *post.waiting, post.cell_at[_ROWS], post.cell_size[_ROWS], post.cell_at[FLAGS],
+            post.cell_size[FLAGS], self.dy_TH.shape[0], self.comes_R, post.cell_at[_SUMS], post.cell_size[_SUMS],
+            self.plan.tokens, post.rank, post.limit, self.sends, local.first_local, self.dy_TH, num_warps=1,
         )  # fmt: skip
+        return made
 
     def constants(self) -> dict[str, Any]:
         columns = min(next_power_of_2(self.dy_TH.shape[1]), 2048)
@@ -96,8 +108,7 @@ class Arrival:
         )  # fmt: skip
 
 
-NOTHING = (None,) * 17  # in place of `Arrival.arguments`
-NO_RANKS: dict[str, Any] = {
+NO_RANKS: dict[str, Any] = {  # in place of `Arrival.constants`
     "RANKS": 1, "SENT": 1, "SEND_T": 1, "SEND_H": 1, "ALIGNED": False, "TAKERS": 1, "ON_GPU": False
 }  # fmt: skip
 _announced: dict[int, Arrival] = {}
@@ -115,79 +126,146 @@ def announced(dy_RH: Tensor) -> Arrival | None:
 @quick
 @triton.jit(do_not_specialize=["rank"])
 def _close(addresses, epochs, rank, PUSHERS: tl.constexpr, TAKERS: tl.constexpr, RANKS: tl.constexpr):
-    tl.store(epochs + _CHANNEL, tl.load(epochs + _CHANNEL) + 1)
+    tl.store(epochs + ROWS, tl.load(epochs + ROWS) + 1)
     for step in range(1, RANKS):
         peer = (rank + step) % RANKS
-        tl.atomic_add(counter_of(addresses, peer, rank, ARRIVED, _CHANNEL, RANKS), PUSHERS, sem="release", scope="sys")
-        tl.atomic_add(counter_of(addresses, peer, rank, TAKEN, _CHANNEL, RANKS), TAKERS, sem="release", scope="sys")
-        tl.atomic_add(counter_of(addresses, peer, rank, ARRIVED, _SUMS, RANKS), PUSHERS, sem="release", scope="sys")
+        tl.atomic_add(counter_of(addresses, peer, rank, ARRIVED, ROWS, RANKS), PUSHERS, sem="release", scope="sys")
+        tl.atomic_add(counter_of(addresses, peer, rank, TAKEN, ROWS, RANKS), TAKERS, sem="release", scope="sys")
+        tl.atomic_add(counter_of(addresses, peer, rank, ARRIVED, SUMS, RANKS), PUSHERS, sem="release", scope="sys")
+
+
+@quick
+@triton.jit(
+    do_not_specialize=[
+        "cell_at", "cell_size", "flags_at", "flags_size", "sent_tokens", "sums_at", "sums_size", "most_tokens", "rank",
+        "limit", "sends",
+    ]
+)  # fmt: skip
+def _write_context(
+    peers, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at, flags_size, sent_tokens, comes_R,
+    sums_at, sums_size, most_tokens, rank, limit, sends, first_local, own_dy,
+):  # fmt: skip
+    tl.store(peers + GOES, goes_WT.to(tl.int64))
+    tl.store(peers + ADDRESSES, addresses.to(tl.int64))
+    tl.store(peers + EPOCHS, epochs.to(tl.int64))
+    tl.store(peers + TROUBLE, trouble.to(tl.int64))
+    tl.store(peers + RECORD, record.to(tl.int64))
+    tl.store(peers + CELL_AT, cell_at)
+    tl.store(peers + CELL_SIZE, cell_size)
+    tl.store(peers + FLAGS_AT, flags_at)
+    tl.store(peers + FLAGS_SIZE, flags_size)
+    tl.store(peers + SENT_TOKENS, sent_tokens)
+    tl.store(peers + COMES, comes_R.to(tl.int64))
+    tl.store(peers + SUMS_AT, sums_at)
+    tl.store(peers + SUMS_SIZE, sums_size)
+    tl.store(peers + MOST_TOKENS, most_tokens)
+    tl.store(peers + RANK, rank)
+    tl.store(peers + LIMIT, limit)
+    tl.store(peers + SENDS, sends)
+    tl.store(peers + FIRST_LOCAL, first_local.to(tl.int64))
+    tl.store(peers + OWN_DY, own_dy.to(tl.int64))
 
 
 @triton.jit
-def flag_of(addresses, at_rank, source, block, flags_at, flags_size):
+def number(peers, FIELD: tl.constexpr):
+    return tl.load(peers + FIELD).to(tl.int32)
+
+
+@triton.jit
+def numbers_at(peers, FIELD: tl.constexpr, dtype: tl.constexpr):
+    """An address that the context holds."""
+    return tl.load(peers + FIELD).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def cell_of(peers, dest, like, ALIGNED: tl.constexpr):
+    """Where this rank's rows lie in the heap of `dest`. like: a pointer to such numbers."""
+    address = tl.load(numbers_at(peers, ADDRESSES, tl.int64) + dest) + tl.load(peers + CELL_AT)
+    address += tl.load(peers + RANK) * tl.load(peers + CELL_SIZE)
+    if ALIGNED:
+        return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+    else:
+        return address.to(tl.pointer_type(like.dtype.element_ty))
+
+
+@triton.jit
+def _flag_of(addresses, at_rank, source, block, flags_at, flags_size):
     """In the heap of `at_rank`, of a block of rows from `source`."""
     flags = tl.load(addresses + at_rank) + flags_at + source.to(tl.int64) * flags_size
     return flags.to(tl.pointer_type(tl.int64)) + block
 
 
 @triton.jit
-def send_block(
-    dest, block, dy_TH, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at, flags_size, tokens,
-    rank, limit,
-    H: tl.constexpr, RANKS: tl.constexpr, SENT: tl.constexpr, SEND_T: tl.constexpr, SEND_H: tl.constexpr,
-    ALIGNED: tl.constexpr, TAKERS: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
+def raise_flag(peers, dest, block):
+    """A block of this rank's rows has come to `dest`."""
+    flag = _flag_of(
+        numbers_at(peers, ADDRESSES, tl.int64), dest, number(peers, RANK), block, tl.load(peers + FLAGS_AT),
+        tl.load(peers + FLAGS_SIZE),
+    )  # fmt: skip
+    epoch = tl.load(numbers_at(peers, EPOCHS, tl.int64) + ROWS)
+    tl.debug_barrier()  # what all threads have written comes before
+    tl.atomic_xchg(flag, epoch + 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_until_taken(
+    peers, dest, CHANNEL: tl.constexpr, RANKS: tl.constexpr, TAKERS: tl.constexpr, ON_GPU: tl.constexpr
+):
+    """What was sent to a rank by this channel before."""
+    epoch = tl.load(numbers_at(peers, EPOCHS, tl.int64) + CHANNEL)
+    addresses = numbers_at(peers, ADDRESSES, tl.int64)
+    taken = counter_of(addresses, number(peers, RANK), dest, TAKEN, CHANNEL, RANKS)
+    wait_for(
+        taken, epoch * TAKERS, epoch, dest, numbers_at(peers, TROUBLE, tl.int64), numbers_at(peers, RECORD, tl.int64),
+        tl.load(peers + LIMIT), TAKEN, CHANNEL, ON_GPU,
+    )  # fmt: skip
+
+
+@triton.jit
+def send_block(peers, dest, block, like, PLAN: tl.constexpr):
     """SEND: as soon as what was sent before is taken."""
-    epoch = tl.load(epochs + _CHANNEL)
-    taken = counter_of(addresses, rank, dest, TAKEN, _CHANNEL, RANKS)
-    wait_for(taken, epoch * TAKERS, epoch, dest, trouble, record, limit, TAKEN, _CHANNEL, ON_GPU)
-    cell = tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size
-    rows = cell.to(tl.pointer_type(dy_TH.dtype.element_ty))
-    if ALIGNED:
-        rows = tl.multiple_of(rows, 16)
-    for first in range(block * SENT, tl.minimum((block + 1) * SENT, tokens), SEND_T):
-        t = first + tl.arange(0, SEND_T)
-        goes = tl.load(goes_WT + dest.to(tl.int64) * tokens + t, mask=t < tokens, other=0) != 0
-        for column in range(0, H, SEND_H):
-            c = column + tl.arange(0, SEND_H)
-            at = t.to(tl.int64)[:, None] * H + c[None, :]
-            mask = goes[:, None] & (c < H)[None, :]
+    wait_until_taken(peers, dest, ROWS, PLAN.RANKS, PLAN.TAKERS, PLAN.ON_GPU)
+    dy_TH = tl.load(peers + OWN_DY).to(tl.pointer_type(like.dtype.element_ty))
+    if PLAN.ALIGNED:
+        dy_TH = tl.multiple_of(dy_TH, 16)
+    rows, tokens = cell_of(peers, dest, like, PLAN.ALIGNED), number(peers, SENT_TOKENS)
+    goes_T = numbers_at(peers, GOES, tl.uint8) + dest.to(tl.int64) * tokens
+    for first in range(block * PLAN.SENT, tl.minimum((block + 1) * PLAN.SENT, tokens), PLAN.SEND_T):
+        t = first + tl.arange(0, PLAN.SEND_T)
+        goes = tl.load(goes_T + t, mask=t < tokens, other=0) != 0
+        for column in range(0, PLAN.H, PLAN.SEND_H):
+            c = column + tl.arange(0, PLAN.SEND_H)
+            at = t.to(tl.int64)[:, None] * PLAN.H + c[None, :]
+            mask = goes[:, None] & (c < PLAN.H)[None, :]
             tl.store(rows + at, tl.load(dy_TH + at, mask=mask), mask=mask)
-    tl.debug_barrier()  # what all threads of the program have written comes before
-    tl.atomic_xchg(flag_of(addresses, dest, rank, block, flags_at, flags_size), epoch + 1, sem="release", scope="sys")
+    raise_flag(peers, dest, block)
 
 
 @triton.jit
-def room_for_sums(
-    row, own, addresses, epochs, trouble, record, sums_at, sums_size, most_tokens, rank, limit,
-    H: tl.constexpr, RANKS: tl.constexpr, TAKERS: tl.constexpr, ALIGNED: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    """Where the sums of a block of rows of one rank go, as if those of row 0 on lay there: into that rank's heap, as
-    soon as what was there is read; of own tokens into `own`."""
-    source = row // most_tokens
-    address = own.to(tl.int64)
-    if source != rank:
-        epoch = tl.load(epochs + _SUMS)
-        taken = counter_of(addresses, rank, source, TAKEN, _SUMS, RANKS)
-        wait_for(taken, epoch * TAKERS, epoch, source, trouble, record, limit, TAKEN, _SUMS, ON_GPU)
-        address = tl.load(addresses + source) + sums_at + rank.to(tl.int64) * sums_size
-    before = source.to(tl.int64) * most_tokens * (H * (own.dtype.element_ty.primitive_bitwidth // 8))
-    sums = (address - before).to(tl.pointer_type(own.dtype.element_ty))
-    if ALIGNED:
-        sums = tl.multiple_of(sums, 16)
-    return sums
+def room_for_sums(peers, block, own, TOKENS: tl.constexpr, H: tl.constexpr):
+    """The address for the sums of a block of rows of one rank, as if those of row 0 on lay there: in that rank's heap,
+    where the caller has waited until what was there is read; of own tokens in `own`."""
+    source = block * TOKENS // number(peers, MOST_TOKENS)
+    rank = tl.load(peers + RANK)
+    cell = tl.load(numbers_at(peers, ADDRESSES, tl.int64) + source) + tl.load(peers + SUMS_AT)
+    cell += rank * tl.load(peers + SUMS_SIZE)
+    address = tl.where(source == rank, own.to(tl.int64), cell)
+    size: tl.constexpr = H * (own.dtype.element_ty.primitive_bitwidth // 8)
+    address -= source.to(tl.int64) * tl.load(peers + MOST_TOKENS) * size
+    return address
 
 
 @triton.jit
-def wait_for_rows(
-    row_M, wanted_M, addresses, epochs, trouble, record, flags_at, flags_size, most_tokens, rank, limit,
-    SENT: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
+def wait_for_rows(peers, row_M, wanted_M, SENT: tl.constexpr, ON_GPU: tl.constexpr):
     """Until these rows of dy_RH are there, those that are wanted."""
-    epoch = tl.load(epochs + _CHANNEL) + 1
+    addresses, epochs = numbers_at(peers, ADDRESSES, tl.int64), numbers_at(peers, EPOCHS, tl.int64)
+    trouble, record = numbers_at(peers, TROUBLE, tl.int64), numbers_at(peers, RECORD, tl.int64)
+    flags_at, flags_size = tl.load(peers + FLAGS_AT), tl.load(peers + FLAGS_SIZE)
+    most_tokens, rank, limit = number(peers, MOST_TOKENS), number(peers, RANK), tl.load(peers + LIMIT)
+    epoch = tl.load(epochs + ROWS) + 1
     source_M = row_M // most_tokens
     foreign_M = wanted_M & (source_M != rank)
-    flag_M = flag_of(addresses, rank, source_M, row_M % most_tokens // SENT, flags_at, flags_size)
+    flag_M = _flag_of(addresses, rank, source_M, row_M % most_tokens // SENT, flags_at, flags_size)
     oldest = _oldest(flag_M, foreign_M, epoch)
     if oldest < epoch:
         began = microseconds(epoch * 0, ON_GPU)
@@ -198,8 +276,21 @@ def wait_for_rows(
             now = microseconds(now, ON_GPU)
         if (oldest < epoch) & (stop == 0):
             whom = tl.max(tl.where(foreign_M, source_M, 0), 0)
-            tell(trouble, record, whom, epoch, oldest, epoch, ARRIVED, _CHANNEL, ON_GPU)
+            tell(trouble, record, whom, epoch, oldest, epoch, ARRIVED, ROWS, ON_GPU)
     tl.debug_barrier()
+
+
+@triton.jit
+def wait_for_received(
+    peers, block, token_M, tokens, SENT: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, TAKERS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Until the rows of a block of tokens have come, also those that no expert here reads: their cell is used again.
+    And until there is room for their sums."""
+    wait_for_rows(peers, token_M, token_M < tokens, SENT, ON_GPU)
+    source = block * TOKENS // number(peers, MOST_TOKENS)
+    if source != number(peers, RANK):
+        wait_until_taken(peers, source, SUMS, RANKS, TAKERS, ON_GPU)
 
 
 @triton.jit

@@ -21,10 +21,11 @@ from amoeba.core.config import Activation
 from amoeba.kernels.activation import constants
 from amoeba.kernels.activation_backward_product import number_of_slices
 from amoeba.kernels.combine import combine_block
+from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import slots
-from amoeba.tasks.triton.arrivals import NO_RANKS, NOTHING, Arrival
+from amoeba.tasks.triton.arrivals import NO_RANKS, Arrival
 from amoeba.tasks.triton.kernel import backward_kernel
 from amoeba.tasks.triton.local_first import make_local_table
 from amoeba.tasks.triton.tickets import Layout, make_table
@@ -84,10 +85,10 @@ def scheduled_backward(
     most_tiles = slots(rows, experts, down.block_m)
     counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
     table = make_table(offs_E, layout.row_block, counters)
-    own: tuple[Tensor | None, ...] = (None, None)
+    peers, sends = None, 0
     if arrival is not None:
-        own = make_local_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
-    sends = 0 if arrival is None else arrival.sends
+        local = make_local_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
+        peers, sends = arrival.context(local), arrival.sends
     at_once, block = combine_block(hidden, top_k)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
     dx_NH, scaled_a_NI = h_NJ.new_empty((rows, hidden)), h_NJ.new_empty((rows, intermediate))
@@ -96,6 +97,34 @@ def scheduled_backward(
     found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
     if arrival is not None:
         found = found._replace(x=arrival.room_for_dx())
+    plan = Group(
+        H=hidden,
+        I=intermediate,
+        J=width,
+        TOP_K=top_k,
+        INTERLEAVED=activation.interleaved,
+        SLICES=number_of_slices(down, activation),
+        **constants(activation),
+        **layout.constants(),
+        BLOCK_E=next_power_of_2(experts),
+        BLOCK_M=down.block_m,
+        DOWN_N=down.block_n,
+        DOWN_K=down.block_k,
+        UP_N=up.block_n,
+        UP_K=up.block_k,
+        DOWN_WEIGHTS_M=down_weights.block_m,
+        DOWN_WEIGHTS_N=down_weights.block_n,
+        DOWN_WEIGHTS_K=down_weights.block_k,
+        UP_WEIGHTS_M=up_weights.block_m,
+        UP_WEIGHTS_N=up_weights.block_n,
+        UP_WEIGHTS_K=up_weights.block_k,
+        TOKENS=TOKENS,
+        SLOTS=next_power_of_2(TOKENS * top_k),
+        AT_ONCE=at_once,
+        COMBINE_BLOCK=block,
+        INTERPRETED=backward_kernel.interpreted,
+        **(NO_RANKS if arrival is None else arrival.constants()),
+    )
     backward_kernel[(programs(device),)](
         dy_TH,
         x_TH,
@@ -116,37 +145,10 @@ def scheduled_backward(
         *table,
         counters,
         None if trace is None else trace(sends + layout.most_tickets(most_tiles), layout.row_block),
+        peers,
         tokens,
         rows,
-        *own,
-        *(NOTHING if arrival is None else arrival.arguments()),
-        sends,
-        H=hidden,
-        I=intermediate,
-        J=width,
-        TOP_K=top_k,
-        **layout.constants(),
-        BLOCK_E=next_power_of_2(experts),
-        INTERLEAVED=activation.interleaved,
-        SLICES=number_of_slices(down, activation),
-        **constants(activation),
-        BLOCK_M=down.block_m,
-        DOWN_N=down.block_n,
-        DOWN_K=down.block_k,
-        UP_N=up.block_n,
-        UP_K=up.block_k,
-        DOWN_WEIGHTS_M=down_weights.block_m,
-        DOWN_WEIGHTS_N=down_weights.block_n,
-        DOWN_WEIGHTS_K=down_weights.block_k,
-        UP_WEIGHTS_M=up_weights.block_m,
-        UP_WEIGHTS_N=up_weights.block_n,
-        UP_WEIGHTS_K=up_weights.block_k,
-        TOKENS=TOKENS,
-        SLOTS=next_power_of_2(TOKENS * top_k),
-        AT_ONCE=at_once,
-        COMBINE_BLOCK=block,
-        INTERPRETED=backward_kernel.interpreted,
-        **(NO_RANKS if arrival is None else arrival.constants()),
+        PLAN=plan,
         num_warps=down.num_warps,
         num_stages=max(2, down.num_stages // 2),  # shared memory of two kinds of tasks is held at once
         enable_fp_fusion=False,  # as in `down_backward`

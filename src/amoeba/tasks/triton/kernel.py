@@ -4,6 +4,10 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 See `amoeba.tasks.triton.backward`, which launches it. The tasks are those of `Graph` and `ShareGraph`; here a tile of
 dA' takes its activation back in its epilogue, and ACTIVATE adds up what the tiles of a row left of ds, in their order.
+
+Arguments travel in groups: inputs (dy, x, h, experts and weights of the routing, gate_up, down), between (what lies in
+memory between tasks: dh, s·a, parts of ds, ds, dx of the rows), maps and table of the sorted rows; PLAN has all that is
+known when the kernel is compiled (`scheduled_backward` makes it).
 """
 
 from __future__ import annotations
@@ -16,7 +20,19 @@ from amoeba.kernels.combine import combine_tile, slot_gradient_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.product_tiles import multiply_tile
 from amoeba.kernels.weight_gradient import weight_gradient_tile
-from amoeba.tasks.triton.arrivals import room_for_sums, send_block, wait_for_rows
+from amoeba.tasks.triton.arrivals import (
+    COMES,
+    FIRST_LOCAL,
+    MOST_TOKENS,
+    RANK,
+    SENDS,
+    number,
+    numbers_at,
+    room_for_sums,
+    send_block,
+    wait_for_received,
+    wait_for_rows,
+)
 from amoeba.tasks.triton.clock import note_task, now
 from amoeba.tasks.triton.local_first import local_tiles_first
 from amoeba.tasks.triton.tickets import (
@@ -53,246 +69,199 @@ def _signal(counter):
     tl.atomic_add(counter, 1, sem="release")
 
 
+@triton.jit
+def _task_of(ticket, sends, table, peers, PLAN: tl.constexpr):
+    """Kind, item and part."""
+    heaviest_E, first_tile, _ = table
+    kind, item, part = decode_ticket(
+        tl.maximum(ticket - sends, 0), tl.arange(0, PLAN.BLOCK_G), heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN,
+        PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, PLAN.TOKEN_BLOCKS, PLAN.WAVE, PLAN.WAVES, PLAN.LATE, PLAN.BEHIND,
+        PLAN.GROUP,
+    )  # fmt: skip
+    if PLAN.RANKS > 1:
+        if ticket < sends:
+            kind, item, part = decode_send(
+                ticket, number(peers, MOST_TOKENS), number(peers, RANK), PLAN.SENT, PLAN.RANKS
+            )
+        elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
+            first_local = numbers_at(peers, FIRST_LOCAL, tl.int32)
+            item = local_tiles_first(
+                item, tl.arange(0, PLAN.BLOCK_E), first_tile, first_local, first_local + PLAN.EXPERTS, PLAN.EXPERTS,
+                PLAN.WAVE,
+            )  # fmt: skip
+    return kind, item, part
+
+
+@triton.jit
+def _pass_gates(kind, item, expert_TK, maps, table, counters, peers, tokens, rows, PLAN: tl.constexpr):
+    """Waits until the task may begin. Expert, first row and end of the rows, of tasks that have them."""
+    order_N, slot_row_N, offs_E = maps
+    heaviest_E, first_tile, place_E = table
+    row_counters = counters + 1 + PLAN.EXPERTS
+    expert, row, row_end = item, 0 * item, 0 * item
+    if kind == COMBINE:
+        slot, inside = _slots_of(item, tokens, PLAN)
+        slot_row = tl.load(slot_row_N + slot, mask=inside, other=rows)
+        owned = slot_row < rows
+        expert_of = tl.load(expert_TK + slot, mask=owned, other=0)
+        start = tl.load(offs_E + expert_of - 1, mask=owned & (expert_of > 0), other=0)
+        place = tl.load(place_E + expert_of, mask=owned, other=0)
+        tile = tl.load(first_tile + place, mask=owned, other=0) + (slot_row - start) // PLAN.BLOCK_M
+        complete: tl.constexpr = PLAN.TN + 1 + PLAN.TNX
+        # a number and no tensor from turn to turn: with that the compiler of Triton 3.6 fails
+        least = _least(row_counters + tile, owned, complete)
+        while least < complete:
+            least = _least(row_counters + tile, owned, complete)
+        tl.debug_barrier()
+        if PLAN.RANKS > 1:
+            token_M = item * PLAN.TOKENS + tl.arange(0, PLAN.TOKENS)
+            wait_for_received(
+                peers, item, token_M, tokens, PLAN.SENT, PLAN.TOKENS, PLAN.RANKS, PLAN.TAKERS, PLAN.ON_GPU
+            )
+    elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
+        places = tl.arange(0, PLAN.BLOCK_E)
+        expert, row, row_end = rows_of_row_tile(
+            item, places, offs_E, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.BLOCK_M
+        )
+        if kind == ACTIVATE:
+            _wait(row_counters + item, PLAN.TN)
+        elif kind == UP:
+            _wait(row_counters + item, PLAN.TN + 1)
+        elif PLAN.RANKS > 1:
+            row_M = row + tl.arange(0, PLAN.BLOCK_M)
+            wanted_M = row_M < row_end
+            token_M = tl.load(order_N + row_M, mask=wanted_M, other=0) // PLAN.TOP_K
+            wait_for_rows(peers, token_M, wanted_M, PLAN.SENT, PLAN.ON_GPU)
+    elif kind != SEND:
+        row_end = tl.load(offs_E + item)
+        row = tl.load(offs_E + item - 1, mask=item > 0, other=0)
+        _wait(counters + 1 + item, (row_end - row + PLAN.BLOCK_M - 1) // PLAN.BLOCK_M)
+    return expert, row, row_end
+
+
+@triton.jit
+def _slots_of(block, tokens, PLAN: tl.constexpr):
+    """Of a block of tokens, and which of them there are."""
+    slot = block.to(tl.int64) * (PLAN.TOKENS * PLAN.TOP_K) + tl.arange(0, PLAN.SLOTS)
+    return slot, (tl.arange(0, PLAN.SLOTS) < PLAN.TOKENS * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
+
+
+@triton.jit
+def _combine(block, ds_N, dx_NH, slot_row_N, d_x, d_weight, peers, tokens, rows, PLAN: tl.constexpr):
+    slot, inside = _slots_of(block, tokens, PLAN)
+    slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
+    COLUMN_BLOCKS: tl.constexpr = (PLAN.H + PLAN.COMBINE_BLOCK - 1) // PLAN.COMBINE_BLOCK
+    sums = d_x
+    if PLAN.RANKS > 1:  # straight to the rank whose tokens they are, where they came from
+        address = room_for_sums(peers, block, d_x, PLAN.TOKENS, PLAN.H)
+        sums = address.to(tl.pointer_type(d_x.dtype.element_ty))
+        if PLAN.ALIGNED:
+            sums = tl.multiple_of(sums, 16)
+        comes_R = numbers_at(peers, COMES, tl.uint8)
+    first_token = block.to(tl.int64) * PLAN.TOKENS
+    for index in range(0, tl.minimum(tokens - block * PLAN.TOKENS, PLAN.TOKENS) * COLUMN_BLOCKS):
+        token = first_token + index // COLUMN_BLOCKS
+        if PLAN.RANKS > 1:
+            if tl.load(comes_R + token) != 0:
+                combine_tile(
+                    token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, PLAN.TOP_K, PLAN.H, PLAN.H,
+                    PLAN.H, False, PLAN.AT_ONCE, PLAN.COMBINE_BLOCK,
+                )  # fmt: skip
+        else:
+            combine_tile(
+                token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, PLAN.TOP_K, PLAN.H, PLAN.H, PLAN.H,
+                False, PLAN.AT_ONCE, PLAN.COMBINE_BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, rows, PLAN: tl.constexpr):
+    """DOWN, ACTIVATE or UP."""
+    dy_TH, _, h_NJ, _, weight_TK, gate_up_EJH, down_EHI = inputs
+    dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH = between
+    if kind == DOWN:
+        down_backward_tile(
+            expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN, order_N, rows,
+            PLAN.H, 1, PLAN.H * PLAN.I, PLAN.I, 1, PLAN.J, PLAN.J, PLAN.I, PLAN.H, PLAN.I, PLAN.TOP_K,
+            PLAN.INTERLEAVED, PLAN.SLICES, PLAN.KIND, PLAN.GATED, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT,
+            PLAN.BLOCK_M, PLAN.DOWN_N, PLAN.DOWN_K,
+        )  # fmt: skip
+    elif kind == ACTIVATE:
+        row_M = row + tl.arange(0, PLAN.BLOCK_M)
+        valid_M = row_M < row_end
+        ds_M = tl.zeros((PLAN.BLOCK_M,), dtype=tl.float32)
+        for column in tl.static_range(PLAN.TN):
+            ds_M += tl.load(part_CN + column * rows.to(tl.int64) + row_M, mask=valid_M, other=0.0)
+        tl.store(ds_N + row_M, ds_M, mask=valid_M)
+    else:
+        multiply_tile(
+            expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, PLAN.J, 1,
+            PLAN.J * PLAN.H, PLAN.H, 1, PLAN.H, 0, 0, 0, 0, 0, PLAN.J, PLAN.H, 0, False, PLAN.TOP_K, PLAN.BLOCK_M,
+            PLAN.UP_N, PLAN.UP_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _weight_tile(kind, expert, part, inputs, between, maps, d_gate_up, d_down, PLAN: tl.constexpr):
+    """DOWN_WEIGHTS or UP_WEIGHTS."""
+    dy_TH, x_TH, _, _, _, _, _ = inputs
+    dh_NJ, scaled_a_NI, _, _, _ = between
+    order_N, _, offs_E = maps
+    if kind == DOWN_WEIGHTS:
+        DOWN_WIDTH: tl.constexpr = (PLAN.I + PLAN.DOWN_WEIGHTS_N - 1) // PLAN.DOWN_WEIGHTS_N
+        weight_gradient_tile(
+            expert, part // DOWN_WIDTH, part % DOWN_WIDTH, dy_TH, scaled_a_NI, offs_E, d_down, None, order_N, None,
+            PLAN.H, 1, PLAN.I, 1, PLAN.H * PLAN.I, PLAN.I, 1, 0, 0, 0, PLAN.H, PLAN.H, PLAN.I, PLAN.TOP_K,
+            PLAN.DOWN_WEIGHTS_M, PLAN.DOWN_WEIGHTS_N, PLAN.DOWN_WEIGHTS_K,
+        )  # fmt: skip
+    else:
+        UP_WIDTH: tl.constexpr = (PLAN.H + PLAN.UP_WEIGHTS_N - 1) // PLAN.UP_WEIGHTS_N
+        weight_gradient_tile(
+            expert, part // UP_WIDTH, part % UP_WIDTH, dh_NJ, x_TH, offs_E, d_gate_up, None, None, order_N, PLAN.J, 1,
+            PLAN.H, 1, PLAN.J * PLAN.H, PLAN.H, 1, 0, 0, 0, PLAN.J, PLAN.J, PLAN.H, PLAN.TOP_K, PLAN.UP_WEIGHTS_M,
+            PLAN.UP_WEIGHTS_N, PLAN.UP_WEIGHTS_K,
+        )  # fmt: skip
+
+
 @quick
-@triton.jit(do_not_specialize=["tokens", "rows", "sent_tokens", "most_tokens", "rank", "limit", "sends"])
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def backward_kernel(
-    dy_TH,
-    x_TH,
-    h_NJ,
-    expert_TK,
-    weight_TK,
-    gate_up_EJH,
-    down_EHI,
-    dh_NJ,
-    scaled_a_NI,
-    part_CN,
-    ds_N,
-    dx_NH,
-    d_x,
-    d_weight,
-    d_gate_up,
-    d_down,
-    order_N,
-    slot_row_N,
-    offs_E,
-    heaviest_E,
-    first_tile,
-    place_E,
-    counters,
-    trace,
-    tokens,
-    rows,
-    first_local,
-    local_before,
-    sent_dy,
-    goes_WT,
-    addresses,
-    epochs,
-    trouble,
-    record,
-    cell_at,
-    cell_size,
-    flags_at,
-    flags_size,
-    comes_R,
-    sums_at,
-    sums_size,
-    sent_tokens,
-    most_tokens,
-    rank,
-    limit,
-    sends,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    J: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TN: tl.constexpr,
-    TNX: tl.constexpr,
-    DOWN_PARTS: tl.constexpr,
-    UP_PARTS: tl.constexpr,
-    TOKEN_BLOCKS: tl.constexpr,
-    WAVE: tl.constexpr,
-    WAVES: tl.constexpr,
-    LATE: tl.constexpr,
-    BEHIND: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SLICES: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    DOWN_N: tl.constexpr,
-    DOWN_K: tl.constexpr,
-    UP_N: tl.constexpr,
-    UP_K: tl.constexpr,
-    DOWN_WEIGHTS_M: tl.constexpr,
-    DOWN_WEIGHTS_N: tl.constexpr,
-    DOWN_WEIGHTS_K: tl.constexpr,
-    UP_WEIGHTS_M: tl.constexpr,
-    UP_WEIGHTS_N: tl.constexpr,
-    UP_WEIGHTS_K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    COMBINE_BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    RANKS: tl.constexpr,
-    SENT: tl.constexpr,
-    SEND_T: tl.constexpr,
-    SEND_H: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TAKERS: tl.constexpr,
-    ON_GPU: tl.constexpr,
-):
-    expert_counters = counters + 1
-    row_counters = expert_counters + EXPERTS
-    total = sends + count_tickets(first_tile, EXPERTS, TN, TNX, DOWN_PARTS, UP_PARTS, TOKEN_BLOCKS)
+    dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH,
+    d_x, d_weight, d_gate_up, d_down, order_N, slot_row_N, offs_E, heaviest_E, first_tile, place_E, counters,
+    trace, peers, tokens, rows, PLAN: tl.constexpr,
+):  # fmt: skip
+    inputs = (dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI)
+    between = (dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH)
+    maps = (order_N, slot_row_N, offs_E)
+    table = (heaviest_E, first_tile, place_E)
+    total = count_tickets(
+        first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, PLAN.TOKEN_BLOCKS
+    )
+    sends = 0 * total
+    if PLAN.RANKS > 1:
+        sends = number(peers, SENDS)
+    total += sends
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
         next_ticket = tl.atomic_add(counters, 1, sem="relaxed")  # on its way while this task is computed
-        kind, item, part = decode_ticket(
-            tl.maximum(ticket - sends, 0),
-            tl.arange(0, BLOCK_G),
-            heaviest_E,
-            first_tile,
-            EXPERTS,
-            TN,
-            TNX,
-            DOWN_PARTS,
-            UP_PARTS,
-            TOKEN_BLOCKS,
-            WAVE,
-            WAVES,
-            LATE,
-            BEHIND,
-            GROUP,
-        )
-        if RANKS > 1:
-            if ticket < sends:
-                kind, item, part = decode_send(ticket, most_tokens, rank, SENT, RANKS)
-            elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-                item = local_tiles_first(
-                    item, tl.arange(0, BLOCK_E), first_tile, first_local, local_before, EXPERTS, WAVE
-                )
+        kind, item, part = _task_of(ticket, sends, table, peers, PLAN)
         if trace is not None:
-            came = now(trace, INTERPRETED)
-            started = came
+            came = now(trace, PLAN.INTERPRETED)
+        expert, row, row_end = _pass_gates(kind, item, expert_TK, maps, table, counters, peers, tokens, rows, PLAN)
+        if trace is not None:
+            started = now(trace, PLAN.INTERPRETED)
         if kind == COMBINE:
-            slot = item.to(tl.int64) * (TOKENS * TOP_K) + tl.arange(0, SLOTS)
-            inside = (tl.arange(0, SLOTS) < TOKENS * TOP_K) & (slot < tokens * TOP_K)
-            row = tl.load(slot_row_N + slot, mask=inside, other=rows)
-            owned = row < rows
-            expert = tl.load(expert_TK + slot, mask=owned, other=0)
-            start = tl.load(offs_E + expert - 1, mask=owned & (expert > 0), other=0)
-            place = tl.load(place_E + expert, mask=owned, other=0)
-            tile = tl.load(first_tile + place, mask=owned, other=0) + (row - start) // BLOCK_M
-            complete: tl.constexpr = TN + 1 + TNX
-            # a number and no tensor from turn to turn: with that the compiler of Triton 3.6 fails
-            least = _least(row_counters + tile, owned, complete)
-            while least < complete:
-                least = _least(row_counters + tile, owned, complete)
-            tl.debug_barrier()
-            if RANKS > 1:  # also rows that no expert here reads: the next pass is sent to the same cell
-                token_M = item * TOKENS + tl.arange(0, TOKENS)
-                wait_for_rows(
-                    token_M, token_M < tokens, addresses, epochs, trouble, record, flags_at, flags_size, most_tokens,
-                    rank, limit, SENT, ON_GPU,
-                )  # fmt: skip
-            if trace is not None:
-                started = now(trace, INTERPRETED)
-            slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
-            COLUMN_BLOCKS: tl.constexpr = (H + COMBINE_BLOCK - 1) // COMBINE_BLOCK
-            first_token = item.to(tl.int64) * TOKENS
-            if RANKS > 1:  # straight to the rank whose tokens they are, where they came from
-                sums = room_for_sums(
-                    item * TOKENS, d_x, addresses, epochs, trouble, record, sums_at, sums_size, most_tokens, rank,
-                    limit, H, RANKS, TAKERS, ALIGNED, ON_GPU,
-                )  # fmt: skip
-            for index in range(0, tl.minimum(tokens - item * TOKENS, TOKENS) * COLUMN_BLOCKS):
-                token = first_token + index // COLUMN_BLOCKS
-                if RANKS > 1:
-                    if tl.load(comes_R + token) != 0:
-                        combine_tile(
-                            token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, TOP_K, H, H, H,
-                            False, AT_ONCE, COMBINE_BLOCK,
-                        )  # fmt: skip
-                else:
-                    combine_tile(
-                        token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, d_x, rows, TOP_K, H, H, H,
-                        False, AT_ONCE, COMBINE_BLOCK,
-                    )  # fmt: skip
+            _combine(item, ds_N, dx_NH, slot_row_N, d_x, d_weight, peers, tokens, rows, PLAN)
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-            places = tl.arange(0, BLOCK_E)
-            expert, row, row_end = rows_of_row_tile(item, places, offs_E, heaviest_E, first_tile, EXPERTS, BLOCK_M)
-            if kind == DOWN:
-                if RANKS > 1:
-                    row_M = row + tl.arange(0, BLOCK_M)
-                    wanted_M = row_M < row_end
-                    token_M = tl.load(order_N + row_M, mask=wanted_M, other=0) // TOP_K
-                    wait_for_rows(
-                        token_M, wanted_M, addresses, epochs, trouble, record, flags_at, flags_size, most_tokens, rank,
-                        limit, SENT, ON_GPU,
-                    )  # fmt: skip
-                    if trace is not None:
-                        started = now(trace, INTERPRETED)
-                down_backward_tile(
-                    expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN,
-                    order_N, rows, H, 1, H * I, I, 1, J, J, I, H, I, TOP_K, INTERLEAVED, SLICES, KIND, GATED,
-                    ALPHA, CLAMP, LIMIT, UP_SHIFT, BLOCK_M, DOWN_N, DOWN_K,
-                )  # fmt: skip
-            elif kind == ACTIVATE:
-                _wait(row_counters + item, TN)
-                if trace is not None:
-                    started = now(trace, INTERPRETED)
-                row_M = row + tl.arange(0, BLOCK_M)
-                valid_M = row_M < row_end
-                ds_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
-                for column in tl.static_range(TN):
-                    ds_M += tl.load(part_CN + column * rows.to(tl.int64) + row_M, mask=valid_M, other=0.0)
-                tl.store(ds_N + row_M, ds_M, mask=valid_M)
-            else:
-                _wait(row_counters + item, TN + 1)
-                if trace is not None:
-                    started = now(trace, INTERPRETED)
-                multiply_tile(
-                    expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, J, 1,
-                    J * H, H, 1, H, 0, 0, 0, 0, 0, J, H, 0, False, TOP_K, BLOCK_M, UP_N, UP_K,
-                )  # fmt: skip
-            _signal(row_counters + item)
+            _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, rows, PLAN)
+            _signal(counters + 1 + PLAN.EXPERTS + item)
             if kind == ACTIVATE:
-                _signal(expert_counters + expert)
+                _signal(counters + 1 + expert)
         elif kind == SEND:
-            if RANKS > 1:
-                send_block(
-                    item, part, sent_dy, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at,
-                    flags_size, sent_tokens, rank, limit, H, RANKS, SENT, SEND_T, SEND_H, ALIGNED, TAKERS, ON_GPU,
-                )  # fmt: skip
+            if PLAN.RANKS > 1:
+                send_block(peers, item, part, dy_TH, PLAN)
         else:
-            end = tl.load(offs_E + item)
-            start = tl.load(offs_E + item - 1, mask=item > 0, other=0)
-            _wait(expert_counters + item, (end - start + BLOCK_M - 1) // BLOCK_M)
-            if trace is not None:
-                started = now(trace, INTERPRETED)
-            if kind == DOWN_WEIGHTS:
-                DOWN_WIDTH: tl.constexpr = (I + DOWN_WEIGHTS_N - 1) // DOWN_WEIGHTS_N
-                weight_gradient_tile(
-                    item, part // DOWN_WIDTH, part % DOWN_WIDTH, dy_TH, scaled_a_NI, offs_E, d_down, None, order_N,
-                    None, H, 1, I, 1, H * I, I, 1, 0, 0, 0, H, H, I, TOP_K, DOWN_WEIGHTS_M, DOWN_WEIGHTS_N,
-                    DOWN_WEIGHTS_K,
-                )  # fmt: skip
-            else:
-                UP_WIDTH: tl.constexpr = (H + UP_WEIGHTS_N - 1) // UP_WEIGHTS_N
-                weight_gradient_tile(
-                    item, part // UP_WIDTH, part % UP_WIDTH, dh_NJ, x_TH, offs_E, d_gate_up, None, None, order_N,
-                    J, 1, H, 1, J * H, H, 1, 0, 0, 0, J, J, H, TOP_K, UP_WEIGHTS_M, UP_WEIGHTS_N, UP_WEIGHTS_K,
-                )  # fmt: skip
+            _weight_tile(kind, item, part, inputs, between, maps, d_gate_up, d_down, PLAN)
         if trace is not None:
-            note_task(trace, ticket, kind, item, part, came, started, INTERPRETED)
+            note_task(trace, ticket, kind, item, part, came, started, PLAN.INTERPRETED)
         ticket = next_ticket
