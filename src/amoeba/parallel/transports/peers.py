@@ -21,7 +21,6 @@ from torch import Tensor
 
 from amoeba.core.phases import mark
 from amoeba.core.torch_internals import why_not_symmetric_memory
-from amoeba.kernels.launch.persistent_grid import share_the_gpu
 from amoeba.parallel.agreement import facts_of
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
@@ -94,6 +93,8 @@ def planned(
 ) -> PeerExchange:
     """On all ranks at once."""
     if shares_its_gpu(sharded.ranks, x_TH.device):
+        from amoeba.kernels.launch.persistent_grid import share_the_gpu  # needs Triton
+
         share_the_gpu()
     facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
     tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
