@@ -186,7 +186,7 @@ def fill(memory: StreamedMemory) -> None:
     """As many experts come by as fit, so that the tiers are full."""
     for layer, entry in enumerate(memory.store.layers):
         some = range(min(entry.experts, memory.slots[layer] + memory.host_slots[layer]))
-        if hasattr(memory, "turn"):
+        if hasattr(memory, "pool"):
             with memory.pool.turn(layer):
                 for _ in memory.loads.acquire(layer, some):
                     pass
