@@ -29,7 +29,7 @@ from amoeba.stream.gpu.fast_path import spares_of
 from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.store import Store
 
-# Questions whose way to the host is timed, and cycles of idling ahead of each: their launch is not part of it.
+# Requests whose way to the host is timed, and cycles of idling ahead of each: their launch is not part of it.
 _EXPORTS, _IDLE = 40, 200_000
 _CYCLES = 1800  # of a microsecond, about
 
@@ -72,7 +72,7 @@ class Place(ABC):
         return None
 
     def export_us(self, memory: StreamedMemory, expert_TK: Tensor) -> float | None:
-        """Microseconds from the end of the kernel ahead of a question to its ids read."""
+        """Microseconds from the end of the kernel ahead of a request to its ids read."""
         return None
 
     @abstractmethod
@@ -203,7 +203,7 @@ class GpuPlace(LinkedPlace):
         replays, nobody, taken = memory.replays, torch.full_like(expert_TK, -1), []
         for _ in range(_EXPORTS):
             self.wait()
-            serial = replays.channel.expect(1)
+            serial = replays.mailbox.expect(1)
             occupy_gpu(_IDLE)
             ahead = torch.cuda.Event()
             ahead.record()
@@ -211,10 +211,10 @@ class GpuPlace(LinkedPlace):
             while not ahead.query():
                 pass
             began = time.perf_counter()
-            while not replays.channel.is_there_after(serial, 1):
-                if time.perf_counter() - began > replays.channel.limit:
-                    raise RuntimeError("a question did not reach the host")
-            replays.channel.read(serial)
+            while not replays.mailbox.is_there_after(serial, 1):
+                if time.perf_counter() - began > replays.mailbox.limit:
+                    raise RuntimeError("a request did not reach the host")
+            replays.mailbox.read(serial)
             taken.append(time.perf_counter() - began)
         return statistics.median(taken) * 1e6
 

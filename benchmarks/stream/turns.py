@@ -1,4 +1,4 @@
-"""Two sequences over the same slots: one after the other, as a batch, and in turns (stream/gpu/turns.py).
+"""Two sequences over the same slots: one after the other, as a batch, and in turns (stream/gpu/interleaved.py).
 
 Each has a routing of its own, as often repeated as a model's is. Pauses between layers stand for attention; on a GPU
 those of two sequences may be at the same time, as that of a few tokens nearly is.

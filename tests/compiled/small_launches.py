@@ -100,25 +100,25 @@ def _of_heads(dtype: torch.dtype) -> Launches:
 
 def _of_streaming(dtype: torch.dtype) -> Launches:
     from amoeba.core.config import RouterConfig
-    from amoeba.kernels.ask import add_computed, ask
+    from amoeba.kernels.expert_request import add_computed, request_experts, route_and_request
     from amoeba.kernels.index_export import export_indices, to_slots
-    from amoeba.kernels.route_and_ask import route_and_ask
-    from amoeba.kernels.talk import Handed, Talk, Turn
+    from amoeba.kernels.mailbox import HostComputeBuffer, MailboxWords, Turn
 
-    talk = Talk(words(3), words(64, 3 + E), words(64, 3 + 2 * E), words(1), words(64, 2))
+    box = MailboxWords(words(3), words(64, 3 + E), words(64, 3 + 2 * E), words(1), words(64, 2))
     tokens = 8
     x, weight, shown = empty(tokens, H, dtype=dtype), numbers(tokens, K), words(2 * E)
     chosen, slots = ids(tokens, K), ids(tokens, K)
-    handed = Handed(numbers(tokens * H), ids(tokens * K), numbers(tokens * K), words(1), numbers(tokens * H), words(1))
+    sizes = numbers(tokens * H), ids(tokens * K), numbers(tokens * K), words(1), numbers(tokens * H), words(1)
+    buffer = HostComputeBuffer(*sizes)
     turn = Turn(words(1), 0, 2)
     return {
-        "ask": lambda: ask(chosen, slots, shown, E, talk, words(1), 1.0),
-        "ask in turns": lambda: ask(chosen, slots, shown, E, talk, words(1), 1.0, turn=turn),
-        "ask and hand over": lambda: ask(chosen, slots, shown, E, talk, words(1), 1.0, handed, x, weight),
-        "route and ask": lambda: route_and_ask(
-            numbers(tokens, E), RouterConfig(E, K), None, chosen, weight, slots, shown, talk, words(1), 1.0
+        "request": lambda: request_experts(chosen, slots, shown, E, box, words(1), 1.0),
+        "interleaved request": lambda: request_experts(chosen, slots, shown, E, box, words(1), 1.0, turn=turn),
+        "request for the host": lambda: request_experts(chosen, slots, shown, E, box, words(1), 1.0, buffer, x, weight),
+        "route and request": lambda: route_and_request(
+            numbers(tokens, E), RouterConfig(E, K), None, chosen, weight, slots, shown, box, words(1), 1.0
         ),
-        "add what was computed": lambda: add_computed(x, talk, handed, 1.0),
+        "add what was computed": lambda: add_computed(x, box, buffer, 1.0),
         "export": lambda: export_indices(chosen, words(E), slots, words(3 + E), 1),
         "to slots": lambda: to_slots(ids(4096, K), words(E), ids(4096, K)),
     }

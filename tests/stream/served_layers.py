@@ -33,7 +33,7 @@ class Served:
         self.device, self.store = device(seed, **options), Layers(layers, seed) if store is None else store
         each = [slots] * layers if isinstance(slots, int) else slots
         self.memory = DeviceMemory(self.store, self.device, each, [host_slots] * layers, IDS)
-        self.memory.replays.channel.limit = 20.0
+        self.memory.replays.mailbox.limit = 20.0
         self.wrong: list[str] = []
         self.graph = LiveGraph(self.device)
         self.expert_TK = [torch.zeros(tokens, top_k, dtype=torch.int64) for _ in range(layers)]

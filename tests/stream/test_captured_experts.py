@@ -255,7 +255,7 @@ def test_nothing_synchronises_the_device_while_it_is_replayed() -> None:
 def test_a_gpu_that_nobody_serves_goes_on_by_itself() -> None:
     resident = wide(32)
     with torch.no_grad(), closing(Captured(resident, 8, 32, routed_wide(1, 32, 8, 0), 2)) as captured:
-        captured.memory.replays.channel.limit = 0.05
+        captured.memory.replays.mailbox.limit = 0.05
         captured._replay = captured._graph()  # with that limit
         serve = captured.memory.replays.serving.serve
         captured.memory.replays.serving.serve = lambda passes, first: None
@@ -293,8 +293,8 @@ def test_a_router_that_asks_gives_the_numbers_of_resident_experts(miss: str, tok
     gate_up, down, *gates = [torch.randn(each, generator=generator).to(DEVICE) for each in shapes]
     resident, config, given = ExpertWeights(gate_up * 0.2, down * 0.2), RouterConfig(many, K), routed(tokens)
     with closing(CapturedLayers(resident, E, many, given, config=config, gates=gates, miss=miss)) as captured:
-        channel = captured.memory.replays.channel
-        channel.ask = lambda *_: pytest.fail("it asked once more")
+        mailbox = captured.memory.replays.mailbox
+        mailbox.ask = lambda *_: pytest.fail("it asked once more")
         for _ in range(3):
             x_TH = torch.randn(tokens, H, generator=generator).to(DEVICE)
             for y_TH, gate_EH in zip(captured(x_TH, given[1]), gates, strict=True):

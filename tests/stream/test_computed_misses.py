@@ -213,7 +213,7 @@ def test_a_sum_that_does_not_come_is_not_waited_for_for_ever() -> None:
     with torch.no_grad(), closing(Computed("cpu")) as computed:
         word = computed.memory.computing._compute.word
         elsewhere = torch.zeros(1, dtype=torch.int32)
-        computed.memory.replays.channel.limit = 0.05 if DEVICE.type == "cuda" else 1e-4
+        computed.memory.replays.mailbox.limit = 0.05 if DEVICE.type == "cuda" else 1e-4
         if DEVICE.type == "cuda":
             computed._replay = computed._graph()  # with that limit
             computed.step(0)
@@ -222,7 +222,7 @@ def test_a_sum_that_does_not_come_is_not_waited_for_for_ever() -> None:
         with pytest.raises(RuntimeError, match="went on without them"):
             computed(*given)
         computed.memory.computing._compute.word = word
-        computed.memory.replays.channel.limit = 10.0
+        computed.memory.replays.mailbox.limit = 10.0
         if DEVICE.type == "cuda":
             computed._replay = computed._graph()
         for number in (3, 1, 5):
@@ -281,24 +281,24 @@ def test_what_the_host_is_handed_it_computes_with_any_weights(dtype: torch.dtype
         expert_TK = torch.tensor([[missing[0], there[0]]] * tokens)
         expert_TK[1] = torch.tensor([missing[1], -1])
         x_TH, weight_TK = torch.randn(tokens, H, generator=generator), torch.rand(tokens, 2, generator=generator)
-        computing, channel = memory.computing, memory.replays.channel
-        handed = computing.handed
-        for target, given in ((handed.x, x_TH), (handed.expert, expert_TK), (handed.weight, weight_TK)):
+        computing, mailbox = memory.computing, memory.replays.mailbox
+        buffer = computing.buffer
+        for target, given in ((buffer.x, x_TH), (buffer.expert, expert_TK), (buffer.weight, weight_TK)):
             target[: given.numel()] = given.flatten()
         computing.expect(expert_TK.shape)
-        fast, serial = memory.replays.serving.fast, channel.expect(1)
+        fast, serial = memory.replays.serving.fast, mailbox.expect(1)
         fast.prepare(0, 2 * tokens)
-        at = serial % channel.ring * channel._row
+        at = serial % mailbox.ring * mailbox._row
         for word, value in enumerate([2, 3, serial, *missing, there[0]]):
-            channel._questions[at + word] = value
+            mailbox._requests[at + word] = value
         assert fast.look(0, serial, 1) == SERVED
         assert sorted(fast.write_down(0, serial, missing, there[:1])) == missing
         computing.wait()
-        assert handed.word.item() == serial
+        assert buffer.word.item() == serial
         mine = torch.where(torch.isin(expert_TK, torch.tensor(missing)), expert_TK, -1)
         wide = ExpertWeights(gate_up_EJH.double().cpu(), down_EHI.double().cpu(), activation=activation)
         expected = experts(x_TH.double(), Routing(mine, weight_TK.double(), trusted=True), wide, backend="eager")
-        found = handed.y[: tokens * H].view(tokens, H).double()
+        found = buffer.y[: tokens * H].view(tokens, H).double()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

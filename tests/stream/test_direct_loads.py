@@ -1,4 +1,4 @@
-"""Experts of a question that are on the disk reach their slots without Python: right at any speed, and after any fault.
+"""Experts of a request that are on the disk reach their slots without Python: right at any speed, and after any fault.
 
 As in test_replays.py, threads stand for the GPU; the files and the threads that read them are real.
 """
@@ -91,10 +91,10 @@ def test_every_pass_finds_its_experts_without_python_reading_or_telling(
 ) -> None:
     with closing(Served(1, slots, host_slots, store=store)) as served:
         served.capture()
-        channel, drawn, told_by_python = served.memory.replays.channel, random.Random(1), list[int]()
+        mailbox, drawn, told_by_python = served.memory.replays.mailbox, random.Random(1), list[int]()
         if not host_slots:  # where all that is asked for may be in host memory, Python tells
-            go_on = channel.go_on
-            monkeypatch.setattr(channel, "go_on", lambda serial: (told_by_python.append(serial), go_on(serial))[1])
+            go_on = mailbox.go_on
+            monkeypatch.setattr(mailbox, "go_on", lambda serial: (told_by_python.append(serial), go_on(serial))[1])
         for _ in range(8):
             served.replay(drawn_ids(drawn, 2, 2))
         served.ended()

@@ -1,4 +1,4 @@
-"""Copies first, tables afterwards: the short way from a question to its copies gives what the long one gives."""
+"""Copies first, tables afterwards: the short way from a request to its copies gives what the long one gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand
 
 @pytest.fixture(params=["compiled", "compiled, copies at once", "in Python"])
 def language(request, monkeypatch) -> None:
-    """Of what answers questions."""
+    """Of what answers requests."""
     if request.param == "compiled, copies at once":
         monkeypatch.setattr(LiveDevice, "copies_at_once", True)
         monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)

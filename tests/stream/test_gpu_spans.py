@@ -1,4 +1,4 @@
-"""Spans of the GPU's clock brought to the host's: by the question that was seen soonest, and past 32 bits."""
+"""Spans of the GPU's clock brought to the host's: by the request that was seen soonest, and past 32 bits."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_wrong_guesses_change_nothing_and_are_given_up(monkeypatch, caplog) -> N
             check_slots(captured)
         begun = captured.memory.cache.counters.prefetched
         if ON_GPU and begun < predictions.JUDGED:
-            return  # layers so small that questions came before the guesses
+            return  # layers so small that requests came before the guesses
         assert caplog.text.count("it does not pay") == 1
         captured(*routed_by(asked, 99))
         assert captured.memory.cache.counters.prefetched == begun

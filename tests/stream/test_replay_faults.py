@@ -77,7 +77,7 @@ def test_an_interrupt_around_the_launch_leaves_both_sides_counting_alike(when: s
 
 def test_a_device_that_waited_too_long_goes_on_and_says_so(monkeypatch) -> None:
     with closing(Served(0, 3, 0)) as served:
-        served.memory.replays.channel.limit = 2e-5  # 20 looks of the interpreter
+        served.memory.replays.mailbox.limit = 2e-5  # 20 looks of the interpreter
         served.capture()
         replays, go_on = served.memory.replays, threading.Event()
         load = replays.serving.load
@@ -97,13 +97,13 @@ def test_a_device_that_waited_too_long_goes_on_and_says_so(monkeypatch) -> None:
         served.wrong.clear()
         served.shown_as_it_is()
         monkeypatch.undo()
-        replays.channel.limit = 20.0
+        replays.mailbox.limit = 20.0
         served.replay([[0, 1], [2, 3]])
         served.ended()
 
 
 def until_in_trouble(replays) -> None:
-    while not replays.channel.in_trouble:
+    while not replays.mailbox.in_trouble:
         pass
 
 

@@ -140,9 +140,9 @@ def test_serials_wrap_as_32_bits_do() -> None:
     with closing(Served(0, 3, 0)) as served:
         served.capture()
         served.ended()  # the rehearsal
-        channel = served.memory.replays.channel
-        channel.serial = 2**31 - 4
-        channel._state.fill_(2**31 - 4)
+        mailbox = served.memory.replays.mailbox
+        mailbox.serial = 2**31 - 4
+        mailbox._state.fill_(2**31 - 4)
         drawn = random.Random(0)
         for _ in range(5):
             served.replay(drawn_ids(drawn, 2, 2))

@@ -1,4 +1,4 @@
-"""`amoeba generate --trace`: a timeline that ui.perfetto.dev loads, of passes, questions, waits and loads."""
+"""`amoeba generate --trace`: a timeline that ui.perfetto.dev loads, of passes, requests, waits and loads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_several_threads_do_is_in_rows_of_their_own(tmp_path) -> None:
         began = found.now()
         for number in range(3):
             inner = found.now()
-            found.note("question", f"asks {number}", {"missing": [number]})
+            found.note("request", f"asks {number}", {"missing": [number]})
             found.add("wait", f"waits {number}", inner, {})
         found.add("pass", "a pass", began, {"layer": 1})
 
@@ -100,7 +100,7 @@ def test_a_timeline_that_grows_too_long_ends_and_says_so(tmp_path, monkeypatch, 
     found = Timeline(tmp_path / "run.json")
     with caplog.at_level(logging.WARNING, "amoeba"):
         for number in range(5):
-            found.note("question", str(number), {})
+            found.note("request", str(number), {})
     found.close()
     assert [event["name"] for event in checked(tmp_path / "run.json")["the model"]] == ["0", "1"]
     assert len([record for record in caplog.records if "left out" in record.message]) == 1
@@ -134,7 +134,7 @@ def test_generating_on_a_gpu_shows_passes_waits_and_loads_of_every_layer(packed,
         assert named(model, f"layer {layer} waits for its ids") and named(model, f"layer {layer} waits for the disk")
         assert [event for event in loaded if event["args"]["layer"] == layer]
     if traced["steps"] != "plain":
-        return  # captured steps show questions: see below
+        return  # captured steps show requests: see below
     called = named(model, "has", "copied from host memory")
     assert sum(len(event["args"]["from_host"]) for event in called) == traced["streaming"]["host_hits"] > 0
 
@@ -151,7 +151,7 @@ def test_captured_steps_show_each_question(packed, tmp_path, monkeypatch) -> Non
         assert len(list(steps.decoder.generate([[5, 6, 7]], 3))) == 3
     rows = checked(tmp_path / "run.json")
     replays = named(rows["the model"], "captured step")
-    asked = [event for event in rows["the model"] if event["cat"] == "question"]
+    asked = [event for event in rows["the model"] if event["cat"] == "request"]
     assert len(asked) == LAYERS * len(replays) > 0
     assert [event["args"]["layer"] for event in asked] == list(range(LAYERS)) * len(replays)
     assert all(len(event["args"]["missing"]) + len(event["args"]["there"]) == TOP_K for event in asked)
@@ -181,7 +181,7 @@ def test_experts_that_are_copied_ahead_of_the_tables_are_shown_as_loads(packed, 
 
 
 def test_spans_of_the_gpu_are_at_the_times_of_the_host_whatever_its_clock_says(tmp_path) -> None:
-    """Questions are seen 3 to 90 microseconds after they were asked; the clock wraps in the middle."""
+    """Requests are seen 3 to 90 microseconds after they were asked; the clock wraps in the middle."""
     found = Timeline(tmp_path / "run.json")
     spans, began = timeline.GpuSpans(found), found.now()
     # layer, missing, asked and waited, in microseconds, and how late it was seen

@@ -1,10 +1,10 @@
-"""Captured steps of several groups in turns: right slots at any speed, each layer's questions in the groups' order.
+"""Captured steps of several groups in turns: right slots at any speed, each layer's requests in the groups' order.
 
 E experts · K experts per token
 
 The device is simulated by threads, one for each stream, so that groups really run beside each other. Triton's
 interpreter runs one kernel at a time; so the kernel that asks is played by a function that does the same word by word
-(`asks`); tests/kernels/test_ask.py has the kernel itself.
+(`asks`); tests/kernels/test_expert_request.py has the kernel itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from test_fast_path import tables
 from torch import Tensor
 
 from amoeba.core.replays import CannotCapture, Member
-from amoeba.kernels import ask as ask_module
+from amoeba.kernels import expert_request
 from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory
 
@@ -31,30 +31,30 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand
 IDS = 16
 
 
-def asks(expert_TK, slot_TK, shown, experts, talk, due, limit, handed=None, x_TH=None, weight_TK=None, turn=None):
-    """kernels/ask.py, for misses that are moved; limit: seconds."""
-    serial = talk.state[0].item() + 1
-    place, most = serial % talk.questions.shape[0], (talk.answers.shape[1] - 3) // 2
+def asks(expert_TK, slot_TK, shown, experts, mailbox, due, limit, buffer=None, x_TH=None, weight_TK=None, turn=None):
+    """kernels/expert_request.py, for misses that are moved; limit: seconds."""
+    serial = mailbox.state[0].item() + 1
+    place, most = serial % mailbox.requests.shape[0], (mailbox.answers.shape[1] - 3) // 2
     until = time.monotonic() + limit
 
     def wait(is_there) -> bool:
-        while not is_there() and talk.trouble[0] == 0 and time.monotonic() < until:
+        while not is_there() and mailbox.trouble[0] == 0 and time.monotonic() < until:
             time.sleep(1e-5)
         return is_there()
 
     mine = turn is None or turn.word[0] < 0 or wait(lambda: turn.word[0] == turn.mine)
     asked = sorted({each for each in expert_TK.flatten().tolist() if 0 <= each < experts})
     missing = [each for each in asked if shown[each] < 0]
-    row = talk.questions[place]
+    row = mailbox.requests[place]
     ids = [*missing, *(each for each in asked if each not in missing)]
     row[3 : 3 + len(ids)] = torch.tensor(ids, dtype=torch.int32)
     row[0], row[1] = len(missing), len(asked)
     row[2] = serial
-    talk.state[0] = serial
+    mailbox.state[0] = serial
     is_served = True
     if missing:
-        answer = talk.answers[place]
-        is_served = wait(lambda: answer[0] == serial) and wait(lambda: talk.state[1] - serial >= 0)
+        answer = mailbox.answers[place]
+        is_served = wait(lambda: answer[0] == serial) and wait(lambda: mailbox.state[1] - serial >= 0)
         for at in range(int(answer[1]) if is_served else 0):
             expert, slot = answer[3 + at].item(), answer[3 + most + at].item()
             shown[expert] = slot
@@ -63,7 +63,7 @@ def asks(expert_TK, slot_TK, shown, experts, talk, due, limit, handed=None, x_TH
     for at, expert in enumerate(expert_TK.flatten().tolist()):
         slot_TK.view(-1)[at] = shown[expert] if 0 <= expert < experts else -1
     if not (mine and is_served):
-        talk.trouble[0] = serial
+        mailbox.trouble[0] = serial
     if turn is not None and turn.word[0] == turn.mine:
         turn.word[0] = (turn.mine + 1) % turn.groups
 
@@ -120,7 +120,7 @@ class InTurns:
         for number in range(groups):
             expert_TK, graph = [torch.zeros(1, top_k, dtype=torch.int64) for _ in range(layers)], LiveGraph(self.device)
             with replays.as_group(number, groups):
-                replays.channel.limit = 20.0
+                replays.mailbox.limit = 20.0
                 with replays.rehearsing():
                     for layer, ids in enumerate(expert_TK):
                         replays.rehearse(layer, ids)
@@ -173,7 +173,7 @@ class InTurns:
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch) -> None:
-    monkeypatch.setattr(ask_module, "ask", asks)
+    monkeypatch.setattr(expert_request, "request_experts", asks)
 
 
 def drawn_steps(seed: int, groups: int, steps: int, layers: int, count: int = 2) -> list[list[list[list[int]]]]:

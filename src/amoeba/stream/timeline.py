@@ -4,7 +4,7 @@
     began = timeline.now()
     ...
     timeline.add("wait", "layer 3 waits for the disk", began, {"experts": [5, 9]})
-    timeline.note("question", "layer 3 asks", {"missing": [5, 9]})
+    timeline.note("request", "layer 3 asks", {"missing": [5, 9]})
     timeline.at_close.append(add_what_is_known_then)
     timeline.close()                                    # writes the file
 
@@ -12,7 +12,7 @@ Every thread has a row of its own, in which what was called inside a call is dra
 
     time_calls(memory, Timeline("run.json"))
 
-draws passes, questions, waits and loads of a memory, each with its layer. The engine knows nothing of it and pays
+draws passes, requests, waits and loads of a memory, each with its layer. The engine knows nothing of it and pays
 nothing for it: this stands around the calls of one memory that wait or load, from now on. Mostly the host's side is
 seen: a copy is there as the call that enqueues it, and where a pass ends on the host, the GPU may still compute it. In
 captured steps the GPU tells when it asked and when it went on (`GpuSpans`).
@@ -135,7 +135,7 @@ def _order(row: str) -> tuple[bool, bool, str]:
     return row.startswith("loads"), row == "the model", row
 
 
-class _Question(NamedTuple):
+class _Request(NamedTuple):
     layer: int
     missing: int
     asked: int  # microseconds of the GPU's clock
@@ -146,13 +146,13 @@ class _Question(NamedTuple):
 class GpuSpans:
     """What the GPU did in captured steps, by its own clock: where it waited for experts, and what it computed between.
 
-    The two clocks differ by an unknown amount, and a question is seen some microseconds after it was asked, so the
+    The two clocks differ by an unknown amount, and a request is seen some microseconds after it was asked, so the
     least difference of all is taken for theirs. That is known at the end: then the row is added.
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        self._timeline, self._questions = timeline, list[_Question]()
-        self._behind: int | None = None  # nanoseconds from the GPU's clock to ours, and the way of a question
+        self._timeline, self._requests = timeline, list[_Request]()
+        self._behind: int | None = None  # nanoseconds from the GPU's clock to ours, and the way of a request
         self._latest = 0  # of the GPU's clock, as many bits as it takes
         self._is_first = True
         timeline.at_close.append(self._write)
@@ -162,18 +162,18 @@ class GpuSpans:
 
     def add(self, layer: int, missing: int, asked: int, went_on: int, seen: int) -> None:
         """asked, went_on: 32 bits of microseconds. seen: by our clock, in nanoseconds."""
-        if (asked, went_on) == (0, 0) or 2 * len(self._questions) >= MOST_EVENTS:
+        if (asked, went_on) == (0, 0) or 2 * len(self._requests) >= MOST_EVENTS:
             return
         self._latest += (asked - self._latest + 2**31) % 2**32 - 2**31
         lasted = (went_on - asked) % 2**32 if missing else 0
         behind = seen - 1000 * self._latest
         self._behind = behind if self._behind is None else min(self._behind, behind)
-        self._questions.append(_Question(layer, missing, self._latest, self._latest + lasted, self._is_first))
+        self._requests.append(_Request(layer, missing, self._latest, self._latest + lasted, self._is_first))
         self._is_first = False
 
     def _write(self) -> None:
-        before: _Question | None = None
-        for here in self._questions:
+        before: _Request | None = None
+        for here in self._requests:
             if before is not None and not here.is_first:
                 name = f"experts of layer {before.layer}, then up to layer {here.layer}'s router"
                 self._span("pass", name, before.went_on, here.asked, before.layer)
@@ -235,8 +235,8 @@ class _OnGpu:
         self._turn, self._count, self._prefetch = memory.pool.turn, memory.pool.count, memory.loads.prefetch
         self._serve = memory.replays.serving.serve
         self._layers: list[int] = []  # of the replay that is served
-        self._first = self._seen = 0  # its first question, and the latest that was seen
-        self._channel: Any = None  # that is timed
+        self._first = self._seen = 0  # its first request, and the latest that was seen
+        self._mailbox: Any = None  # that is timed
         self._spans = GpuSpans(timeline)
         self._latest: tuple[int, int, int, int] | None = None  # serial, layer, missing and when it was seen
 
@@ -284,9 +284,9 @@ class _OnGpu:
 
     def serve(self, passes: Any, first: int) -> None:
         self._layers, self._first = passes.layers, first
-        if self._channel is None and passes.layers:
-            self._channel = self._memory.replays.channel
-            self._read, self._channel.read = self._channel.read, self.read
+        if self._mailbox is None and passes.layers:
+            self._mailbox = self._memory.replays.mailbox
+            self._read, self._mailbox.read = self._mailbox.read, self.read
             fast, around = self._memory.replays.serving.fast, _Around(self._timeline)
             assert fast is not None
             around.call(fast, "write_down", _of_fast_path)
@@ -298,15 +298,15 @@ class _OnGpu:
         if self._seen < serial < self._first + len(self._layers):  # it may be read twice, and be of steps in turns
             self._seen, layer = serial, self._layers[serial - self._first]
             name = f"layer {layer} asks: {len(missing)} of {len(missing) + len(there)} missing"
-            self._timeline.note("question", name, _of(layer) | {"missing": list(missing), "there": list(there)})
+            self._timeline.note("request", name, _of(layer) | {"missing": list(missing), "there": list(there)})
             self._add_spans(serial, layer, len(missing))
         return asked
 
     def _add_spans(self, serial: int, layer: int, missing: int) -> None:
-        """Of the question before this one, whose times are whole now."""
+        """Of the request before this one, whose times are whole now."""
         if self._latest is not None:
             before, its_layer, its_missing, seen = self._latest
-            asked, went_on = self._channel.times(before)
+            asked, went_on = self._mailbox.times(before)
             self._spans.add(its_layer, its_missing, asked, went_on, seen)
         if serial == self._first:
             self._spans.begin_step()

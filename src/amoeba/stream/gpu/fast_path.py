@@ -1,4 +1,4 @@
-"""Questions whose experts are all in host memory: copies are called first, and who is where is written down afterwards.
+"""Requests whose experts are all in host memory: copies are called first, and who is where is written down afterwards.
 
     fast.prepare(layer)                                   # while the GPU computes: all addresses, and who leaves next
     fast.look(layer, serial, looks)                       # NOT_THERE, NOT_SERVED (it takes the slow path) or SERVED
@@ -7,7 +7,7 @@
     fast.forget(layer)                                    # something else is about to change the layer
     fast.drop_half_served()                               # after an error
 
-A GPU that asks waits, so between "question seen" and the first copy there are a few lookups: the slots of those who
+A GPU that asks waits, so between "request seen" and the first copy there are a few lookups: the slots of those who
 leave, the addresses of those who come. Compiled code does that (csrc/serve.cpp), or Python where there is no compiler.
 Who leaves is ranked by compiled code when it is asked (csrc/ranking.h), so that a pass that found all of its experts
 leaves nothing to prepare; Python, which takes 30 to 50 us for that, ranks ahead, after every pass.
@@ -17,12 +17,12 @@ same result.
 **Why tables may be late.** What was prepared holds until somebody changes the layer, and nobody can: a replay has the
 turns of all layers, no load of the layer was under way, expected or held when it was prepared, and whoever passes over
 the layer outside of a replay forgets it first. No copy has to wait for an event either: who reads the slots comes ahead
-of the question (graphs.py), nothing that leaves is written down, since it has a copy in host memory, and a blob
+of the request (graphs.py), nothing that leaves is written down, since it has a copy in host memory, and a blob
 that is still being written is no source.
 
 **If it ends half-way** (a copy that fails, an interrupt), tables and slots may differ: the layer begins anew, empty.
 
-On a Neoverse-N1 with calls that do nothing (25 % of 128 experts, 1.6 missing, 2026-11-16), from the question to the
+On a Neoverse-N1 with calls that do nothing (25 % of 128 experts, 1.6 missing, 2026-11-16), from the request to the
 first copy: compiled 1.7 us at most, Python 15, the slow path 43.
 """
 
@@ -37,7 +37,7 @@ from typing import Any
 
 from amoeba.stream.gpu.device import LEAST_AT_ONCE
 from amoeba.stream.gpu.host_compute import HostCompute
-from amoeba.stream.gpu.mailbox import Channel
+from amoeba.stream.gpu.mailbox import Mailbox
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.serve_library import Order, ServedLayer, serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
@@ -155,40 +155,40 @@ class EarlyCopies:
 class FastPath:
     """computing: where the CPU may compute what is missing; needs the compiled one."""
 
-    def __init__(self, pool: SlotPool, channel: Channel, computing: HostCompute | None = None) -> None:
-        self._pool, self._channel, self._computing = pool, channel, computing
+    def __init__(self, pool: SlotPool, mailbox: Mailbox, computing: HostCompute | None = None) -> None:
+        self._pool, self._mailbox, self._computing = pool, mailbox, computing
         self._calls = calls = pool.device.calls()
         self._half_served: int | None = None  # a layer
         sizes = zip(pool.tiers, pool.store.layers, pool.slots, pool.spares, strict=True)
         self._layers = [_Prepared(tiers, entry.experts, slots + spares) for tiers, entry, slots, spares in sizes]
         self.early = EarlyCopies(pool, [each.early_of for each in self._layers])
-        self._words: dict[Channel, c_uint64] = {}
-        self._tables: dict[Channel, ctypes.Array] = {}  # of addresses, for serve.cpp
+        self._words: dict[Mailbox, c_uint64] = {}
+        self._tables: dict[Mailbox, ctypes.Array] = {}  # of addresses, for serve.cpp
         self._compiled: Any = None
         if computing is not None:
             for here, blobs in zip(self._layers, computing.blobs, strict=True):
                 here.layer.blobs = blobs
         if calls is not None and (library := serving_library()) is not None:
             self._compiled = library.amoeba_serve
-        self.serve(channel)
+        self.serve(mailbox)
         pool.watchers.append(self)
 
-    def serve(self, channel: Channel) -> None:
-        """Questions of this one from now on."""
+    def serve(self, mailbox: Mailbox) -> None:
+        """Requests of this one from now on."""
         calls = self._calls
-        self._channel = channel
-        if channel not in self._words:
-            self._words[channel] = c_uint64(channel.arrived_word)
+        self._mailbox = mailbox
+        if mailbox not in self._words:
+            self._words[mailbox] = c_uint64(mailbox.arrived_word)
             if calls is not None and self._compiled is not None:
                 functions = calls.to_device, calls.write_word, calls.to_device_at_once
                 pointers = [0 if call is None else ctypes.cast(call, c_void_p).value or 0 for call in functions]
-                addresses = *pointers, calls.stream.value, channel.arrived_word, LEAST_AT_ONCE
-                self._tables[channel] = (c_uint64 * 6)(*addresses)
-        self._word = self._words[channel]
-        self._table_address = ctypes.addressof(self._tables[channel]) if channel in self._tables else 0
+                addresses = *pointers, calls.stream.value, mailbox.arrived_word, LEAST_AT_ONCE
+                self._tables[mailbox] = (c_uint64 * 6)(*addresses)
+        self._word = self._words[mailbox]
+        self._table_address = ctypes.addressof(self._tables[mailbox]) if mailbox in self._tables else 0
 
     def hold(self, layer: int, experts: Collection[int]) -> None:
-        """None of these leaves, and others may, until the next call: who reads them is not ahead of the question."""
+        """None of these leaves, and others may, until the next call: who reads them is not ahead of the request."""
         here = self._layers[layer]
         for expert in here.held_ids:
             here.held[expert] = 0
@@ -211,7 +211,7 @@ class FastPath:
         self._layers[layer].layer.leave_count = 0
 
     def prepare(self, layer: int, ids: int) -> None:
-        """For questions of so many ids at most: each makes nobody or one leave, or is one of those who stay."""
+        """For requests of so many ids at most: each makes nobody or one leave, or is one of those who stay."""
         pool, here = self._pool, self._layers[layer]
         if self._calls is None or any(number == layer for number, _ in pool.expected):
             return
@@ -250,18 +250,18 @@ class FastPath:
         here.written = [(expert, host_slot) for expert, host_slot in on_host if not here.blob_of[expert]]
 
     def look(self, layer: int, serial: int, looks: int) -> int:
-        """Whether the question has come, after so many looks at most. Where that was prepared, it is answered too."""
-        channel, here = self._channel, self._layers[layer]
+        """Whether the request has come, after so many looks at most. Where that was prepared, it is answered too."""
+        mailbox, here = self._mailbox, self._layers[layer]
         is_prepared = bool(here.layer.leave_count)
         if is_prepared:
             self._half_served = layer
         if self._compiled is not None:
-            places, number = channel.places(serial), channel.wrapped(serial)
+            places, number = mailbox.places(serial), mailbox.wrapped(serial)
             compute = 0 if self._computing is None else self._computing.address(layer)
             found = self._compiled(*places, number, looks, here.address, self._table_address, compute)
             if found < 0:
                 raise RuntimeError(f"CUDA error {-found}")
-        elif not channel.is_there_after(serial, looks):
+        elif not mailbox.is_there_after(serial, looks):
             found = NOT_THERE
         else:
             found = self._serve(here, serial) if is_prepared else NOT_SERVED
@@ -279,11 +279,11 @@ class FastPath:
 
     def write_down(self, layer: int, serial: int, missing: list[int], there: list[int]) -> list[int]:
         """Who of them is computed by the CPU."""
-        from amoeba.kernels.talk import COMPUTED, LATER
+        from amoeba.kernels.mailbox import COMPUTED, LATER
 
         pool, shown, here = self._pool, self._pool.shown[layer], self._layers[layer]
         self.forget_who_leaves(layer)
-        answer = self._channel.answered(serial)
+        answer = self._mailbox.answered(serial)
         came = [(expert, slot % LATER) for expert, slot in answer if slot >= 0]
         comers = [expert for expert, _ in came]
         ids, beside = there + comers, [expert for expert in missing if expert not in comers]
@@ -317,7 +317,7 @@ class FastPath:
         assert self._calls is not None
         copy, write, _, stream, *_ = self._calls
         with self._pool.lock:
-            missing, there = self._channel.read(serial)
+            missing, there = self._mailbox.read(serial)
         count, blobs = len(missing), [here.blob_of[expert] for expert in missing]
         waiting = here.leave[: here.layer.leave_count]
         leave = [expert for expert in waiting if expert not in there and not here.held[expert]][:count]
@@ -332,7 +332,7 @@ class FastPath:
             for stack, size, offset in here.parts:
                 if code := copy(c_uint64(stack + slot * size), c_uint64(blob + offset), c_uint64(size), stream):
                     raise RuntimeError(f"CUDA error {code}")
-        self._channel.answer(serial, leave + missing, [-1] * count + slots)
+        self._mailbox.answer(serial, leave + missing, [-1] * count + slots)
         if code := write(stream, self._word, c_uint32(serial), c_uint32(0)):  # 0: with a fence ahead of it
             raise RuntimeError(f"CUDA error {code}")
         return SERVED

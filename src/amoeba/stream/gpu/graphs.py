@@ -1,20 +1,20 @@
 """Passes of a few tokens inside a CUDA graph: rehearsed, captured, and served by the thread that replays them.
 
-    passes over all layers, captured:  router ─> ask ─> experts ─> ... ─> router ─> ask ─> experts ─> ...
+    passes over all layers, captured:  router ─> request ─> experts ─> ... ─> router ─> request ─> experts ─> ...
                                                 │ ▲                               │
     host, only where something misses:          └─┼─> who leaves ─> copies ─> ... └─> (all there: nothing to do)
     stream of copies:                             └───────────────────┘ "arrived", behind the copies
 
-`ask` (kernels/ask.py) is one kernel: it turns ids into slots, tells the host what is missing, and waits for it on the
-GPU. The host looks at memory that the GPU writes, question by question (serving.py). Where one misses experts it has
-them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory, that is done
-ahead of everything else (fast_path.py). Where the CPU may compute experts (host_compute.py), some of them need not be
-copied: their sum is added behind the kernels of the others.
+A request is one kernel (kernels/expert_request.py): it turns ids into slots, tells the host what is missing, and waits
+for it on the GPU. The host looks at memory that the GPU writes, request by request (serving.py). Where one misses
+experts it has them copied, and behind the copies the word for which the GPU waits. If all of them are in host memory,
+that is done ahead of everything else (fast_path.py). Where the CPU may compute experts (host_compute.py), some of them
+need not be copied: their sum is added behind the kernels of the others.
 
-**No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the question of layer l
+**No event keeps copies off slots that are read.** A copy into a slot of layer l is called after the request of layer l
 of this replay has been read. All that reads slots of that layer and was enqueued before, the previous replay's experts
-among it, comes ahead of that question in the stream, and a kernel begins when those ahead of it have ended; what comes
-behind it in this replay reads the slots of experts that this question asks for, and these are held until the answer is
+among it, comes ahead of that request in the stream, and a kernel begins when those ahead of it have ended; what comes
+behind it in this replay reads the slots of experts that this request asks for, and these are held until the answer is
 given: none of them is chosen to leave. Passes outside of graphs have events, which are waited for when a replay begins.
 Replays of several groups in turns have a rule more (interleaved.py).
 
@@ -42,7 +42,7 @@ from amoeba.core.config import RouterConfig
 from amoeba.core.replays import CannotCapture, Member
 from amoeba.stream.gpu.interleaved import Interleaved
 from amoeba.stream.gpu.loader import GroupLoads
-from amoeba.stream.gpu.mailbox import Channel, Groups
+from amoeba.stream.gpu.mailbox import Groups, Mailbox
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.serving import Passes, Serving
@@ -52,7 +52,7 @@ Given = tuple[Tensor, Tensor]  # x_TH and weight_TK of a pass
 
 @dataclass(frozen=True, eq=False)
 class _Routed:
-    """A captured pass whose router has asked for its experts as well (kernels/route_and_ask.py): its slots are known.
+    """A captured pass whose router has asked for its experts as well (kernels/expert_request.py): its slots are known.
     given: what the host gets, where it may compute experts."""
 
     layer: int
@@ -80,11 +80,11 @@ class GpuReplays:
         self._mode = threading.local()  # of the thread that rehearses or captures
 
     @property
-    def channel(self) -> Channel:
+    def mailbox(self) -> Mailbox:
         """Of the group of which the calling thread rehearses or captures a step; else of the first."""
-        channel = self.groups.channel
-        self.serving.prepare_for(channel)
-        return channel
+        mailbox = self.groups.mailbox
+        self.serving.prepare_for(mailbox)
+        return mailbox
 
     @contextmanager
     def as_group(self, number: int, groups: int) -> Iterator[None]:
@@ -142,7 +142,7 @@ class GpuReplays:
             self._mode.rehearses = False
 
     def rehearse(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> None:
-        """Called by every pass of a few tokens: where it is a rehearsal, `ask` is launched once, asking for nothing."""
+        """Called by every pass of a few tokens: where it is a rehearsal, a request is launched once, for nothing."""
         if not self._is_rehearsing:
             return
         pool, ids = self._pool, expert_TK.numel()
@@ -153,12 +153,12 @@ class GpuReplays:
             asked = f"{tokens} {'token' if tokens == 1 else 'tokens'} may ask for {most} experts of a layer"
             raise CannotCapture(f"{asked}, which has {pool.slots[layer]} slots")
         if not pool.is_complete(layer):
-            channel = self.channel
-            serial = channel.expect(1)
-            self.ask(layer, torch.full_like(expert_TK, -1), given)
+            mailbox = self.mailbox
+            serial = mailbox.expect(1)
+            self.request(layer, torch.full_like(expert_TK, -1), given)
             if given is not None:
                 self.add_computed(layer, torch.empty_like(given[0], memory_format=torch.contiguous_format), given)
-            channel.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
+            mailbox.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
 
     @contextmanager
     def capturing(self) -> Iterator[Passes]:
@@ -177,23 +177,23 @@ class GpuReplays:
     ) -> tuple[Tensor, Tensor] | None:
         """expert_TK and weight_TK of a pass that is rehearsed or captured, by a kernel that asks as well: `slots_of`
         finds that done. None where it takes two kernels. x_TH: what the experts will get."""
-        from amoeba.kernels.route_and_ask import why_not
+        from amoeba.kernels.expert_request import why_not
 
         pool, computing, tokens = self._pool, self.serving.computing, logits_TE.shape[0]
         is_asked = (self.is_capturing or self._is_rehearsing) and not pool.is_complete(layer)
         if not is_asked or self.serving.predictions is not None or why_not(tokens, config) is not None:
-            return None  # guesses are to be made ahead of the question
+            return None  # guesses are to be made ahead of the request
         logits_TE, given = _aligned(logits_TE), None
         if computing is not None:
             given = _aligned(x_TH), torch.empty(tokens, config.top_k, dtype=torch.float32, device="meta")
         computes = self.computes(layer, given)
         shown, x_TH = pool.map.shown(layer), given[0] if given is not None else x_TH
         if not self.is_capturing:  # nobody is missing by this map, so that nothing waits
-            self.channel.expect(1)
+            self.mailbox.expect(1)
             shown = torch.zeros_like(shown)
-        handed, own = (computing.handed, x_TH) if computing is not None and computes else (None, None)
-        expert_TK, weight_TK, slot_TK = self.channel.route_and_ask(
-            layer, shown, logits_TE, config, bias_E, handed, own, self.groups.turn(layer)
+        buffer, own = (computing.buffer, x_TH) if computing is not None and computes else (None, None)
+        expert_TK, weight_TK, slot_TK = self.mailbox.route_and_request(
+            layer, shown, logits_TE, config, bias_E, buffer, own, self.groups.turn(layer)
         )
         if self.is_capturing:
             self._count_pass(layer, expert_TK, computes)
@@ -212,7 +212,7 @@ class GpuReplays:
             passes.complete[layer] = expert_TK.numel()
             return _aligned(expert_TK)
         self._count_pass(layer, expert_TK, self.computes(layer, given))
-        return self.ask(layer, _aligned(expert_TK), given)
+        return self.request(layer, _aligned(expert_TK), given)
 
     def _count_pass(self, layer: int, expert_TK: Tensor, computes: bool) -> None:
         passes, layers = self._mode.passes, len(self._pool.slots)
@@ -222,12 +222,12 @@ class GpuReplays:
         passes.layers.append(layer)
         passes.computed.append(expert_TK.shape if computes else None)
 
-    def ask(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
+    def request(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         computing, entry = self.serving.computing, self._pool.store.layers[layer]
         shown = self._pool.map.shown(layer)
         if computing is None or given is None or not self.computes(layer, given):
-            return self.channel.ask(layer, shown, entry.experts, expert_TK, turn=self.groups.turn(layer))
-        return self.channel.ask(layer, shown, entry.experts, expert_TK, computing.handed, *map(_aligned, given))
+            return self.mailbox.request(layer, shown, entry.experts, expert_TK, turn=self.groups.turn(layer))
+        return self.mailbox.request(layer, shown, entry.experts, expert_TK, computing.buffer, *map(_aligned, given))
 
     def computes(self, layer: int, given: Given | None) -> bool:
         """Whether the host may compute experts of such a pass over the layer."""
@@ -238,7 +238,7 @@ class GpuReplays:
         """Behind the experts in slots: those that the host computes meanwhile, if it may."""
         computing = self.serving.computing
         if computing is not None and not self._pool.is_complete(layer) and self.computes(layer, given):
-            self.channel.add_computed(y_TH, computing.handed)
+            self.mailbox.add_computed(y_TH, computing.buffer)
 
     # --- replays ------------------------------------------------------------------------------------------------------
 
@@ -249,9 +249,9 @@ class GpuReplays:
             pool.wait_for_passes(pool.device.compute)
             first = 0
             if passes.layers:
-                channel = self.groups.channel_of(passes.group)
-                self.serving.by(channel)
-                first = channel.expect(len(passes.layers))
+                mailbox = self.groups.mailbox_of(passes.group)
+                self.serving.by(mailbox)
+                first = mailbox.expect(len(passes.layers))
             try:
                 launch()
                 pool.note_replay()
@@ -280,7 +280,7 @@ class GpuReplays:
     def check(self) -> None:
         if self.groups.in_trouble:
             self._give_up()
-            waited = f"waited {self.groups.channels[0].limit:g} s for experts"
+            waited = f"waited {self.groups.mailboxes[0].limit:g} s for experts"
             raise RuntimeError(f"the GPU {waited} and went on without them: its tokens mean nothing. Try again.")
 
     def _give_up(self) -> None:

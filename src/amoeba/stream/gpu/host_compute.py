@@ -6,10 +6,10 @@
                   link has little to do, an expert that was computed is moved too, for the next passes
 
 Inside of graphs alone, for a few tokens, and for experts that are in host memory; prompts, training and what is on the
-disk are moved. The kernel that asks hands x, ids and weights over (kernels/ask.py), serve.cpp decides, and what the CPU
-core decodes with computes (compute.h), with bf16 or fp32 weights and sums in fp32, in the order of expert ids. Another
-kernel adds that sum to what the experts in slots gave: within the tolerance of bf16, and with `auto` not always the
-same last bits, since time decides who computes what.
+disk are moved. The kernel of the request writes x, ids and weights to a buffer (kernels/expert_request.py), serve.cpp
+decides, and what the CPU core decodes with computes (compute.h), with bf16 or fp32 weights and sums in fp32, in the
+order of expert ids. Another kernel adds that sum to what the experts in slots gave: within the tolerance of bf16, and
+with `auto` not always the same last bits, since time decides who computes what.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HostCompute:
     """blobs: of each layer, for serve.cpp."""
 
     def __init__(self, pool: SlotPool, miss: str) -> None:
-        from amoeba.kernels.talk import Handed
+        from amoeba.kernels.mailbox import HostComputeBuffer
 
         self.miss = miss
         device, layers = pool.device, pool.store.layers
@@ -86,7 +86,7 @@ class HostCompute:
         x, y = (device.mapped(MOST_TOKENS * hidden).view(torch.float32) for _ in range(2))
         expert, weight = device.mapped(2 * ids).view(torch.int64), device.mapped(ids).view(torch.float32)
         words = device.mapped(32)  # each on a line of the processor's cache: one side writes it, the other one looks
-        self.handed = handed = Handed(x, expert, weight, words[:1], y, words[16:17])
+        self.buffer = buffer = HostComputeBuffer(x, expert, weight, words[:1], y, words[16:17])
         self._entries = layers
         self.blobs = [_blobs(*each) for each in zip(layers, pool.tiers, pool.host_slots, strict=True)]
         library: Any = serving_library()
@@ -95,7 +95,7 @@ class HostCompute:
         self._computer = library.amoeba_computer_new(max(1, usable_cores() - 1))
         self._delete = weakref.finalize(self, library.amoeba_computer_delete, self._computer)
         rate = copy_rate(device).bytes_per_second
-        places = (each.data_ptr() for each in (x, expert, weight, handed.arrived, y, handed.word))
+        places = (each.data_ptr() for each in (x, expert, weight, buffer.arrived, y, buffer.word))
         self._compute = ComputeRequest(self._computer, MISSES.index(miss), 1 / rate, 0, 0, *places)
         self._address = ctypes.addressof(self._compute)
 
@@ -109,11 +109,11 @@ class HostCompute:
         return bool(self.blobs[layer].count) and tokens <= MOST_TOKENS and top_k <= MOST_TOP_K
 
     def expect(self, shape: torch.Size | None) -> None:
-        """The next question is of T x K ids; None: it is not handed over."""
+        """The next request is of T x K ids; None: it is not handed over."""
         self._compute.tokens, self._compute.top_k = (0, 0) if shape is None else shape
 
     def address(self, layer: int) -> int:
-        """For serve.cpp; 0 where the next question is not handed over."""
+        """For serve.cpp; 0 where the next request is not handed over."""
         return self._address if self._compute.tokens else 0
 
     @property

@@ -6,21 +6,21 @@
             with replays.capturing() as passes, torch.cuda.graph(graph): step()
     replays.in_turns([Member(passes, graph.replay, stream), ...], steps=16)
 
-    stream of A     layer 4 | ask 5 ··· waits ··· | layer 5 | ask 6 ··· waits ···
-    stream of B     ask 3 ··· waits ··· | layer 3 | ask 4 ··· waits ····· | layer 4
-    copies          B, layer 3 | A, layer 5       | B, layer 4            | A, layer 6 ...
+    stream of A     layer 4 | request 5 ··· waits ··· | layer 5 | request 6 ··· waits ···
+    stream of B     request 3 ··· waits ··· | layer 3 | request 4 ··· waits ····· | layer 4
+    copies          B, layer 3 | A, layer 5           | B, layer 4                | A, layer 6 ...
 
-Each group has a stream, a channel and a number of its own for every question. Slots and the map of a layer are for all.
+Each group has a stream, a mailbox and a number of its own for every request. Slots and the map of a layer are for all.
 
-**Questions about a layer come in the order of the groups**, A, B, A, B: the kernel that asks waits on the GPU until the
-group before it has asked about the layer and has its answer in the map (`Turn` of kernels/ask.py). So it finds the map
-as the host knows it. Here they are served in that order too: B's question about a layer is not looked at before A's has
+**Requests about a layer come in the order of the groups**, A, B, A, B: the kernel that asks waits on the GPU until the
+group before it has asked about the layer and has its answer in the map (`mailbox.Turn`). So it finds the map
+as the host knows it. Here they are served in that order too: B's request about a layer is not looked at before A's has
 been answered or was found to miss nothing. If a GPU ran both graphs one after the other, as they were launched, nothing
 would wait for ever: A's step t is ahead of B's, which is ahead of A's step t + 1, in every layer.
 
 **What a group may be reading does not leave.** Experts of A's latest pass over a layer may be read while B asks for
 others. So nobody leaves whom another group's latest pass over the layer asked for: the host knows it, since it has seen
-that question. What A's passes before that read is read no more, as A could not have asked again. That needs as many
+that request. What A's passes before that read is read no more, as A could not have asked again. That needs as many
 slots as all groups together can ask for. It does not depend on time: the same tokens end in the same slots.
 
 Numbers are those of steps one after the other: each pass computes with the experts that it asked for. Reads from the
@@ -37,7 +37,7 @@ from amoeba.core.replays import CannotCapture, Member
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
 from amoeba.stream.gpu.loader import Group, GroupLoads
-from amoeba.stream.gpu.mailbox import NOBODY, Channel, Groups
+from amoeba.stream.gpu.mailbox import NOBODY, Groups, Mailbox
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.serving import Serving
 
@@ -46,10 +46,10 @@ _LOOKS = 32  # at one group's word before the next group's: a microsecond
 
 @dataclass(eq=False)
 class _Place:
-    """Where a group is. served: questions since the first step, of which `first` is the serial of the latest step's."""
+    """Where a group is. served: requests since the first step, of which `first` is the serial of the latest step's."""
 
     member: Member
-    channel: Channel
+    mailbox: Mailbox
     launched: int = 0
     served: int = 0
     first: int = 0
@@ -79,12 +79,12 @@ class Interleaved:
             raise CannotCapture(f"the first, the second and so on of {len(members)} groups are expected, not {numbers}")
         self._pool, self._loads, self._serving, self._groups = pool, loads, serving, groups
         self._layers, self._steps = layers, steps
-        channels = (groups.channel_of(number) for number in range(len(members)))
-        self._places = [_Place(*each) for each in zip(members, channels, strict=True)]
+        mailboxes = (groups.mailbox_of(number) for number in range(len(members)))
+        self._places = [_Place(*each) for each in zip(members, mailboxes, strict=True)]
 
     def run(self) -> None:
         device = self._pool.device
-        self._fast = self._serving.by(self._places[0].channel)
+        self._fast = self._serving.by(self._places[0].mailbox)
         self._groups.set_turns(0)
         now = device.record(device.compute)
         for place in self._places:
@@ -137,7 +137,7 @@ class Interleaved:
                 raise RuntimeError("a replay ended without asking: was it captured by another memory?")
 
     def _launch(self, place: _Place) -> None:
-        place.first = place.channel.expect(len(self._layers))
+        place.first = place.mailbox.expect(len(self._layers))
         place.launched += 1
         place.member.launch()
         place.ended = self._pool.device.record(place.member.stream)
@@ -151,7 +151,7 @@ class Interleaved:
         return self._places[number - 1].served > wanted
 
     def _serve(self, number: int) -> bool:
-        """Whether the group's next question came, or was answered."""
+        """Whether the group's next request came, or was answered."""
         place = self._places[number]
         if place.load is not None:
             return self._end_load(place)
@@ -159,7 +159,7 @@ class Interleaved:
             return False
         at = place.served % len(self._layers)
         layer, serial = self._layers[at], place.first + at
-        fast = self._serving.by(place.channel)
+        fast = self._serving.by(place.mailbox)
         if not place.is_ready:
             self._make_ready(number, layer)
             place.is_ready = True
@@ -167,7 +167,7 @@ class Interleaved:
         if found == NOT_THERE:
             return False
         with self._pool.lock:
-            missing, there = place.channel.read(serial)
+            missing, there = place.mailbox.read(serial)
         place.latest[layer] = [*missing, *there]
         if not missing:
             fast.forget_who_leaves(layer)
@@ -176,7 +176,7 @@ class Interleaved:
         else:
             group, answer = self._serving.begin_load(layer, missing, there, fast.held(layer))
             place.load = layer, serial, group, answer
-            place.channel.answer(serial, list(answer), list(answer.values()))
+            place.mailbox.answer(serial, list(answer), list(answer.values()))
             return True
         self._passed(place, layer, [] if missing else there)
         return True
@@ -199,7 +199,7 @@ class Interleaved:
         if not all(job.done() for job in group.jobs.values()):
             return False
         self._loads.wait_for_reads(layer, group)  # raises what a read raised
-        place.channel.go_on(serial)
+        place.mailbox.go_on(serial)
         self._pool.note_shown(layer, answer)
         place.load = None
         self._loads.let_go(layer, group)

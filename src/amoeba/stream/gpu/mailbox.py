@@ -1,14 +1,14 @@
-"""Questions of passes inside a CUDA graph, and the host's answers: memory that both sides look at, and no other call.
+"""Requests of passes inside a CUDA graph, and the host's answers: memory that both sides look at, and no other call.
 
-    channel = Channel(device, experts=128, ids=512, layers=48)
-    slot_TK = channel.ask(layer, shown, experts, expert_TK)     # enqueues the kernel `ask`, captured or not
-    first = channel.expect(48)                                  # serials of the next questions
-    while not channel.is_there_after(first, 64): ...
-    missing, there = channel.read(first)
-    channel.answer(first, [expert, left], [slot, -1])           # ahead of
-    channel.go_on(first)                                        # behind all copies that were called before
+    mailbox = Mailbox(device, experts=128, ids=512, layers=48)
+    slot_TK = mailbox.request(layer, shown, experts, expert_TK)     # enqueues the kernel, captured or not
+    first = mailbox.expect(48)                                  # serials of the next requests
+    while not mailbox.is_there_after(first, 64): ...
+    missing, there = mailbox.read(first)
+    mailbox.answer(first, [expert, left], [slot, -1])           # ahead of
+    mailbox.go_on(first)                                        # behind all copies that were called before
 
-Every question has a serial, which both sides count. Rows are in a ring that holds the questions of two replays: the
+Every request has a serial, which both sides count. Rows are in a ring that holds the requests of two replays: the
 device is never further ahead than the replay that is served.
 """
 
@@ -27,113 +27,113 @@ from amoeba.core.config import RouterConfig
 from amoeba.stream.gpu.device import Device
 
 if TYPE_CHECKING:
-    from amoeba.kernels.talk import Handed, Turn
+    from amoeba.kernels.mailbox import HostComputeBuffer, Turn
 
 NOBODY = -1  # waits for a turn
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
 
 
-class Channel:
-    """experts: the most of a layer. ids: the most of one question. layers: questions of one replay, at most."""
+class Mailbox:
+    """experts: the most of a layer. ids: the most of one request. layers: requests of one replay, at most."""
 
     def __init__(self, device: Device, experts: int, ids: int, layers: int, limit: float = LONGEST_WAIT) -> None:
         from amoeba.kernels.index_export import HEADER, row_length
-        from amoeba.kernels.talk import ANSWER_HEADER, MOVED, Talk, answer_length
+        from amoeba.kernels.mailbox import ANSWER_HEADER, MOVED, MailboxWords, answer_length
 
         self._device, self.limit = device, limit
         self.ring = 1 << (2 * layers - 1).bit_length()
         self._row, self._most = row_length(experts, ids), answer_length(experts, ids)
         self._header, self._answer_header, self._moved = HEADER, ANSWER_HEADER, MOVED
         self._state = torch.zeros(3, dtype=torch.int32, device=device.device)
-        # of each layer, the question whose copies its next pass waits for; each where a kernel may expect it
+        # of each layer, the request whose copies its next pass waits for; each where a kernel may expect it
         self._due = torch.zeros(layers, 4, dtype=torch.int32, device=device.device)
         answer_words = 2 * self._most + ANSWER_HEADER
-        questions, answers = device.mapped(self.ring, self._row), device.mapped(self.ring, answer_words)
+        requests, answers = device.mapped(self.ring, self._row), device.mapped(self.ring, answer_words)
         trouble, times = device.mapped(1), device.mapped(self.ring, 2)
-        self._talk = Talk(self._state, questions, answers, trouble, times)
+        self._words = MailboxWords(self._state, requests, answers, trouble, times)
         self._arrived = self._state[1:2]
         self.arrived_word = self._arrived.data_ptr()
-        self._addresses = questions.data_ptr(), answers.data_ptr()
-        self._questions, self._answers, self._trouble, self._times = (
-            _ints(each) for each in (questions, answers, trouble, times)
+        self._addresses = requests.data_ptr(), answers.data_ptr()
+        self._requests, self._answers, self._trouble, self._times = (
+            _ints(each) for each in (requests, answers, trouble, times)
         )
-        self.serial = 0  # of the latest question that was expected
+        self.serial = 0  # of the latest request that was expected
 
-    def ask(
+    def request(
         self,
         layer: int,
         shown: Tensor,
         experts: int,
         expert_TK: Tensor,
-        handed: Handed | None = None,
+        buffer: HostComputeBuffer | None = None,
         *given: Tensor,
         turn: Turn | None = None,
     ) -> Tensor:
-        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`handed`).
+        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`buffer`).
         turn: where the layer has other groups (interleaved.py)."""
-        from amoeba.kernels.ask import ask
+        from amoeba.kernels.expert_request import request_experts
 
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
         x_TH, weight_TK = given or (None, None)
-        of_host, due = (handed, x_TH, weight_TK, turn), self._due[layer, :1]
-        call = partial(ask, expert_TK, slot_TK, shown, experts, self._talk, due, self.limit, *of_host)
+        of_host, due = (buffer, x_TH, weight_TK, turn), self._due[layer, :1]
+        call = partial(request_experts, expert_TK, slot_TK, shown, experts, self._words, due, self.limit, *of_host)
         self._device.launch(call)
         return slot_TK
 
-    def route_and_ask(
+    def route_and_request(
         self,
         layer: int,
         shown: Tensor,
         logits_TE: Tensor,
         config: RouterConfig,
         bias_E: Tensor | None,
-        handed: Handed | None = None,
+        buffer: HostComputeBuffer | None = None,
         x_TH: Tensor | None = None,
         turn: Turn | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """expert_TK and weight_TK by the router, and slot_TK as `ask` has it, by one kernel."""
-        from amoeba.kernels.route_and_ask import empty_routed, route_and_ask
+        """expert_TK and weight_TK by the router, and slot_TK as `request` has it, by one kernel."""
+        from amoeba.kernels.expert_request import empty_routed, route_and_request
 
         found = empty_routed(logits_TE.shape[0], config, logits_TE.device)
         due = self._due[layer, :1]
-        of_router, of_question = (logits_TE, config, bias_E, *found), (shown, self._talk, due, self.limit, handed, x_TH)
-        self._device.launch(partial(route_and_ask, *of_router, *of_question, turn=turn))
+        of_router, of_request = (logits_TE, config, bias_E, *found), (shown, self._words, due, self.limit, buffer, x_TH)
+        self._device.launch(partial(route_and_request, *of_router, *of_request, turn=turn))
         return found
 
-    def add_computed(self, y_TH: Tensor, handed: Handed) -> None:
-        """What the host computes of the latest question, once it is there."""
-        from amoeba.kernels.ask import add_computed
+    def add_computed(self, y_TH: Tensor, buffer: HostComputeBuffer) -> None:
+        """What the host computes of the latest request, once it is there."""
+        from amoeba.kernels.expert_request import add_computed
 
-        self._device.launch(partial(add_computed, y_TH, self._talk, handed, self.limit))
+        self._device.launch(partial(add_computed, y_TH, self._words, buffer, self.limit))
 
-    def expect(self, questions: int) -> int:
+    def expect(self, requests: int) -> int:
         """The serial of the first of so many."""
         first = self.serial + 1
-        self.serial += questions
+        self.serial += requests
         return first
 
     def places(self, serial: int) -> tuple[int, int, int]:
-        """Addresses of its question and of its answer, and how many experts an answer has room for."""
-        at, question, answer = serial % self.ring, *self._addresses
-        return question + 4 * at * self._row, answer + 4 * at * (2 * self._most + self._answer_header), self._most
+        """Addresses of its request and of its answer, and how many experts an answer has room for."""
+        at, request, answer = serial % self.ring, *self._addresses
+        return request + 4 * at * self._row, answer + 4 * at * (2 * self._most + self._answer_header), self._most
 
     def is_there_after(self, serial: int, looks: int) -> bool:
         """Looks so many times at most, each in a twentieth of a microsecond."""
-        questions, at, wanted = self._questions, serial % self.ring * self._row + 2, self.wrapped(serial)
-        return any(questions[at] == wanted for _ in range(looks))
+        requests, at, wanted = self._requests, serial % self.ring * self._row + 2, self.wrapped(serial)
+        return any(requests[at] == wanted for _ in range(looks))
 
     def read(self, serial: int) -> tuple[list[int], list[int]]:
         """Distinct experts that are missing, and that are there; once it is there. The processor may not have read the
         row ahead of its serial: on ARM that takes a barrier, which the lock is that callers take in between."""
         start = serial % self.ring * self._row
-        questions, first = self._questions, start + self._header
-        second, end = first + questions[start], first + questions[start + 1]
-        return questions[first:second].tolist(), questions[second:end].tolist()
+        requests, first = self._requests, start + self._header
+        second, end = first + requests[start], first + requests[start + 1]
+        return requests[first:second].tolist(), requests[second:end].tolist()
 
     def times(self, serial: int) -> tuple[int, int]:
         """Of the GPU's clock, microseconds of 32 bits: when it asked, and where experts were missing when it went on.
-        Once the next question is there. Both 0 where there is no such clock."""
+        Once the next request is there. Both 0 where there is no such clock."""
         at = serial % self.ring * 2
         return self._times[at], self._times[at + 1]
 
@@ -148,13 +148,13 @@ class Channel:
         words[start] = self.wrapped(serial)
 
     def answered(self, serial: int) -> list[tuple[int, int]]:
-        """(expert, slot), as it was answered (kernels/ask.py)."""
+        """(expert, slot), as it was answered (kernels/expert_request.py)."""
         words, most, start = self._answers, self._most, serial % self.ring * (2 * self._most + self._answer_header)
         first, count = start + self._answer_header, words[start + 1]
         return list(zip(words[first : first + count], words[first + most : first + most + count], strict=True))
 
     def go_on(self, serial: int) -> None:
-        """The GPU need not wait for this question, nor for those before it, when copies until now have come to pass."""
+        """The GPU need not wait for this request, nor for those before it, when copies until now have come to pass."""
         self._device.write_word(self._device.copies, self._arrived, self.wrapped(serial))
 
     @property
@@ -162,7 +162,7 @@ class Channel:
         return self._trouble[0] != 0
 
     def give_up(self) -> None:
-        """No question waits from now on."""
+        """No request waits from now on."""
         self._trouble[0] = 1
 
     def begin_anew(self) -> None:
@@ -181,18 +181,18 @@ class Groups:
     """Groups of sequences whose captured steps pass over the same layers, interleaved (interleaved.py).
 
         with groups.member(0, of=2): ...        # what this thread rehearses and captures is a step of the first of two
-        groups.channel                          # of that group; elsewhere of the first
+        groups.mailbox                          # of that group; elsewhere of the first
         groups.turn(layer)                      # for the kernel that asks; None where there is one group
 
-    Each group counts its own questions, and copies write its own word. `whose` turn it is, is a word of each layer for
+    Each group counts its own requests, and copies write its own word. `whose` turn it is, is a word of each layer for
     all.
     """
 
     def __init__(self, device: Device, experts: int, ids: int, layers: int) -> None:
-        """As a channel has them."""
+        """As a mailbox has them."""
         self._device, self._sizes = device, (experts, ids, layers)
         self._thread = threading.local()
-        self.channels: list[Channel] = []
+        self.mailboxes: list[Mailbox] = []
         # each where a kernel may expect it
         self.whose = torch.full((layers, 4), NOBODY, dtype=torch.int32, device=device.device)
 
@@ -210,16 +210,16 @@ class Groups:
             self._thread.mine = 0, 1
 
     @property
-    def channel(self) -> Channel:
-        return self.channel_of(self.mine[0])
+    def mailbox(self) -> Mailbox:
+        return self.mailbox_of(self.mine[0])
 
-    def channel_of(self, number: int) -> Channel:
-        while len(self.channels) <= number:
-            self.channels.append(Channel(self._device, *self._sizes))
-        return self.channels[number]
+    def mailbox_of(self, number: int) -> Mailbox:
+        while len(self.mailboxes) <= number:
+            self.mailboxes.append(Mailbox(self._device, *self._sizes))
+        return self.mailboxes[number]
 
     def turn(self, layer: int) -> Turn | None:
-        from amoeba.kernels.talk import Turn
+        from amoeba.kernels.mailbox import Turn
 
         number, groups = self.mine
         return Turn(self.whose[layer, :1], number, groups) if groups > 1 else None
@@ -234,16 +234,16 @@ class Groups:
 
     @property
     def in_trouble(self) -> bool:
-        return any(channel.in_trouble for channel in self.channels)
+        return any(mailbox.in_trouble for mailbox in self.mailboxes)
 
     def give_up(self) -> None:
-        for channel in self.channels:
-            channel.give_up()
+        for mailbox in self.mailboxes:
+            mailbox.give_up()
 
     def begin_anew(self) -> None:
         self.whose.fill_(NOBODY)
-        for channel in self.channels:
-            channel.begin_anew()
+        for mailbox in self.mailboxes:
+            mailbox.begin_anew()
 
 
 def _ints(mapped: Tensor) -> Any:

@@ -37,7 +37,7 @@ from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.store.compiled_reads import CompiledLoads, LoadTimes, Onward
 from amoeba.stream.store.error import StoreError
 
-# Blobs that are neither a slot's nor a host slot's. A question of one token seldom has more on the disk: of 1200 for 8
+# Blobs that are neither a slot's nor a host slot's. A request of one token seldom has more on the disk: of 1200 for 8
 # of 128 experts, a quarter of them in slots and a quarter in host memory, none had more than 3 (synthetic trace).
 PASSING = 4
 

@@ -1,20 +1,20 @@
-"""The host's side of a replay: its questions are looked at in order, and answered where they miss experts.
+"""The host's side of a replay: its requests are looked at in order, and answered where they miss experts.
 
-    fast = serving.by(channel)           # whose questions come next
+    fast = serving.by(mailbox)           # whose requests come next
     serving.serve(passes, first)         # all of a replay that was launched, from that serial on
     serving.wait_for(layer, serial)      # one of them
     serving.count_one()                  # of what can be done later
 
 A GPU that asks waits, so tables and counters follow while it computes: what each pass found, and who would leave next.
 
-The slow path, for a question whose experts are not all in host memory, or for which nothing was prepared: tables first,
+The slow path, for a request whose experts are not all in host memory, or for which nothing was prepared: tables first,
 then copies.
 
     group, answer = serving.begin_load(layer, missing, there, stay)     # reads and copies have begun
     ...                                                                 # the answer is given, the reads waited for
     pool.note_shown(layer, answer); loads.let_go(layer, group)
 
-What is on the disk begins ahead of the tables where one question is served at a time (`reads.DirectLoads`).
+What is on the disk begins ahead of the tables where one request is served at a time (`reads.DirectLoads`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from amoeba.stream.gpu.fast_path import SERVED, FastPath
 from amoeba.stream.gpu.host_compute import HostCompute
 from amoeba.stream.gpu.loader import Group, GroupLoads
-from amoeba.stream.gpu.mailbox import Channel
+from amoeba.stream.gpu.mailbox import Mailbox
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.reads import DirectLoad, DirectLoads
@@ -52,43 +52,43 @@ class Passes:
 
 class Serving:
     """
-    fast:  of the channel that is served.
+    fast:  of the mailbox that is served.
     later: layers, and what they found, to be counted.
     """
 
     def __init__(self, pool: SlotPool, loads: GroupLoads, direct: DirectLoads, computing: HostCompute | None) -> None:
         self._pool, self._loads, self._direct, self.computing = pool, loads, direct, computing
-        self._channel: Channel | None = None
+        self._mailbox: Mailbox | None = None
         self.fast: FastPath | None = None
         self.predictions: Predictions | None = None
-        self.most_ids = 0  # of a question of this replay
+        self.most_ids = 0  # of a request of this replay
         self.later: deque[tuple[int, list[int]]] = deque()
 
-    def prepare_for(self, channel: Channel) -> FastPath:
-        """Questions of it may come, and of others."""
+    def prepare_for(self, mailbox: Mailbox) -> FastPath:
+        """Requests of it may come, and of others."""
         if self.fast is None:
-            self.fast = FastPath(self._pool, channel, self.computing)
+            self.fast = FastPath(self._pool, mailbox, self.computing)
         return self.fast
 
-    def by(self, channel: Channel) -> FastPath:
-        """Questions of that one are looked at and answered from now on."""
-        fast = self.prepare_for(channel)
-        if channel is not self._channel:
-            self._channel = channel
-            fast.serve(channel)
+    def by(self, mailbox: Mailbox) -> FastPath:
+        """Requests of that one are looked at and answered from now on."""
+        fast = self.prepare_for(mailbox)
+        if mailbox is not self._mailbox:
+            self._mailbox = mailbox
+            fast.serve(mailbox)
         return fast
 
     def serve(self, passes: Passes, first: int) -> None:
-        pool, channel = self._pool, self._channel
+        pool, mailbox = self._pool, self._mailbox
         self.count_passes(passes)
         self.most_ids, was_long = passes.ids, False
         for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
             if self.computing is not None:
                 self.computing.expect(shape)
-            assert channel is not None and self.fast is not None
+            assert mailbox is not None and self.fast is not None
             is_served = self.wait_for(layer, serial, soon=was_long)
             with pool.lock:
-                missing, there = channel.read(serial)
+                missing, there = mailbox.read(serial)
             was_long = bool(missing) and not is_served
             if not missing:
                 self.fast.forget_who_leaves(layer)
@@ -104,7 +104,7 @@ class Serving:
             pool.promoted = pool.device.record(pool.device.copies)
 
     def wait_for(self, layer: int, serial: int, soon: bool = False) -> bool:
-        """Looks until the question is there, and does in between what can be done later. Whether it was served.
+        """Looks until the request is there, and does in between what can be done later. Whether it was served.
         soon: the GPU went on just now, so that looking comes first for a while."""
         fast, replayed, turns, waits = self.fast, self._pool.replayed, 0, _SOON if soon else 0
         assert fast is not None and replayed is not None
@@ -163,8 +163,8 @@ class Serving:
 
     def load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         """All of it; what can be done later is done while reads run."""
-        channel, fast, loads = self._channel, self.fast, self._loads
-        assert channel is not None and fast is not None
+        mailbox, fast, loads = self._mailbox, self.fast, self._loads
+        assert mailbox is not None and fast is not None
         direct = self._direct.begin(layer, missing)
         try:
             group, answer = self.begin_load(layer, missing, there, fast.held(layer), direct)
@@ -173,14 +173,14 @@ class Serving:
                 direct.drop()
             raise
         try:
-            channel.answer(serial, list(answer), list(answer.values()))
+            mailbox.answer(serial, list(answer), list(answer.values()))
             if direct is not None:  # of others Python has to see that they are there
-                direct.open(*(() if group.jobs else (channel.arrived_word, channel.wrapped(serial))))
+                direct.open(*(() if group.jobs else (mailbox.arrived_word, mailbox.wrapped(serial))))
             if group.jobs or direct is not None:
                 self.count_all()
             loads.wait_for_reads(layer, group)  # their copies are called when this returns
             if direct is None or not direct.has_told:
-                channel.go_on(serial)
+                mailbox.go_on(serial)
             self._pool.note_shown(layer, answer)
         finally:
             loads.let_go(layer, group)

@@ -16,7 +16,7 @@ that:
     a pass                  for the copies that fill its slots      what `up` returns
     a read from the disk    for the copies from and into its blob   `blob_is_free`
 
-Where an expert is read, each part is copied up as soon as it is there. Copies of questions inside of graphs may be
+Where an expert is read, each part is copied up as soon as it is there. Copies of requests inside of graphs may be
 called elsewhere (fast_path.py), by `addresses` and `blob_address`; `copied_from` is told of them.
 """
 

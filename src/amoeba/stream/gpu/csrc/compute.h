@@ -1,5 +1,5 @@
-// Experts that a question misses, computed by the CPU where they lie in host memory, while the thread that serves goes
-// on: by threads of its own that spin between questions, since those of OpenMP fall asleep, and wake too late.
+// Experts that a request misses, computed by the CPU where they lie in host memory, while the thread that serves goes
+// on: by threads of its own that spin between requests, since those of OpenMP fall asleep, and wake too late.
 #pragma once
 #include "../../../cpu/csrc/core_decode.h"
 #include "../../../cpu/csrc/pool.h"
@@ -33,7 +33,7 @@ class Computer {
   // What is never measured again is believed less and less.
   void not_asked() { seconds_.store(seconds() * 0.99, std::memory_order_relaxed); }
 
-  // Copies that a question called, and how many of all are still on their way when those of another have arrived.
+  // Copies that a request called, and how many of all are still on their way when those of another have arrived.
   void called(int32_t serial, int64_t experts) { calls_.push_back({serial, experts}); }
   int64_t ahead(int32_t arrived) {
     const auto has_arrived = [&](const Call& call) { return int32_t(uint32_t(arrived) - uint32_t(call.serial)) >= 0; };

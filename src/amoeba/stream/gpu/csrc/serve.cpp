@@ -1,8 +1,8 @@
-// Waits for a question of the GPU (kernels/ask.py) and calls the copies that answer it, within two microseconds, where
+// Waits for a request of the GPU (kernels/expert_request.py) and calls the copies that answer it, within two microseconds, where
 // Python takes fifteen. fast_path.py prepares what is read here and writes down afterwards what was done. CUDA's driver is
 // called by pointers, so that compiling takes no toolkit.
 //
-// Where the CPU may compute experts too (computing.py), a question's misses are split: some are moved and the GPU waits
+// Where the CPU may compute experts too (host_compute.py), a request's misses are split: some are moved and the GPU waits
 // for them, the CPU computes the others (compute.h), and while the link has little to do, some of these are promoted:
 // moved too, for the next pass. What was just used is hotter than who leaves for it, whichever policy says so.
 #include "compute.h"
@@ -34,8 +34,8 @@ struct Compute {
   Computer* computer;
   int64_t miss;
   double move_seconds;     // of one byte
-  int64_t tokens, top_k;   // of this question
-  const float* x;          // what the GPU has handed over (kernels/ask.py)
+  int64_t tokens, top_k;   // of this request
+  const float* x;          // what the GPU has handed over (kernels/expert_request.py)
   const int64_t* expert;
   const float* weight;
   const int32_t* arrived;
@@ -47,7 +47,7 @@ struct Compute {
 // (25 % of 128 experts, 0.2 ms to move one, 0.075 to compute it) a layer took 184 us with 1, 194 with 0, 181 where up to
 // three may be on their way; 330 with all moved, 466 with all computed.
 constexpr int64_t MOST_AHEAD = 1;
-// what an answer says (kernels/ask.py)
+// what an answer says (kernels/expert_request.py)
 constexpr int32_t MOVED = 1, PROMOTED = 2, COMPUTES = 4, LEFT = -1, COMPUTED = -2, LATER = 1 << 24;
 
 struct Attributes {  // CUmemcpyAttributes
@@ -58,7 +58,7 @@ struct Attributes {  // CUmemcpyAttributes
 struct Calls {
   int (*to_device)(uint64_t target, uint64_t source, uint64_t size, uint64_t stream);
   int (*write_word)(uint64_t stream, uint64_t place, uint32_t value, unsigned flags);
-  // all copies of a question in one call; null where the driver does not have it
+  // all copies of a request in one call; null where the driver does not have it
   int (*to_device_at_once)(const uint64_t* targets, const uint64_t* sources, const uint64_t* sizes, uint64_t count,
                            const Attributes* attributes, const uint64_t* first, uint64_t attributes_count,
                            uint64_t stream);
@@ -214,7 +214,7 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
   return SERVED;
 }
 
-// As a question's answer has it; all may leave but those that stay.
+// As a request's answer has it; all may leave but those that stay.
 int64_t amoeba_first_to_leave(const Order* order, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
   return first_to_leave(*order, wanted, [&](int32_t expert) { return !is_among(expert, stays, there); }, found);
 }

@@ -17,11 +17,19 @@ from test_hopper_compiles import compiled_by, figures
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
-from amoeba.kernels.ask import ask
+from amoeba.kernels.expert_request import empty_routed, request_experts, route_and_request, why_not
 from amoeba.kernels.index_export import row_length
-from amoeba.kernels.route_and_ask import empty_routed, route_and_ask, why_not
+from amoeba.kernels.mailbox import (
+    COMPUTED,
+    COMPUTES,
+    LATER,
+    MOVED,
+    PROMOTED,
+    HostComputeBuffer,
+    MailboxWords,
+    answer_length,
+)
 from amoeba.kernels.router import router_forward
-from amoeba.kernels.talk import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Handed, Talk, answer_length
 from selection import each_value_once
 
 E, S, RING, H = 16, 5, 4, 6
@@ -36,22 +44,24 @@ CONFIGS = {
 }
 
 
-def talk_of(device: torch.device, ids: int, experts: int = E) -> Talk:
+def mailbox_of(device: torch.device, ids: int, experts: int = E) -> MailboxWords:
     def mapped(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     state = torch.full((3,), 5, dtype=torch.int32, device=device)
     words = 3 + 2 * answer_length(experts, ids)
-    return Talk(state, mapped(RING, row_length(experts, ids)), mapped(RING, words), mapped(1), mapped(RING, 2))
+    return MailboxWords(state, mapped(RING, row_length(experts, ids)), mapped(RING, words), mapped(1), mapped(RING, 2))
 
 
-def handed_of(device: torch.device, tokens: int, ids: int) -> Handed:
+def buffer_of(device: torch.device, tokens: int, ids: int) -> HostComputeBuffer:
     def mapped(count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda")
 
     words = [mapped(1, torch.int32) for _ in range(2)]
     numbers = [mapped(tokens * H, torch.float32) for _ in range(2)]
-    return Handed(numbers[0], mapped(ids, torch.int64), mapped(ids, torch.float32), words[0], numbers[1], words[1])
+    return HostComputeBuffer(
+        numbers[0], mapped(ids, torch.int64), mapped(ids, torch.float32), words[0], numbers[1], words[1]
+    )
 
 
 @each_value_once()
@@ -76,28 +86,30 @@ def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: b
         about = MOVED | COMPUTES | (PROMOTED if len(missing) > 1 else 0)
 
     def outcome(fused: bool) -> list:
-        talk, handed = talk_of(device, ids), handed_of(device, tokens, ids) if hands else None
+        mailbox, buffer = mailbox_of(device, ids), buffer_of(device, tokens, ids) if hands else None
         shown = torch.full((E + 4 * S + E,), -1, dtype=torch.int32)
         for expert, slot in here.items():
             shown[expert], shown[E + slot] = slot, expert
-        shown, due = shown.to(device), talk.state[1:2].clone()
-        most, row = answer_length(E, ids), talk.answers[6 % RING]
+        shown, due = shown.to(device), mailbox.state[1:2].clone()
+        most, row = answer_length(E, ids), mailbox.answers[6 % RING]
         row[0], row[1], row[2] = 6, len(slot_of), about
         for at, (expert, slot) in enumerate(slot_of.items()):
             row[3 + at], row[3 + most + at] = expert, slot
-        talk.state[1] = 6  # copies have arrived
+        mailbox.state[1] = 6  # copies have arrived
         if fused:
             expert_TK, weight_TK, slot_TK = found_TK = empty_routed(tokens, config, device)
-            route_and_ask(logits_TE, config, bias_E, *found_TK, shown, talk, due, 1e-2, handed, x_TH if hands else None)
+            route_and_request(
+                logits_TE, config, bias_E, *found_TK, shown, mailbox, due, 1e-2, buffer, x_TH if hands else None
+            )
         else:
             expert_TK, weight_TK = chosen_TK, expected_TK
             slot_TK = torch.empty_like(expert_TK)
-            ask(expert_TK, slot_TK, shown, E, talk, due, 1e-2, handed, x_TH, weight_TK)
+            request_experts(expert_TK, slot_TK, shown, E, mailbox, due, 1e-2, buffer, x_TH, weight_TK)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found = [expert_TK, weight_TK, slot_TK, shown, due, talk.state, talk.questions, talk.trouble]
-        if handed is not None:
-            found += [handed.x, handed.expert, handed.weight, handed.arrived]
+        found = [expert_TK, weight_TK, slot_TK, shown, due, mailbox.state, mailbox.requests, mailbox.trouble]
+        if buffer is not None:
+            found += [buffer.x, buffer.expert, buffer.weight, buffer.arrived]
         return [each.cpu().clone() for each in found]
 
     fused, apart = outcome(fused=True), outcome(fused=False)
@@ -121,20 +133,20 @@ def test_of_128_experts_all_is_that_of_the_two_launches(tokens: int, device) -> 
     shown = torch.cat([slot_E, torch.argsort(slot_E)]).to(device, torch.int32)
 
     def outcome(fused: bool) -> list[Tensor]:
-        talk = talk_of(device, tokens * 8, experts)
-        due = talk.state[1:2].clone()
+        mailbox = mailbox_of(device, tokens * 8, experts)
+        due = mailbox.state[1:2].clone()
         found = empty_routed(tokens, config, device)
         if fused:
-            route_and_ask(logits_TE, config, None, *found, shown, talk, due, 1e-2)
+            route_and_request(logits_TE, config, None, *found, shown, mailbox, due, 1e-2)
         else:
             found = chosen_TK, weight_TK, torch.empty_like(chosen_TK)
-            ask(chosen_TK, found[2], shown, experts, talk, due, 1e-2)
+            request_experts(chosen_TK, found[2], shown, experts, mailbox, due, 1e-2)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return [each.cpu().clone() for each in (*found, shown, due, talk.state, talk.questions, talk.trouble)]
+        return [each.cpu().clone() for each in (*found, shown, due, mailbox.state, mailbox.requests, mailbox.trouble)]
 
     fused, apart = outcome(fused=True), outcome(fused=False)
-    names = ("experts", "weights", "slots", "shown", "due", "state", "questions", "trouble")
+    names = ("experts", "weights", "slots", "shown", "due", "state", "requests", "trouble")
     different = [name for name, one, two in zip(names, fused, apart, strict=True) if not torch.equal(one, two)]
     assert set(different) <= ({"weights"} if tokens > 2 else set())
     torch.testing.assert_close(fused[1], apart[1], rtol=1e-6, atol=0)
@@ -154,7 +166,7 @@ def test_it_compiles_for_hopper_with_rows_laid_out_as_in_the_router(tmp_path) ->
     found = compiled_by(__file__, tmp_path)
     assert found["figures"]["local_accesses"] == found["figures"]["stack_bytes"] == 0
     assert found["rows"] and found["rows"] == found["rows of the router"]
-    # ids and weights, a barrier, and then as test_ask.py has it: the row, the fence, the serial
+    # ids and weights, a barrier, and then as test_expert_request.py has it: the row, the fence, the serial
     assert re.search(r"store (store )*barrier .*(store )+barrier fence store store ", " ".join(found["order"]))
 
 
@@ -163,19 +175,22 @@ def main() -> dict[str, object]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels import route_and_ask as module
+    from amoeba.kernels import expert_request as module
     from amoeba.kernels import router
     from amoeba.kernels.index_export import sizes
 
     config = RouterConfig(128, 8, renormalize=False)
-    of_router = router.forward_constants(config) | {"bias_E": None}
-    of_question = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, "HANDS": True, "TURNS": 1}
-    of_question |= sizes(128, 8) | {"ON_GPU": True}
-    types = dict.fromkeys(("expert_N", "slot_N", "handed_expert", "expert_TK"), "*i64")
+    of_router = router.forward_constants(config)
+    sizes_of = module.RequestConstants(
+        128, 64, 131, 128, 16, HOST_COMPUTES=True, GROUPS=1, ON_GPU=True, **sizes(128, 8)
+    )
+    groups = {"REQUEST": sizes_of, "ROUTER": module.RouterConstants(**of_router), "bias_E": None}
+    of_router |= {"bias_E": None}
+    types = dict.fromkeys(("expert_N", "slot_N", "buffer_expert", "expert_TK"), "*i64")
     types |= dict.fromkeys(("limit", "N", "NUMBERS", "mine", "num_tokens"), "i32") | {"x_TH": "*bf16"}
-    words = ("shown", "state", "due", "turn", "questions", "answers", "trouble", "times", "handed_arrived")
+    words = ("shown", "state", "due", "turn", "requests", "answers", "trouble", "times", "buffer_arrived")
     types |= dict.fromkeys(words, "*i32")
-    numbers = ("logits_TE", "chosen_weight_N", "weight_N", "handed_x", "handed_weight", "weight_TK", "scores_TE")
+    numbers = ("logits_TE", "chosen_weight_N", "weight_N", "buffer_x", "buffer_weight", "weight_TK", "scores_TE")
     types |= dict.fromkeys(numbers, "*fp32")
 
     def compiled(kernel, constants: dict, warps: int):
@@ -190,7 +205,7 @@ def main() -> dict[str, object]:
         held = r"sizePerThread = \[1, (\d+)\], threadsPerWarp = \[1, (\d+)\]"
         return sorted({f"{a} x {b}" for a, b in re.findall(held, code.asm["ttgir"]) if int(a) * int(b) == 128})
 
-    fused = compiled(module._route_and_ask.kernel, of_router | of_question | {"TILE_ROWS": 1}, 1)
+    fused = compiled(module._route_and_request.kernel, groups | {"TILE_ROWS": 1}, 1)
     tile = router._tile(128)
     apart = compiled(router._forward.kernel, of_router | {"TILE_ROWS": tile["TILE_ROWS"]}, tile["num_warps"])
     kinds = {"st.global": "store", "fence.acq_rel.sys": "fence", "bar.sync": "barrier"}

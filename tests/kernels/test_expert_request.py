@@ -16,9 +16,19 @@ import torch
 from test_hopper_compiles import compiled_by
 from torch import Tensor
 
-from amoeba.kernels.ask import add_computed, ask
+from amoeba.kernels.expert_request import add_computed, request_experts
 from amoeba.kernels.index_export import row_length
-from amoeba.kernels.talk import COMPUTED, COMPUTES, LATER, MOVED, PROMOTED, Handed, Talk, Turn, answer_length
+from amoeba.kernels.mailbox import (
+    COMPUTED,
+    COMPUTES,
+    LATER,
+    MOVED,
+    PROMOTED,
+    HostComputeBuffer,
+    MailboxWords,
+    Turn,
+    answer_length,
+)
 
 E, S, RING, IDS, H = 8, 3, 4, 6, 5
 ROW, MOST = row_length(E, IDS), answer_length(E, IDS)
@@ -26,83 +36,88 @@ ROW, MOST = row_length(E, IDS), answer_length(E, IDS)
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
-def talk_of(device: torch.device, serial: int = 0) -> Talk:
+def mailbox_of(device: torch.device, serial: int = 0) -> MailboxWords:
     def mapped(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     state = torch.full((3,), serial, dtype=torch.int32, device=device)
-    return Talk(state, mapped(RING, ROW), mapped(RING, 3 + 2 * MOST), mapped(1), mapped(RING, 2))
+    return MailboxWords(state, mapped(RING, ROW), mapped(RING, 3 + 2 * MOST), mapped(1), mapped(RING, 2))
 
 
 def asked(
-    talk: Talk, ids: list[int], slots: dict[int, int], device: torch.device, due: Tensor | None = None, *given
+    mailbox: MailboxWords,
+    ids: list[int],
+    slots: dict[int, int],
+    device: torch.device,
+    due: Tensor | None = None,
+    *given,
 ) -> tuple[list[int], Tensor]:
     """Slots of the ids, and the map afterwards."""
-    due = talk.state[1:2].clone() if due is None else due
+    due = mailbox.state[1:2].clone() if due is None else due
     shown = torch.full((E + S,), -1, dtype=torch.int32)
     for expert, slot in slots.items():
         shown[expert], shown[E + slot] = slot, expert
     shown, expert_N = shown.to(device), torch.tensor(ids, dtype=torch.int64, device=device)
     slot_N = torch.full_like(expert_N, -77)
-    ask(expert_N, slot_N, shown, E, talk, due, 1e-3, *given)
+    request_experts(expert_N, slot_N, shown, E, mailbox, due, 1e-3, *given)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return slot_N.tolist(), shown.cpu()
 
 
-def answer(talk: Talk, serial: int, slot_of: dict[int, int], about: int = MOVED) -> None:
-    row = talk.answers[serial % RING]
+def answer(mailbox: MailboxWords, serial: int, slot_of: dict[int, int], about: int = MOVED) -> None:
+    row = mailbox.answers[serial % RING]
     row[0], row[1], row[2] = serial, len(slot_of), about
     for at, (expert, slot) in enumerate(slot_of.items()):
         row[3 + at], row[3 + MOST + at] = expert, slot
 
 
 def test_where_all_are_there_it_does_not_wait(device) -> None:
-    talk = talk_of(device, serial=5)
-    slots, shown = asked(talk, [4, 1, 4, -1, E], {1: 2, 4: 0}, device)
+    mailbox = mailbox_of(device, serial=5)
+    slots, shown = asked(mailbox, [4, 1, 4, -1, E], {1: 2, 4: 0}, device)
     assert slots == [0, 2, 0, -1, -1] and shown[:E].tolist() == [-1, 2, -1, -1, 0, -1, -1, -1]
-    assert talk.questions[6 % RING].tolist()[:5] == [0, 2, 6, 1, 4]
-    assert talk.state.tolist() == [6, 5, 0] and talk.trouble.tolist() == [0]
+    assert mailbox.requests[6 % RING].tolist()[:5] == [0, 2, 6, 1, 4]
+    assert mailbox.state.tolist() == [6, 5, 0] and mailbox.trouble.tolist() == [0]
 
 
 def test_what_the_host_answered_goes_into_the_map_and_the_slots(device) -> None:
-    talk = talk_of(device, serial=5)
-    answer(talk, 6, {7: 1, 3: -1, 2: 0, 1: -1})
-    talk.state[1] = 6  # arrived
-    slots, shown = asked(talk, [7, 4, 2], {3: 1, 4: 2, 1: 0}, device)
-    assert slots == [1, 2, 0] and talk.trouble.tolist() == [0]
+    mailbox = mailbox_of(device, serial=5)
+    answer(mailbox, 6, {7: 1, 3: -1, 2: 0, 1: -1})
+    mailbox.state[1] = 6  # arrived
+    slots, shown = asked(mailbox, [7, 4, 2], {3: 1, 4: 2, 1: 0}, device)
+    assert slots == [1, 2, 0] and mailbox.trouble.tolist() == [0]
     assert shown.tolist() == [-1, -1, 0, -1, 2, -1, -1, 1, 2, 7, 4]
-    assert talk.questions[6 % RING].tolist()[:6] == [2, 3, 6, 2, 7, 4]
+    assert mailbox.requests[6 % RING].tolist()[:6] == [2, 3, 6, 2, 7, 4]
 
 
 @pytest.mark.parametrize("trouble", ["late", "stopped", "another answer", "one lacks"])
 def test_without_a_right_answer_it_goes_on_and_says_so(trouble: str, device) -> None:
-    talk = talk_of(device, serial=5)
-    answer(talk, 2 if trouble == "another answer" else 6, {7: 1} if trouble == "one lacks" else {7: 1, 2: 0})
+    mailbox = mailbox_of(device, serial=5)
+    answer(mailbox, 2 if trouble == "another answer" else 6, {7: 1} if trouble == "one lacks" else {7: 1, 2: 0})
     if trouble == "stopped":
-        talk.trouble[0] = 1
+        mailbox.trouble[0] = 1
     elif trouble != "late":
-        talk.state[1] = 6
-    slots, shown = asked(talk, [7, 4, 2], {4: 2}, device)
-    assert talk.trouble.item() != 0
+        mailbox.state[1] = 6
+    slots, shown = asked(mailbox, [7, 4, 2], {4: 2}, device)
+    assert mailbox.trouble.item() != 0
     assert slots == ([1, 2, -1] if trouble == "one lacks" else [-1, 2, -1])
-    assert talk.state.tolist()[0] == 6, "serials go on"
+    assert mailbox.state.tolist()[0] == 6, "serials go on"
     if trouble != "one lacks":
         assert shown[:E].tolist() == [-1, -1, -1, -1, 2, -1, -1, -1], "a map by half"
 
 
 @pytest.mark.parametrize("serial", [2**31 - 1, -(2**31), -1])
 def test_serials_wrap(serial: int, device) -> None:
-    talk, following = talk_of(device, serial), -(2**31) if serial == 2**31 - 1 else serial + 1
-    answer(talk, following, {7: 1})
-    talk.state[1] = following
-    assert asked(talk, [7], {}, device)[0] == [1]
-    assert talk.questions[following % RING].tolist()[:4] == [1, 1, following, 7] and talk.trouble.tolist() == [0]
+    mailbox, following = mailbox_of(device, serial), -(2**31) if serial == 2**31 - 1 else serial + 1
+    answer(mailbox, following, {7: 1})
+    mailbox.state[1] = following
+    assert asked(mailbox, [7], {}, device)[0] == [1]
+    assert mailbox.requests[following % RING].tolist()[:4] == [1, 1, following, 7] and mailbox.trouble.tolist() == [0]
 
 
 def test_what_does_not_fit_is_refused(device) -> None:
     with pytest.raises(ValueError, match="rows of"):
-        asked(talk_of(device), list(range(E)), {}, device)
+        asked(mailbox_of(device), list(range(E)), {}, device)
 
 
 # --- in turns with others ---------------------------------------------------------------------------------------------
@@ -112,85 +127,85 @@ def test_what_does_not_fit_is_refused(device) -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 0), (-1, -1)])
 def test_who_has_the_turn_hands_it_on_behind_the_map(before: int, after: int, missing: bool, device) -> None:
     """Of three groups, 1 and 2; below 0 nobody takes turns."""
-    talk, turn = talk_of(device, serial=5), torch.full((1,), before, dtype=torch.int32, device=device)
-    answer(talk, 6, {7: 1, 3: -1})
-    talk.state[1] = 6
+    mailbox, turn = mailbox_of(device, serial=5), torch.full((1,), before, dtype=torch.int32, device=device)
+    answer(mailbox, 6, {7: 1, 3: -1})
+    mailbox.state[1] = 6
     given = None, None, None, None, Turn(turn, max(before, 0), 3)
-    slots, shown = asked(talk, [7, 4], {3: 1, 4: 2} if missing else {7: 1, 4: 2}, device, *given)
-    assert slots == [1, 2] and talk.trouble.tolist() == [0] and turn.tolist() == [after]
+    slots, shown = asked(mailbox, [7, 4], {3: 1, 4: 2} if missing else {7: 1, 4: 2}, device, *given)
+    assert slots == [1, 2] and mailbox.trouble.tolist() == [0] and turn.tolist() == [after]
     assert shown[:E].tolist() == [-1, -1, -1, -1, 2, -1, -1, 1]
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["too long", "stopped"])
 def test_who_waits_for_a_turn_in_vain_goes_on_and_hands_nothing_on(stopped: bool, device) -> None:
-    talk, turn = talk_of(device, serial=5), torch.zeros(1, dtype=torch.int32, device=device)
-    talk.trouble[0] = 9 if stopped else 0
-    asked(talk, [4], {4: 2}, device, None, None, None, None, Turn(turn, 1, 2))
-    assert talk.trouble.item() != 0 and turn.tolist() == [0] and talk.state.tolist()[0] == 6
+    mailbox, turn = mailbox_of(device, serial=5), torch.zeros(1, dtype=torch.int32, device=device)
+    mailbox.trouble[0] = 9 if stopped else 0
+    asked(mailbox, [4], {4: 2}, device, None, None, None, None, Turn(turn, 1, 2))
+    assert mailbox.trouble.item() != 0 and turn.tolist() == [0] and mailbox.state.tolist()[0] == 6
 
 
 # --- experts that the host computes -----------------------------------------------------------------------------------
 
 
-def handed_of(device: torch.device) -> Handed:
+def buffer_of(device: torch.device) -> HostComputeBuffer:
     def mapped(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     x, expert, weight, arrived = mapped(2 * H), mapped(2 * IDS), mapped(IDS), mapped(1)
     y, word = mapped(2 * H), mapped(1)
     x, weight, y = (each.view(torch.float32) for each in (x, weight, y))
-    return Handed(x, expert.view(torch.int64), weight, arrived, y, word)
+    return HostComputeBuffer(x, expert.view(torch.int64), weight, arrived, y, word)
 
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_x_ids_and_weights_are_handed_over_where_something_is_missing(missing: bool, device) -> None:
-    talk, handed = talk_of(device, serial=5), handed_of(device)
+    mailbox, buffer = mailbox_of(device, serial=5), buffer_of(device)
     x_TH = torch.arange(2 * H, dtype=torch.bfloat16, device=device).view(2, H)
     weight_TK = torch.tensor([[0.5, 0.25], [1.0, 2.0]], device=device)
-    answer(talk, 6, {7: 1})
-    talk.state[1] = 6
-    slots, _ = asked(talk, [7, 4, -1, 7], {4: 2} if missing else {4: 2, 7: 1}, device, None, handed, x_TH, weight_TK)
+    answer(mailbox, 6, {7: 1})
+    mailbox.state[1] = 6
+    slots, _ = asked(mailbox, [7, 4, -1, 7], {4: 2} if missing else {4: 2, 7: 1}, device, None, buffer, x_TH, weight_TK)
     assert slots == [1, 2, -1, 1]
     if not missing:
-        assert not handed.x.any() and not handed.weight.any()
+        assert not buffer.x.any() and not buffer.weight.any()
         return
-    assert handed.x.tolist() == x_TH.float().flatten().tolist()
-    assert handed.arrived.tolist() == [6]
-    assert handed.expert[:4].tolist() == [7, 4, -1, 7] and handed.weight[:4].tolist() == [0.5, 0.25, 1.0, 2.0]
+    assert buffer.x.tolist() == x_TH.float().flatten().tolist()
+    assert buffer.arrived.tolist() == [6]
+    assert buffer.expert[:4].tolist() == [7, 4, -1, 7] and buffer.weight[:4].tolist() == [0.5, 0.25, 1.0, 2.0]
 
 
 def test_what_the_host_computes_is_nobodys_here_and_may_be_in_a_slot_later(device) -> None:
-    talk, due = talk_of(device, serial=5), torch.full((1,), 5, dtype=torch.int32, device=device)
-    answer(talk, 6, {3: -1, 7: LATER + 1, 2: COMPUTED}, PROMOTED | COMPUTES)  # its copy has not arrived
-    slots, shown = asked(talk, [7, 4, 2], {3: 1, 4: 2}, device, due)
-    assert slots == [-1, 2, -1] and talk.trouble.tolist() == [0]
+    mailbox, due = mailbox_of(device, serial=5), torch.full((1,), 5, dtype=torch.int32, device=device)
+    answer(mailbox, 6, {3: -1, 7: LATER + 1, 2: COMPUTED}, PROMOTED | COMPUTES)  # its copy has not arrived
+    slots, shown = asked(mailbox, [7, 4, 2], {3: 1, 4: 2}, device, due)
+    assert slots == [-1, 2, -1] and mailbox.trouble.tolist() == [0]
     assert shown[E + 1 :].tolist() == [7, 4]
     assert shown[:E].tolist() == [-1, -1, -1, -1, 2, -1, -1, 1]
-    assert due.tolist() == [6] and talk.state.tolist() == [6, 5, COMPUTES]
+    assert due.tolist() == [6] and mailbox.state.tolist() == [6, 5, COMPUTES]
 
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_who_finds_all_there_waits_for_copies_that_are_due(arrives: bool, device) -> None:
-    talk, due = talk_of(device, serial=5), torch.full((1,), 4, dtype=torch.int32, device=device)
-    talk.state[1] = 4 if arrives else 3
-    slots, _ = asked(talk, [7], {7: 1}, device, due)
-    assert slots == [1] and (talk.trouble.item() == 0) is arrives
+    mailbox, due = mailbox_of(device, serial=5), torch.full((1,), 4, dtype=torch.int32, device=device)
+    mailbox.state[1] = 4 if arrives else 3
+    slots, _ = asked(mailbox, [7], {7: 1}, device, due)
+    assert slots == [1] and (mailbox.trouble.item() == 0) is arrives
     assert due.tolist() == [4 if arrives else 3], "serials wrap: it keeps up with what arrives"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("state", ["computed", "nothing to add", "late", "stopped"])
 def test_the_sum_of_the_host_is_added_once_it_is_there(state: str, dtype: torch.dtype, device) -> None:
-    talk, handed = talk_of(device, serial=6), handed_of(device)
-    talk.state[2] = 0 if state == "nothing to add" else COMPUTES
-    handed.y.copy_(torch.arange(2 * H))
-    handed.word[0] = 6 if state == "computed" else 2
-    talk.trouble[0] = state == "stopped"
+    mailbox, buffer = mailbox_of(device, serial=6), buffer_of(device)
+    mailbox.state[2] = 0 if state == "nothing to add" else COMPUTES
+    buffer.y.copy_(torch.arange(2 * H))
+    buffer.word[0] = 6 if state == "computed" else 2
+    mailbox.trouble[0] = state == "stopped"
     y_TH = torch.full((2, H), 0.5, dtype=dtype, device=device)
-    add_computed(y_TH, talk, handed, limit=1e-3)
+    add_computed(y_TH, mailbox, buffer, limit=1e-3)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    assert (talk.trouble.item() != 0) is (state in ("late", "stopped"))
+    assert (mailbox.trouble.item() != 0) is (state in ("late", "stopped"))
     if state == "computed":
         expected = torch.arange(2 * H, dtype=torch.float32).view(2, H).add(0.5).to(dtype)
         assert torch.equal(y_TH.cpu(), expected)
@@ -207,17 +222,19 @@ def test_on_hopper_words_are_written_behind_a_fence_and_read_ahead_of_another(tm
     assert re.search(r"(store )+barrier fence store store ", one_line), one_line
     # looks, the fence, and only then the answer; looks and a fence again, and only then the map
     assert re.search(r"(look )+fence barrier (look ){4}(look )*fence barrier store store barrier ", one_line), one_line
-    # in turns the map is read behind a fence, and handed on behind another; in between all is as it was
+    # in turns the map is read behind a fence, and buffer on behind another; in between all is as it was
     turns, alone = " ".join(found["in turns"]), one_line.removeprefix("load load look ")
     inside = re.fullmatch(r"load load look look (look )*near barrier store (.*) barrier near store", turns)
     assert inside and inside[2] == alone, turns
 
 
 def main() -> dict[str, list[str]]:
-    from amoeba.kernels import ask as module
+    from amoeba.kernels import expert_request as module
     from amoeba.kernels.index_export import sizes
 
-    return {name: _order(module._ask.kernel, groups, sizes) for name, groups in (("order", 1), ("in turns", 2))}
+    return {
+        name: _order(module._request_experts.kernel, groups, sizes) for name, groups in (("order", 1), ("in turns", 2))
+    }
 
 
 def _order(kernel, groups: int, sizes) -> list[str]:
@@ -225,25 +242,17 @@ def _order(kernel, groups: int, sizes) -> list[str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {
-        "EXPERTS": 128,
-        "RING": 64,
-        "ROW": 131,
-        "MOST": 128,
-        "ENTRIES": 16,
-        "HANDS": True,
-        "TURNS": groups,
-        "ON_GPU": True,
-        **sizes(128, 8),
-    }
+    from amoeba.kernels.expert_request import RequestConstants
+
+    constants = RequestConstants(128, 64, 131, 128, 16, HOST_COMPUTES=True, GROUPS=groups, ON_GPU=True, **sizes(128, 8))
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS", "mine"), "i32")
-    signature |= dict.fromkeys(("shown", "state", "due", "turn", "questions", "answers", "trouble", "times"), "*i32")
-    signature |= {"x_TH": "*bf16", "handed_expert": "*i64"} | dict.fromkeys(
-        ("weight_N", "handed_x", "handed_weight"), "*fp32"
+    signature |= dict.fromkeys(("shown", "state", "due", "turn", "requests", "answers", "trouble", "times"), "*i32")
+    signature |= {"x_TH": "*bf16", "buffer_expert": "*i64"} | dict.fromkeys(
+        ("weight_N", "buffer_x", "buffer_weight"), "*fp32"
     )
-    signature["handed_arrived"] = "*i32"
-    source = ASTSource(kernel, signature, constexprs=constants)
+    signature["buffer_arrived"] = "*i32"
+    source = ASTSource(kernel, signature, constexprs={"REQUEST": constants})
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
     kinds = {
         "ld.volatile.global": "look",

@@ -1,4 +1,4 @@
-"""The words in which `amoeba.kernels.ask` and the host talk about missing experts, and what they mean."""
+"""The words by which `amoeba.kernels.expert_request` and the host exchange expert requests, and what they mean."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ COMPUTED, LATER = -2, 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
-class Talk:
+class MailboxWords:
     """What host and device tell each other, int32. RING is a power of two, so that serials may wrap.
 
-    state:     on the device: serial of the latest question; of the latest that copies have arrived for; whether the
-               host computes some of the latest question's experts.
-    questions: mapped, (RING, HEADER + ids): rows as `index_export` has them.
+    state:     on the device: serial of the latest request; of the latest that copies have arrived for; whether the
+               host computes some of the latest request's experts.
+    requests:  mapped, (RING, HEADER + ids): rows as `index_export` has them.
     answers:   mapped, (RING, 3 + 2 MOST): serial, count, what it is about, experts, slots.
-    trouble:   mapped, (1,): not 0 where a question got no answer.
-    times:     mapped, (RING, 2): 32 bits of the GPU's clock in microseconds, when it asked, and where it waited when it
-               went on; whole when the next question is. To be drawn; the interpreter has no such clock.
+    trouble:   mapped, (1,): not 0 where a request got no answer.
+    times:     mapped, (RING, 2): 32 bits of the GPU's clock in microseconds, of the request and, where it waited, of
+               when it went on; whole when the next request is. To be drawn; the interpreter has no such clock.
     """
 
     state: Tensor
-    questions: Tensor
+    requests: Tensor
     answers: Tensor
     trouble: Tensor
     times: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Handed:
-    """What the host gets to compute experts, and where it puts their sum. Mapped; of one question at a time, since the
-    GPU asks no other one before it has the sum.
+class HostComputeBuffer:
+    """What the host gets to compute experts, and where it puts their sum. Mapped; of one request at a time, since the
+    GPU makes no other one before it has the sum.
 
     x, y:    float32, tokens times H.
     expert, weight: int64 and float32, tokens times K.
-    arrived: (1,) int32, the latest question whose copies have arrived.
+    arrived: (1,) int32, the latest request whose copies have arrived.
     word:    (1,) int32, serial of y.
     """
 
