@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -25,6 +24,7 @@ from typer.testing import CliRunner
 
 from amoeba.backends.registry import backends_of
 from amoeba.commands import generate as command
+from amoeba.commands.typer_app import Typer
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import placements as cpu_placements
 from amoeba.data import token_stream
@@ -90,7 +90,7 @@ def run(folder: Path, prompt: str = "Once", options: GenerationOptions = GREEDY)
 
 
 def invoke(*words: object, input: str | None = None):
-    app = typer.Typer()
+    app = Typer()
     app.command()(command.generate)
     return CliRunner().invoke(app, [str(word) for word in words], input=input)
 

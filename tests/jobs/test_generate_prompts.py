@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from amoeba.commands import generate as command
+from amoeba.commands.typer_app import Typer
 from amoeba.data.prompts import Prompt
 from amoeba.jobs.generate import prompt_batches, token_steps
 from amoeba.jobs.generate.generate import GenerationOptions, generate
@@ -52,7 +52,7 @@ def prompts(tmp_path) -> Path:
 
 
 def invoke(folder: Path, *words: object):
-    app = typer.Typer()
+    app = Typer()
     app.command()(command.generate)
     fixed = ("--max-new-tokens", TOKENS, "--temperature", 0, "--device", "cpu")
     return CliRunner().invoke(app, [str(word) for word in (folder, *words, *fixed)])
@@ -272,7 +272,7 @@ def test_no_batch_repeats_the_random_numbers_of_another_and_a_run_repeats_its_ow
 @pytest.mark.gpu
 @pytest.mark.parametrize("batching", ["continuous", "padded"])
 def test_on_a_gpu(folder, prompts, alone, batching):
-    app = typer.Typer()
+    app = Typer()
     app.command()(command.generate)
     words = ("--prompts", prompts, "--batching", batching, "--max-new-tokens", TOKENS, "--temperature", 0)
     result = CliRunner().invoke(app, [str(word) for word in (folder, *words, "--device", "cuda")])

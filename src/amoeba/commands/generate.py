@@ -5,22 +5,27 @@ With `--prompts FILE` one JSON object per prompt, to stdout or to `--out`.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from amoeba.commands.exits import INTERRUPTED, finish, interrupted, need, usage
 from amoeba.commands.options import (
     DTYPES,
+    Device,
+    FrozenExperts,
     FrozenPrecision,
     Json,
+    ModelArgument,
+    Ram,
     TrustRemoteCode,
     Verbose,
+    Vram,
     experts_in,
     parse_device,
     parse_dtypes,
@@ -42,112 +47,133 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 
 
-def generate(
-    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote, a store, or a hub name.")],
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to go on from; - reads it from stdin. Or --prompts FILE.")
-    ] = None,
+@dataclass(frozen=True)
+class ManyPrompts:
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help="Many: one per line, or .jsonl with `prompt` (or `messages`, with --chat)."),
-    ] = None,
+        typer.Option("--prompts", help="Prompts file: one per line, or JSONL with `prompt` (`messages` with --chat)."),
+    ] = None
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where their results go; those that it has are not computed again.")
-    ] = None,
-    batching: Annotated[str, typer.Option("--batching", help="Of --prompts: continuous, padded or auto.")] = "auto",
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows of a padded batch.")] = None,
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", help="A PEFT folder, or a run of amoeba finetune, to put on the model.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens at most.")] = 200,
+        Path | None, typer.Option("--out", help="Results file for --prompts. Prompts already in it are skipped.")
+    ] = None
+    batching: Annotated[str, typer.Option("--batching", help="Batching for --prompts: continuous, padded or auto.")] = (
+        "auto"
+    )
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per padded batch.")] = None
+
+    def check(self, prompt: str | None) -> None:
+        if (prompt is None) == (self.prompts is None):
+            got = "neither" if prompt is None else "both"
+            raise bad_value("generate", "a prompt, or --prompts FILE", got, "write one of them")
+        given = {
+            "--out": self.out is not None,
+            "--batching": self.batching != "auto",
+            "--batch-size": self.batch_size is not None,
+        }
+        if self.prompts is None and (without := [name for name, is_given in given.items() if is_given]):
+            raise bad_value(" and ".join(without), "--prompts FILE beside it", "one prompt", "leave it out")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Fields are named as those of `GenerationOptions`."""
+
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of tokens to generate.")] = 200
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy; left out: as the model's generation_config.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Sample from the k likeliest; 0: from all.")] = None,
+        float | None, typer.Option("--temperature", help="0 is greedy (default: the model's generation_config).")
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Sample from the k most likely tokens; 0 keeps all of them.")
+    ] = None
     top_p: Annotated[
-        float | None, typer.Option("--top-p", help="Sample from the likeliest with this probability together.")
-    ] = None,
+        float | None, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
+    ] = None
     repetition_penalty: Annotated[
-        float | None, typer.Option("--repetition-penalty", help="Above 1: what was said becomes less likely.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")] = False,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+        float | None, typer.Option("--repetition-penalty", help="Values above 1 discourage repetition.")
+    ] = None
+    seed: Annotated[int | None, typer.Option("--seed", help="Random seed. The same seed gives the same text.")] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template: the prompt is a user message.")] = False
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Fields are named as those of `GenerationOptions`, with the words of the command line."""
+
+    device: Device = "auto"
     dtype: Annotated[
         str,
         typer.Option(
             "--dtype",
             help=f"auto (the checkpoint's, or float32 on a CPU without bf16 instructions), {', '.join(DTYPES)}.",
         ),
-    ] = "auto",
-    experts: Annotated[
-        str,
-        typer.Option(
-            "--experts", help="Where: resident, cpu-bf16, cpu-int8, ranks, auto; or in codes: mxfp4-weights ..."
-        ),
-    ] = "auto",
-    precision: FrozenPrecision = None,
-    ram: Annotated[
-        str | None,
-        typer.Option("--ram", help="Stream the experts through a budget of memory for the model: 8GiB, or auto."),
-    ] = None,
-    vram: Annotated[
-        str | None, typer.Option("--vram", help="The same on a GPU; --ram is then for experts below it.")
-    ] = None,
+    ] = "auto"
+    experts: Annotated[str, FrozenExperts] = "auto"
+    precision: FrozenPrecision = None
+    ram: Ram = None
+    vram: Vram = None
     miss: Annotated[
         str,
-        typer.Option("--miss", help="Experts that a step misses beside --vram: move them, cpu computes them, or auto."),
-    ] = "move",
+        typer.Option(
+            "--miss",
+            help="With --vram, on a cache miss: move (copy the expert to the GPU), cpu (compute it there) or auto.",
+        ),
+    ] = "move"
     prefetch: Annotated[
         bool,
-        typer.Option("--prefetch", help="Beside --vram: copy what the next layer may ask for, for as long as it pays."),
-    ] = False,
+        typer.Option("--prefetch", help="With --vram: copy experts the next layer may need, as long as it pays off."),
+    ] = False
     record: Annotated[
         Path | None,
-        typer.Option("--record", help="Write the routing, for amoeba stream simulate; with --ram or --vram."),
-    ] = None,
+        typer.Option("--record", help="With --ram or --vram: save the routing, for `amoeba stream simulate`."),
+    ] = None
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", help="Write a timeline of loads and waits, for ui.perfetto.dev; with --ram or --vram."),
-    ] = None,
+        typer.Option("--trace", help="With --ram or --vram: save a timeline of loads and waits for ui.perfetto.dev."),
+    ] = None
     compile: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the layers on a GPU; left out: where it pays."),
+        typer.Option("--compile/--no-compile", help="Compile the layers on a GPU (default: where it pays off)."),
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+
+    def told(self) -> dict[str, Any]:
+        """By the names of the options."""
+        given = vars(self) | {
+            "experts": experts_in(self.precision, self.experts) or self.experts,
+            "device": None if self.device == "auto" else parse_device(self.device),
+            "dtype": parse_dtype(self.dtype),
+            "record": None if self.record is None else str(self.record),
+            "trace": None if self.trace is None else str(self.trace),
+        }
+        del given["precision"]
+        return given
+
+
+def generate(
+    model: Annotated[str, ModelArgument],
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; - reads it from stdin. For many, use --prompts FILE.")
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    many: ManyPrompts,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
+    ] = None,
+    sampling: Sampling,
+    computing: Computing,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Generate text with a Hugging Face model, its experts computed by aMoEba. Ctrl-C stops it."""
+    """Generate text with a Hugging Face model, with experts run by aMoEba. Ctrl-C stops it."""
     output = start(verbose, over_ranks=True)
     with usage():
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
             from amoeba.jobs.generate.options import GenerationOptions
 
-        _check_prompts(prompt, prompts, out, batching, batch_size)
-        experts = experts_in(precision, experts) or experts
+        many.check(prompt)
         hide_loading_bars(model, output)
-        options = GenerationOptions(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            chat=chat,
-            device=None if device == "auto" else parse_device(device),
-            dtype=parse_dtype(dtype),
-            experts=experts,
-            ram=ram,
-            vram=vram,
-            miss=miss,
-            prefetch=prefetch,
-            record=None if record is None else str(record),
-            trace=None if trace is None else str(trace),
-            compile=compile,
-            trust_remote_code=trust_remote_code,
-        )
+        options = GenerationOptions(**vars(sampling), **computing.told())
         if output.on_terminal and speaks():
             output.progress(f"amoeba: loading {model}")
         with loading():
@@ -156,18 +182,22 @@ def generate(
 
         try:
             report: GenerationReport | PromptsReport
-            with over_ranks(experts, output) as together:
-                told = {"--prompts": prompts is not None, "--batching": batching, "--batch-size": batch_size}
+            with over_ranks(options.experts, output) as together:
+                told = {
+                    "--prompts": many.prompts is not None,
+                    "--batching": many.batching,
+                    "--batch-size": many.batch_size,
+                }
                 check_same_job(together, "amoeba generate", options, told, model=model, adapter=adapter)
-                _check_ranks(experts, together)
-                if prompts is None:
+                _check_ranks(options.experts, together)
+                if many.prompts is None:
                     assert prompt is not None
                     report = _one(model, prompt, options, adapter, output, together)
                 else:
-                    report = _many(model, prompts, out, options, batching, batch_size, adapter, output, together)
+                    report = _many(model, many, options, adapter, output, together)
         except KeyboardInterrupt:
             raise interrupted("before the first token") from None
-    finish(output, {"document": "amoeba generate", **dataclasses.asdict(report)}, True, json and speaks())
+    finish(output, {"document": "amoeba generate", **asdict(report)}, True, json and speaks())
     if report.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
@@ -176,17 +206,6 @@ def _check_ranks(experts: str, together: Together) -> None:
     if together.count > 1 and experts != "ranks":
         remedy = "start it without torchrun, or add --experts ranks"
         raise bad_value("generate", "one process, or experts that several share", f"{together.count} processes", remedy)
-
-
-def _check_prompts(
-    prompt: str | None, prompts: Path | None, out: Path | None, batching: str, batch_size: int | None
-) -> None:
-    if (prompt is None) == (prompts is None):
-        got = "neither" if prompt is None else "both"
-        raise bad_value("generate", "a prompt, or --prompts FILE", got, "write one of them")
-    given = {"--out": out is not None, "--batching": batching != "auto", "--batch-size": batch_size is not None}
-    if prompts is None and (without := [name for name, is_given in given.items() if is_given]):
-        raise bad_value(" and ".join(without), "--prompts FILE beside it", "one prompt", "leave it out")
 
 
 def _one(
@@ -209,29 +228,22 @@ def _one(
 
 
 def _many(
-    model: str,
-    prompts: Path,
-    out: Path | None,
-    options: GenerationOptions,
-    batching: str,
-    batch_size: int | None,
-    adapter: str | None,
-    output: Output,
-    together: Together,
+    model: str, many: ManyPrompts, options: GenerationOptions, adapter: str | None, output: Output, together: Together
 ) -> PromptsReport:
     with loading():
         from amoeba.data.prompts import read_prompts
         from amoeba.jobs.generate.generate_prompts import BatchOptions, Results, generate_prompts
 
-    batches = BatchOptions(batching, batch_size)  # type: ignore[arg-type]  # it checks the word
+    assert many.prompts is not None
+    batches = BatchOptions(many.batching, many.batch_size)  # type: ignore[arg-type]  # it checks the word
     of = model if adapter is None else f"{model} with {adapter}"
-    asked = read_prompts(prompts, options.chat)
+    asked = read_prompts(many.prompts, options.chat)
     content = repr([(each.line, each.content) for each in asked]).encode()
     together.check_same({"--prompts": hashlib.blake2b(content, digest_size=6).hexdigest()}, "give every rank one file")
     results = Results(None, asked, of, _nowhere)
     with together.all_or_none("the prompts that are left"):
         if together.first:
-            results = Results(out, asked, of, lambda line: _write(line + "\n"))
+            results = Results(many.out, asked, of, lambda line: _write(line + "\n"))
     left = together.tell(lambda: [each.line for each in results.left])
     results.left = [each for each in asked if each.line in left]
     if not together.first:
