@@ -52,25 +52,20 @@ SCALED = (
 )
 # Gradients of weights in e4m3, stored as they are summed and transposed.
 SCALED_GRADIENTS = ("scaled_up_gradient", "scaled_down_gradient")
-# The same in another way, see `fp8_gemm.WAYS`.
-IN_WAYS = (
-    "scaled_up, brisk",
-    "scaled_up, all",
-)
+# The same in another variant, see `fp8_gemm.variant_of`.
+PREFETCHED = ("scaled_up_alone, prefetched", "scaled_up_of_half_blocks_alone, prefetched")
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
-UNDER = (
-    "scaled_up_alone, under",
-    "scaled_down, under",
-    "scaled_down_in_tall_groups, under",
-    "scaled_down_with_bias, under",
-    "scaled_down, under in turns",
+OVERLAPPED = (
+    "scaled_up_alone, overlapped",
+    "scaled_down, overlapped",
+    "scaled_down_in_tall_groups, overlapped",
+    "scaled_down, pingpong",
 )
-ALONG = (
-    "scaled_down_backward, along",
-    "scaled_up, along",
-    "scaled_up_alone, along",
-    "scaled_up_coded, along",
-    "scaled_up_of_cut_columns, along",
+IN_STAGE = (
+    "scaled_down_backward, scales_in_stage",
+    "scaled_up, scales_in_stage",
+    "scaled_up_alone, scales_in_stage",
+    "scaled_up_coded, scales_in_stage",
 )
 # Products with experts in codes, of two formats in all ways and of the others in one. What a tile has once may be put
 # aside, a number or two: Triton 3.9 does so for some, 3.6 for one.
@@ -93,9 +88,9 @@ LOTS = [
     (*HOT[:1], *SCALED[:1]),
     (*HOT[1:], *OTHERS),
     (*SCALED[1:], *SCALED_GRADIENTS),
-    IN_WAYS,
-    UNDER,
-    ALONG,
+    PREFETCHED,
+    OVERLAPPED,
+    IN_STAGE,
     CODED[:7],
     CODED[7:],
 ]
@@ -109,13 +104,13 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
     for name, found in figures.items():
         assert found["wgmma"] > 0, name
         assert SHARED_BYTES // 2 < found["shared"] <= SHARED_BYTES, name
-        if "along" in name:
+        if name in IN_STAGE:
             assert found["slow_roundings"] == 0, f"{name} rounds sums one by one"
-        if name in UNDER + ALONG:
+        if name in OVERLAPPED + IN_STAGE:
             assert found["steps"] == 2, name
             assert found["local_accesses_in_steps"] == 0, f"{name} does not keep its sums in registers"
             assert found["waits_in_steps"] == 4, f"{name} waits elsewhere than for its two products"
-            in_turns = name in ALONG or "in turns" in name
+            in_turns = name in IN_STAGE or "pingpong" in name
             assert found["turns_in_steps"] == (4 if in_turns else 0), f"{name}: each product hands its turn over"
         else:
             assert found["local_accesses_between_products"] <= 2, f"{name} does not keep its sums in registers"
@@ -183,7 +178,7 @@ def launches() -> dict[str, Callable[[], None]]:
     down_codes, turned_down = empty_weights(E, H, I, cpu), empty_weights(E, I, H, cpu)
     relu2 = Activation("relu2", gated=False)
     odd_x, odd_a, odd_h = empty_rows(N // K, H - 64, cpu), empty_rows(N, I - 64, cpu), empty(N, 2 * I - 128)
-    odd_gate_up, cut_gate_up = empty_weights(E, 2 * I - 128, H - 64, cpu), empty_weights(E, 2 * I - 128, H, cpu)
+    odd_gate_up = empty_weights(E, 2 * I - 128, H - 64, cpu)
 
     blocks = RowBlocks(table, offs)
 
@@ -270,12 +265,11 @@ def launches() -> dict[str, Callable[[], None]]:
         "scaled_up_of_half_blocks": lambda: scaled_product.up(
             odd_x, order, K, odd_gate_up, table, Activation(), odd_a, h_NJ=odd_h
         ),
-        "scaled_up_of_cut_columns": lambda: scaled_product.up(
-            x_codes, order, K, cut_gate_up, table, Activation(), odd_a, h_NJ=odd_h, bias_EJ=empty(E, 2 * I - 128)
+        "scaled_up_of_half_blocks_alone": lambda: scaled_product.up(
+            odd_x, order, K, odd_gate_up, table, Activation(), odd_a
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
         "scaled_down_in_tall_groups": scaled_down_in_tall_groups,
-        "scaled_down_with_bias": lambda: scaled_product.multiply(a_codes, down_codes, table, y, bias_EO=empty(E, H)),
         "scaled_down_backward": lambda: scaled_product.multiply(x_codes, turned_down, table, a, order_N=order, top_k=K),
         "scaled_up_gradient": lambda: scaled_gradient(turned_h, turned_x, blocks, offs, gate_up),
         "scaled_down_gradient": lambda: scaled_gradient(turned_a, turned_x, blocks, offs, down.transpose(1, 2)),
@@ -373,9 +367,9 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
         kernel = scaled if name.startswith("scaled") else kernel
         kernel = coded if name.startswith("coded") else kernel
         kernel = of_weights if name in SCALED_GRADIENTS else kernel
-        launch, _, way = name.partition(", ")
-        with hopper_scaled.way(way or "plain"):
-            launches()[launch]()
+        launch, _, variant = name.partition(", ")
+        hopper_scaled.variant_of = lambda *facts, variant=variant: variant or "in_order"
+        launches()[launch]()
         found[name] = figures(kernel.last.compiled)
     return found
 

@@ -1,4 +1,4 @@
-"""Which way each product in e4m3 takes, and which plans can store a tile under the next one's products."""
+"""Which variant each product in e4m3 takes, and the order of its tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 from amoeba.kernels.hopper import fp8_gemm
-from amoeba.kernels.hopper.fp8_gemm import BLOCK, PLAIN, TURN, Plan
+from amoeba.kernels.hopper.fp8_gemm import BLOCK, TURN, Plan
 from amoeba.kernels.hopper.tile_order import IN_GROUPS, TALL
 from amoeba.kernels.launch.persistent_grid import share_the_gpu
 
@@ -16,90 +16,66 @@ UP = Plan(ACTIVATE=True, GATHER=True, BIAS=False, KEEP=False, GATED=True, KIND="
 DOWN = Plan(ACTIVATE=False, GATHER=False, BIAS=False, KEEP=False)
 DA = replace(DOWN, GATHER=True)
 KEEPING = replace(UP, KEEP=True)
+CODING = replace(KEEPING, CODED=True)
 
 
-def taken(plan: Plan, depth: int, columns: int) -> str:
-    found = fp8_gemm._with_ways(plan, depth, columns).WAYS
-    (name,) = (name for name, ways in fp8_gemm.WAYS.items() if ways == found)
-    return name
+def chosen(plan: Plan, depth: int, columns: int) -> Plan:
+    return replace(plan, VARIANT=fp8_gemm.variant_of(plan, depth, columns))
 
 
 @pytest.mark.parametrize(
-    ("plan", "depth", "columns", "way"),
+    ("plan", "depth", "columns", "variant"),
     [
-        (replace(UP, KEEP=True), 2048, 768, "along"),
-        (replace(UP, KEEP=True, CODED=True), 2048, 768, "along"),
-        (UP, 2048, 768, "along"),
-        (UP, 7168, 2048, "along"),
-        (replace(UP, KEEP=True), 768, 768, "brisk"),
-        (replace(UP, KEEP=True, CODED=True), 768, 768, "plain"),
-        (UP, 768, 768, "under"),
-        (DA, 2048, 768, "along"),
-        (DA, 7168, 2048, "along"),
-        (DA, 768, 768, "plain"),
-        (DOWN, 768, 2048, "under"),
-        (DOWN, 1536, 2048, "under"),
-        (DOWN, 2048, 7168, "under in turns"),
-        (DOWN, 4096, 7168, "under in turns"),
+        (KEEPING, 2048, 768, "scales_in_stage"),
+        (CODING, 2048, 768, "scales_in_stage"),
+        (UP, 2048, 768, "scales_in_stage"),
+        (UP, 7168, 2048, "scales_in_stage"),
+        (KEEPING, 768, 768, "in_order"),
+        (CODING, 768, 768, "in_order"),
+        (UP, 768, 768, "overlapped"),
+        (DA, 2048, 768, "scales_in_stage"),
+        (DA, 7168, 2048, "scales_in_stage"),
+        (DA, 768, 768, "in_order"),
+        (DOWN, 768, 2048, "overlapped"),
+        (DOWN, 1536, 2048, "overlapped"),
+        (DOWN, 2048, 7168, "pingpong"),
+        (DOWN, 4096, 7168, "pingpong"),
+        (replace(UP, GATED=False), 2048, 768, "prefetched"),
+        (replace(KEEPING, GATED=False), 2048, 768, "in_order"),
     ],
 )
-def test_each_product_takes_the_way_that_was_fastest(plan: Plan, depth: int, columns: int, way: str) -> None:
-    assert taken(plan, depth, columns) == way
+def test_each_product_takes_the_variant_that_was_fastest(plan: Plan, depth: int, columns: int, variant: str) -> None:
+    assert fp8_gemm.variant_of(plan, depth, columns) == variant
 
 
-@pytest.mark.parametrize(("plan", "way"), [(UP, "all"), (DOWN, "plain"), (DA, "plain")], ids=["up", "down", "dA'"])
-def test_biases_and_half_blocks_keep_the_way_that_they_had(plan: Plan, way: str) -> None:
-    assert taken(plan, 2048, 704) == way
-    assert taken(replace(plan, BIAS=True), 2048, 768) == way
-    assert taken(plan, 704, 768) == way
-    assert taken(plan, 768, 704) == way
+@pytest.mark.parametrize(
+    ("plan", "variant"), [(UP, "prefetched"), (DOWN, "in_order"), (DA, "in_order")], ids=["up", "down", "dA'"]
+)
+def test_biases_and_half_blocks_keep_the_variant_that_they_had(plan: Plan, variant: str) -> None:
+    assert fp8_gemm.variant_of(plan, 2048, 704) == variant
+    assert fp8_gemm.variant_of(replace(plan, BIAS=True), 2048, 768) == variant
+    assert fp8_gemm.variant_of(plan, 704, 768) == variant
+    assert fp8_gemm.variant_of(plan, 768, 704) == variant
 
 
 @pytest.mark.parametrize("plan", [UP, DOWN], ids=["up", "down"])
 def test_a_tile_of_one_step_is_not_stored_under_the_next_one(plan: Plan) -> None:
-    with fp8_gemm.way("under"):
-        assert not fp8_gemm._with_ways(plan, 64, 768).UNDER
-        assert not fp8_gemm._with_ways(plan, 128, 768).UNDER
-        assert fp8_gemm._with_ways(plan, 192, 768).UNDER
+    assert not chosen(plan, 128, 768).OVERLAPPED
+    assert chosen(plan, 256, 768).OVERLAPPED
 
 
-@pytest.mark.parametrize("way", ["under", "under in turns", "all"])
-def test_nothing_with_h_to_write_or_an_activation_without_gates_is_stored_so(way: str) -> None:
-    plans = [UP, DOWN, replace(UP, KEEP=True), replace(UP, GATED=False)]
-    with fp8_gemm.way(way):
-        found = [fp8_gemm._with_ways(plan, 2048, 768) for plan in plans]
-    assert [plan.UNDER for plan in found] == [way != "all"] * 2 + [False] * 2
-    assert [plan.IN_TURNS for plan in found] == [way == "under in turns"] * 2 + [False] * 2
+def test_plans_with_scales_in_stages_take_turns_and_begin_early_unless_h_leaves_in_bf16() -> None:
+    for plan, early in ((UP, True), (DA, True), (CODING, True), (KEEPING, False)):
+        found = chosen(plan, 2048, 768)
+        assert found.SCALES_IN_STAGE and found.PINGPONG and early == found.EARLY
+        assert found.STAGES * BLOCK == TURN
+        assert not chosen(plan, 768, 768).PINGPONG
 
 
-def test_plans_that_have_scales_come_along_take_turns_and_begin_early_unless_h_leaves_in_bf16() -> None:
-    with fp8_gemm.way("along"):
-        for plan, early in ((UP, True), (DA, True), (replace(UP, KEEP=True, CODED=True), True), (KEEPING, False)):
-            found = fp8_gemm._with_ways(plan, 2048, 768)
-            assert found.IN_TURNS and early == found.EARLY
-            assert not fp8_gemm._with_ways(plan, 768, 768).IN_TURNS
-
-
-@pytest.mark.parametrize(("depth", "along"), [(512, True), (2048, True), (768, False), (576, False), (128, False)])
-def test_scales_come_along_where_a_tile_is_whole_turns_of_the_ring(depth: int, along: bool) -> None:
-    with fp8_gemm.way("along"):
-        for plan in (UP, replace(UP, KEEP=True), replace(UP, KEEP=True, CODED=True), DA):
-            assert along == fp8_gemm._with_ways(plan, depth, 768).ALONG
-
-
-def test_scales_come_along_with_gathered_rows_but_for_an_activation_without_gates() -> None:
-    with fp8_gemm.way("along"):
-        for plan in (DOWN, replace(UP, GATED=False)):
-            assert not fp8_gemm._with_ways(plan, 2048, 768).ALONG
-        for plan in (UP, DA):
-            found = fp8_gemm._with_ways(plan, 2048, 768)
-            assert found.ALONG and found.STAGES * BLOCK == TURN
-
-
-def test_a_way_holds_within_its_block_only() -> None:
-    with fp8_gemm.way("plain"):
-        assert fp8_gemm._with_ways(UP, 2048, 768).WAYS == fp8_gemm.current_way() == PLAIN
-    assert fp8_gemm.current_way() is None
+def test_the_sigmoid_is_the_fast_one_but_where_h_is_kept_in_e4m3_and_tiles_come_in_order() -> None:
+    assert [chosen(plan, 768, 768).FORM for plan in (UP, KEEPING, CODING)] == ["fast_silu", "fast_silu", "silu"]
+    assert chosen(CODING, 2048, 768).FORM == "fast_silu"
+    assert chosen(replace(UP, KIND="gelu"), 2048, 768).FORM == "gelu"
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,3 @@ def test_a_backward_whose_codes_were_written_over_writes_them_again(layer):
                 experts(named["x"], routing, weights, backend="triton")
         found.append(torch.autograd.grad(y_TH, [named["x"]], layer.dy_TH)[0])
     assert all(torch.equal(found[0], other) for other in found)
-
-
-def test_another_way_to_the_same_bits_is_another_kind(layer, monkeypatch):
-    for _ in range(2):
-        step(layer, "fp8")
-    forbid(monkeypatch)
-    with pytest.raises(TypeError), fp8_gemm.way("under"):
-        step(layer, "fp8")

@@ -106,9 +106,7 @@ def _codes(problem: Problem) -> list[tuple[Tensor, WeightCodes]]:
 
 def _constants(problem: Problem) -> tuple:
     """What a pass depends on besides its tensors."""
-    from amoeba.kernels.hopper.fp8_gemm import current_way
-
-    return "fp8", problem.weights.recipe, current_way(), *triton.pass_constants(problem)
+    return "fp8", problem.weights.recipe, *triton.pass_constants(problem)
 
 
 def why_not_on(device: torch.device, weights: Any) -> str | None:

@@ -5,13 +5,13 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     up(x_TH, order_N, K, gate_up_EJH, table, activation, a_NI, h_NJ=h)      # a in e4m3, quantised as it is computed
     multiply(a_NI, down_EHI, table, y_NH)                                   # y[n] = a[n] · down[e]ᵀ, in bf16
-    multiply(dy_TH, turned_down_EIH, table, da_NI, order_N=order_N, top_k=K)     # of gathered rows
+    multiply(dy_TH, transposed_down_EIH, table, da_NI, order_N=order_N, top_k=K)     # of gathered rows
 
 The persistent kernel of `amoeba.kernels.hopper.gemm`, with another inside. The matrix unit adds up e4m3 products in
 fewer bits than fp32 has, so it starts from zero every 128 of the depth, and threads add its result, times both scales,
 to sums in fp32. A warpgroup has 64 rows by 256 columns: their sums take 128 registers a thread, the transient result of
 the matrix unit, of one half of the columns after the other, 64. Meanwhile it multiplies for the other warpgroup, which
-is why they take turns (`scaled_product_turns`). Scales are loaded one step ahead, or come with rows.
+is why they take turns. Scales are loaded one step ahead, or come with rows.
 
 Widths are multiples of 64, see `fp8_gemm_kernel`. Matrices are stored along the depth, the matrix unit takes e4m3
 in no other way: a product with the transposed matrix needs a transposed copy.
@@ -19,11 +19,9 @@ in no other way: a product with the transposed matrix needs a transposed copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -49,42 +47,22 @@ BLOCK_M, BLOCK_N = 128, 256
 GROUP_M = 8
 ROWS, HALF = (BLOCK_M, BLOCK), (BLOCK_M // 2, BLOCK)
 QUARTER = (BLOCK_M // 2, BLOCK // 2)
-# Stages of the ring where scales come along with rows, and so much of the depth is one turn of it.
-ALONG_STAGES = 4
-TURN = ALONG_STAGES * BLOCK
+# Stages of the ring where scales come with rows, and so much of the depth is one turn of it.
+MOST_STAGES = 4
+TURN = MOST_STAGES * BLOCK
 
 
-class Ways(NamedTuple):
-    """How the same bits are computed; `WAYS` has names for some.
-
-    ahead:     a tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored.
-    behind:    gathered rows are made visible to the matrix unit by the threads that gather them, so many stages later.
-    skips:     a warpgroup that has no rows of a tile multiplies nothing.
-    alternate: h in bf16 leaves through two buffers in turns that take the room of one.
-    under:     halves of a tile leave under the products that come next, see `scaled_product_under`. `ahead` and `skips`
-               are nothing to it.
-    in_turns:  warpgroups begin their products one after the other, see `scaled_product_turns`. With `under`.
-    along:     scales of gathered rows come with their codes where a tile is whole turns of the ring of stages, see
-               `scaled_product_along`. It takes turns; `ahead`, `behind`, `skips` and `under` are nothing to it.
-    brisk:     silu by instructions that flush subnormal numbers: 0 for gates below -87 (where it is 1e-36 at most).
-    """
-
-    ahead: bool = False
-    behind: int = 0
-    skips: bool = False
-    alternate: bool = False
-    brisk: bool = False
-    under: bool = False
-    in_turns: bool = False
-    along: bool = False
-
-
-PLAIN = Ways()
+Variant = Literal["in_order", "prefetched", "overlapped", "pingpong", "scales_in_stage"]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is known when the kernel is compiled."""
+
+    BLOCK_M: ClassVar[int] = BLOCK_M
+    BLOCK_N: ClassVar[int] = BLOCK_N
+    BLOCK: ClassVar[int] = BLOCK
+    GROUP_M: ClassVar[int] = GROUP_M
 
     ACTIVATE: bool  # write act(product) in e4m3 instead of the product
     GATHER: bool  # rows are those of tokens, found by order // top_k, instead of sorted ones
@@ -98,55 +76,51 @@ class Plan:
     CLAMP: bool = False
     LIMIT: float = 0.0
     UP_SHIFT: float = 0.0
-    WAYS: Ways = PLAIN
+    VARIANT: Variant = "in_order"
     ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.tile_order`
 
     @property
-    def AHEAD(self) -> bool:
-        return self.WAYS.ahead
+    def PREFETCHED(self) -> bool:
+        """A tile's place, its rows' tokens and its first scales are asked for while the tile before it is stored. The
+        threads that gather rows make them visible to the matrix unit, a stage later, instead of those that multiply. A
+        warpgroup that has no rows of a tile multiplies nothing."""
+        return self.VARIANT == "prefetched"
 
     @property
-    def BEHIND(self) -> int:
-        """Of the stages that the producer has begun, the last ones that it has not made visible; 0: consumers do."""
-        return self.WAYS.behind if self.GATHER and not self.ALONG else 0
+    def OVERLAPPED(self) -> bool:
+        """Halves of a tile leave under the products that come next, see `fp8_gemm_overlapped`."""
+        return self.VARIANT in ("overlapped", "pingpong")
 
     @property
-    def ALONG(self) -> bool:
-        """Not for an activation without gates."""
-        return self.WAYS.along and self.GATHER and (self.PAIRED or not self.ACTIVATE)
+    def SCALES_IN_STAGE(self) -> bool:
+        """Scales of gathered rows come with their codes, see `fp8_gemm_scales_in_stage`."""
+        return self.VARIANT == "scales_in_stage"
 
     @property
-    def UNDER(self) -> bool:
-        """Where it has been faster, or nearly: not with h to write. Where two halves are activated one by one,
-        their sums do not all find registers."""
-        return self.WAYS.under and (self.PAIRED or not self.ACTIVATE) and not self.KEEP
-
-    @property
-    def IN_TURNS(self) -> bool:
-        return self.ALONG or (self.UNDER and self.WAYS.in_turns)
+    def PINGPONG(self) -> bool:
+        """Warpgroups begin their products in turns, see `fp8_gemm_parts`."""
+        return self.VARIANT in ("pingpong", "scales_in_stage")
 
     @property
     def EARLY(self) -> bool:
-        """Of plans that are ALONG: the next tile's first product is begun before the end of this one has left. While h
+        """With scales in stages: the next tile's first product is begun before the end of this one has left. While h
         leaves in bf16 there are no registers for it."""
         return not self.KEEP or self.CODED
 
     @property
-    def SKIPS(self) -> bool:
-        return self.WAYS.skips
+    def TWO_BUFFERS(self) -> bool:
+        """h in bf16 leaves through two buffers in turns that take the room of one."""
+        return self.SCALES_IN_STAGE and self.KEEP and not self.CODED
 
     @property
-    def ALTERNATE(self) -> bool:
-        return self.WAYS.alternate and self.KEEP and not self.CODED
-
-    @property
-    def BRISK(self) -> bool:
-        return self.WAYS.brisk and self.KIND == "silu"
+    def FAST_SIGMOID(self) -> bool:
+        """Instructions that flush subnormal numbers: 0 for gates below -87 (where silu is 1e-36 at most)."""
+        return self.KIND == "silu" and not (self.CODED and self.VARIANT == "in_order")
 
     @property
     def FORM(self) -> str:
         """The activation, as `amoeba.kernels.activation` names it."""
-        return "fast_silu" if self.BRISK else self.KIND
+        return "fast_silu" if self.FAST_SIGMOID else self.KIND
 
     @property
     def PAIRED(self) -> bool:
@@ -172,88 +146,77 @@ class Plan:
     def BUFFERS(self) -> int:
         """Of the epilogue, for each warpgroup: with two, one is filled while the copy engine reads the other. It is
         worth a stage where nothing but bf16 is written: 3 % of down and dx, while up loses 8 % (H200, 2026-11-16)."""
-        return 1 if self.ACTIVATE and not self.ALTERNATE else 2
+        return 1 if self.ACTIVATE and not self.TWO_BUFFERS else 2
 
     @property
     def STAGES(self) -> int:
         """They take up to 224 KB of the 227, together with the buffers."""
-        return ALONG_STAGES if self.ACTIVATE or self.ALONG else 3
+        return MOST_STAGES if self.ACTIVATE or self.SCALES_IN_STAGE else 3
 
     @property
     def REGISTERS(self) -> list[int]:
         """Of the second warpgroup's threads and of those that fill stages, so that neither puts a step's sums aside."""
-        return [224, 56] if self.ACTIVATE or self.AHEAD or self.UNDER else [216, 72]
+        return [224, 56] if self.ACTIVATE or self.OVERLAPPED else [216, 72]
 
     @property
     def STAGED(self) -> tuple[int, int]:
         """As much of the result as leaves at a time."""
-        return QUARTER if self.ALONG and not self.ACTIVATE else HALF
+        return QUARTER if self.SCALES_IN_STAGE and not self.ACTIVATE else HALF
+
+    @property
+    def ROW_LAYOUT(self) -> Any:
+        """Of a stage's rows in shared memory."""
+        return shared_layout(ROWS, E4M3)
+
+    @property
+    def MATRIX_LAYOUT(self) -> Any:
+        return shared_layout((BLOCK_N, BLOCK), E4M3)
+
+    @property
+    def STAGED_LAYOUT(self) -> Any:
+        return shared_layout(self.STAGED, E4M3 if self.ACTIVATE else torch.bfloat16)
+
+    @property
+    def KEPT(self) -> tuple[int, int]:
+        """As much of h as leaves at a time."""
+        return HALF if self.CODED else QUARTER
+
+    @property
+    def KEPT_LAYOUT(self) -> Any:
+        return shared_layout(self.KEPT, E4M3 if self.CODED else torch.bfloat16)
 
 
-# Ways to compute the same bits, by name. `_measured` has those that are taken.
-WAYS = {
-    "plain": PLAIN,
-    "brisk": Ways(brisk=True),
-    "under": Ways(under=True, brisk=True),
-    "under in turns": Ways(under=True, in_turns=True, brisk=True),
-    "along": Ways(along=True, alternate=True, brisk=True),
-    "all": Ways(ahead=True, behind=1, skips=True, alternate=True, brisk=True),
-}
 # Less deep products end too often for warpgroups in turns.
-LEAST_IN_TURNS = 2048
-_way: Ways | None = None
+LEAST_PINGPONG = 2048
 
 
-def current_way() -> Ways | None:
-    """What `way` has named; None: each product's own."""
-    return _way
+def variant_of(plan: Plan, depth: int, columns: int) -> Variant:
+    """The fastest on an H200 (dev/log, 2026-11-16 and 17); all have the same bits. TFLOP/s at qwen3_30b and dsv3, then
+    of others in the same run:
 
+    up, h in bf16     scales_in_stage   1033, 1193      without turns   1018, 1153
+    up, h in e4m3     scales_in_stage   1035, 1239      without turns   1033, 1193    in_order (earlier)    924, 1118
+    up, h not kept    scales_in_stage   1169, 1296      without turns   1161, 1257    overlapped (earlier) 1053, 1151
+    dA'               scales_in_stage   1139, 1282      without turns   1121, 1241
+    down              overlapped        1131            pingpong        1084          a depth of 768
+    down              pingpong                1272      overlapped            1246    a depth of 2048
+    dx                overlapped        1205            pingpong        1189          a depth of 1536
+    dx                pingpong                1319      overlapped            1265    a depth of 4096
 
-@contextmanager
-def way(name: str) -> Iterator[None]:
-    """Of the products that are launched inside, in all threads."""
-    global _way
-    before, _way = _way, WAYS[name]
-    try:
-        yield
-    finally:
-        _way = before
-
-
-def _measured(plan: Plan, depth: int, columns: int) -> Ways:
-    """The fastest on an H200 (docs/log.md, 2026-11-16 and 17). TFLOP/s at qwen3_30b and dsv3, then of others in the
-    same run:
-
-    up, h in bf16     along             1033, 1193      along before turns    1018, 1153
-    up, h in e4m3     along             1035, 1239      without turns         1033, 1193    plain (earlier) 924, 1118
-    up, h not kept    along             1169, 1296      without turns         1161, 1257    under (earlier) 1053, 1151
-    dA'               along             1139, 1282      without turns         1121, 1241
-    down              under             1131            in turns              1084          a depth of 768
-    down              under in turns          1272      under                       1246    a depth of 2048
-    dx                under             1205            in turns              1189          a depth of 1536
-    dx                under in turns          1319      under                       1265    a depth of 4096
-
-    Biases and half blocks have the same bits in other ways, but were not timed so: they keep what they had. So do tiles
-    that are no whole turns of the ring of stages, which cannot take `along`."""
+    Biases and half blocks were not timed so: they keep what they had. So do tiles that are no whole turns of the ring
+    of stages, which cannot have scales in stages. An overlapped tile takes two steps or more."""
     timed = not (plan.BIAS or _cut(depth, columns))
     if plan.GATHER and (plan.PAIRED or not plan.ACTIVATE) and timed and depth % TURN == 0:
-        return WAYS["along"]
+        return "scales_in_stage"
     if plan.ACTIVATE and plan.KEEP:
-        return PLAIN if plan.CODED else WAYS["brisk"]
+        return "in_order"
     if plan.PAIRED and timed:
-        return WAYS["under"]
+        return "overlapped" if depth > BLOCK else "in_order"
     if plan.ACTIVATE:
-        return WAYS["all"]
-    if plan.GATHER or not timed:
-        return PLAIN
-    return WAYS["under in turns" if depth >= LEAST_IN_TURNS else "under"]
-
-
-def _with_ways(plan: Plan, depth: int, columns: int) -> Plan:
-    ways = _measured(plan, depth, columns) if _way is None else _way
-    along = ways.along and depth % TURN == 0  # whole turns of the ring of stages
-    under = ways.under and depth > BLOCK  # it takes two steps or more
-    return replace(plan, WAYS=ways._replace(along=along, under=under))
+        return "prefetched"
+    if plan.GATHER or not timed or depth <= BLOCK:
+        return "in_order"
+    return "pingpong" if depth >= LEAST_PINGPONG else "overlapped"
 
 
 def order_of_tiles(plan: Plan, matrix_bytes: int) -> int:
@@ -271,21 +234,9 @@ WIDTH = 64
 
 
 @cache
-def _bound(plan: Plan, out_dtype: torch.dtype) -> Any:
+def _bound(plan: Plan) -> Any:
     """The kernel for this plan."""
-    return fp8_gemm_kernel.bound(
-        PLAN=Constants(plan),
-        ROW_LAYOUT=shared_layout(ROWS, E4M3),
-        MATRIX_LAYOUT=shared_layout((BLOCK_N, BLOCK), E4M3),
-        STAGE_LAYOUT=shared_layout(plan.STAGED, out_dtype),
-        KEPT_LAYOUT=shared_layout(HALF, E4M3) if plan.CODED else shared_layout(QUARTER, torch.bfloat16),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK=BLOCK,
-        STAGES=plan.STAGES,
-        GROUP_M=GROUP_M,
-        num_warps=4,
-    )
+    return fp8_gemm_kernel.bound(PLAN=Constants(plan), num_warps=4)
 
 
 def _launch(
@@ -303,7 +254,7 @@ def _launch(
 ) -> None:
     _, width, depth = matrix_EOW.shape
     columns = width // 2 if plan.PAIRED else width
-    plan = replace(plan, ORDER=order_of_tiles(plan, width * depth))
+    plan = replace(plan, VARIANT=variant_of(plan, depth, columns), ORDER=order_of_tiles(plan, width * depth))
     fit = rows.shape[1] == depth and out.shape[1] == columns and not (depth % WIDTH or columns % WIDTH)
     fit = fit and not (plan.CODED and plan.SHIFTED)
     given = (rows.data, rows.scales, matrix_EOW.data, matrix_EOW.scales)
@@ -319,10 +270,10 @@ def _launch(
     if plan.ORDER > 0:
         table = list_tiles(table, cdiv(columns, plan.COLUMNS), plan.ORDER, BLOCK_M)
     kept = rows_of_codes if h is None else h  # stands for what this plan does not write
-    _bound(plan, out.dtype)[(programs(out.device),)](
+    _bound(plan)[(programs(out.device),)](
         descriptor(rows_of_codes, ROWS),
-        descriptor(matrix, plan.COPIED, shared_layout((BLOCK_N, BLOCK), E4M3)),
-        descriptor(kept, ROWS if h is None else HALF if plan.CODED else QUARTER),
+        descriptor(matrix, plan.COPIED, plan.MATRIX_LAYOUT),
+        descriptor(kept, ROWS if h is None else plan.KEPT),
         descriptor(out, plan.STAGED),
         rows_of_codes,
         rows.scales,
@@ -364,7 +315,6 @@ def multiply(
     gathers, biased = order_N is not None, bias_EO is not None
     cut = gathers and _cut(rows_NW.columns)
     plan = Plan(False, GATHER=gathers, BIAS=biased, KEEP=False, CUT=cut)
-    plan = _with_ways(plan, rows_NW.columns, out_NO.shape[1])
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, None, order_N, top_k, bias_EO, None)
 
 
@@ -396,5 +346,4 @@ def up(
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)
     codes = a_NI.data.view(E4M3)
-    plan = _with_ways(plan, x_TH.columns, a_NI.columns)
     _launch(plan, x_TH, gate_up_EJH, table, codes, a_NI.scales, order_N, top_k, bias_EJ, h, h_scales)

@@ -6,6 +6,15 @@ Widths are multiples of 64. Where one is no multiple of 128 its last block of sc
 zeros behind the end of a row, gathered rows are masked, and columns behind the last one count for no scale. Blocks of a
 gated matrix are counted through gates and ups, so that with an odd number of 64 gates each 128 columns of up lie in two
 blocks, half in each.
+
+What the parts take in common goes in tuples:
+
+    ring    = row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty   # stages and their barriers
+    buffers = staging, kept                                                 # through which results leave, and h
+    descs   = h_desc, out_desc
+    scaled  = order, row_scale, matrix_scale                                # where scales are found
+    results = bias, h, h_scale, out, out_scale
+    shape   = depth, width, columns, h_stride, out_stride, top_k
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.epilogue import add_bias
-from amoeba.kernels.hopper.fp8_gemm_overlapped import consume_under
+from amoeba.kernels.hopper.fp8_gemm_overlapped import consume_overlapped
 from amoeba.kernels.hopper.fp8_gemm_parts import (
     first_scales,
     keep,
@@ -33,7 +42,7 @@ from amoeba.kernels.hopper.fp8_gemm_parts import (
     store_half,
     token_rows,
 )
-from amoeba.kernels.hopper.fp8_gemm_scales_in_stage import consume_along, produce_along
+from amoeba.kernels.hopper.fp8_gemm_scales_in_stage import consume_scales_in_stage, produce_scales_in_stage
 from amoeba.kernels.hopper.tile_order import clamped_place, place_of_tile
 from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.launch import quick
@@ -41,17 +50,19 @@ from amoeba.kernels.launch import quick
 
 @gluon.jit
 def _produce_in_order(
-    row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns, row_stride,
-    top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    row_desc, matrix_desc, rows, order, table, ring, depth, width, columns, row_stride, top_k, PLAN: gl.constexpr
 ):  # fmt: skip
     """Fills the stages, tile after tile, as they come free."""
-    BYTES: gl.constexpr = BLOCK_N * BLOCK if PLAN.GATHER else (BLOCK_N + BLOCK_M) * BLOCK
+    row_bufs, matrix_bufs, _, _, full, empty = ring
+    BLOCK: gl.constexpr = PLAN.BLOCK
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    STAGES: gl.constexpr = PLAN.STAGES
+    BYTES: gl.constexpr = PLAN.BLOCK_N * BLOCK if PLAN.GATHER else (PLAN.BLOCK_N + BLOCK_M) * BLOCK
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     count = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, PLAN.GROUP_M, PLAN.ORDER)
         pointers = rows
         layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         if PLAN.GATHER:
@@ -78,52 +89,54 @@ def _produce_in_order(
                 else:
                     gather(row_bufs.index(stage), pointers)
                 pointers += BLOCK
-                if PLAN.BEHIND > 0:
+                if PLAN.PREFETCHED:
                     async_copy.commit_group()
-                    if count >= PLAN.BEHIND:
-                        async_copy.wait_group(PLAN.BEHIND)
+                    if count >= 1:
+                        async_copy.wait_group(1)
                         fence_async_shared()
                         barrier()  # all have done so
-                        mbarrier.arrive(full.index((count - PLAN.BEHIND) % STAGES), count=1)
+                        mbarrier.arrive(full.index((count - 1) % STAGES), count=1)
                 else:
                     async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
                 bulk_load(row_desc, [row, k], bar, row_bufs.index(stage))
             count += 1
-    if PLAN.BEHIND > 0:
+    if PLAN.PREFETCHED:
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        for stage in range(gl.maximum(count - PLAN.BEHIND, 0), count):
+        for stage in range(gl.maximum(count - 1, 0), count):
             mbarrier.arrive(full.index(stage % STAGES), count=1)
 
 
 @gluon.jit
 def _produce(
-    row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs, column_bufs,
-    full, empty, depth, width, columns, row_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, ring, depth, width, columns, row_stride,
+    top_k, PLAN: gl.constexpr,
 ):  # fmt: skip
-    if PLAN.ALONG:
-        produce_along(
-            matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs, column_bufs,
-            full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+    if PLAN.SCALES_IN_STAGE:
+        produce_scales_in_stage(
+            matrix_desc, rows, row_scale, matrix_scale, order, table, ring, depth, width, columns, row_stride, top_k,
+            PLAN,
         )  # fmt: skip
     else:
         _produce_in_order(
-            row_desc, matrix_desc, rows, order, table, row_bufs, matrix_bufs, full, empty, depth, width, columns,
-            row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK, STAGES, GROUP_M,
+            row_desc, matrix_desc, rows, order, table, ring, depth, width, columns, row_stride, top_k, PLAN
         )  # fmt: skip
 
 
 @gluon.jit
-def _multiply_tile(
-    row_bufs, matrix_bufs, full, empty, count, steps, there, row_scales, left_scales, right_scales, far_scales,
-    next_row, next_left, next_right, next_far, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The two halves of a tile, in fp32, of the first `there` of its steps. Scales are along the depth; far ones are of
-    the right half's last 64 columns, where these have others. next_row and so on: the first of each."""
+def _multiply_tile(ring, count, steps, there, scales, first, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    """The two halves of a tile, in fp32, of the first `there` of its steps.
+
+    scales: of rows, of the left half, of the right half and of that one's last 64 columns, where these have others,
+    along the depth. first: the first of each."""
+    row_bufs, matrix_bufs, _, _, full, empty = ring
+    row_scales, left_scales, right_scales, far_scales = scales
+    next_row, next_left, next_right, next_far = first
+    BLOCK: gl.constexpr = PLAN.BLOCK
+    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
+    STAGES: gl.constexpr = PLAN.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     left = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
     right = gl.zeros((HEIGHT, BLOCK), gl.float32, mma)
@@ -139,7 +152,7 @@ def _multiply_tile(
             row_scales + ahead, left_scales + ahead, right_scales + ahead, far_scales + ahead, PLAN
         )
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        if PLAN.GATHER and PLAN.BEHIND == 0:
+        if PLAN.GATHER and not PLAN.PREFETCHED:
             fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
         rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
         matrix = matrix_bufs.index(stage)
@@ -154,7 +167,7 @@ def _multiply_tile(
         else:
             right += found * of_right[:, None]
         count += 1
-    if PLAN.SKIPS:
+    if PLAN.PREFETCHED:
         for _ in range(there, steps):
             mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
             mbarrier.arrive(empty.index(count % STAGES), count=1)
@@ -164,51 +177,48 @@ def _multiply_tile(
 
 @gluon.jit
 def _consume_in_order(
-    table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
-    bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    table, ring, buffers, descs, scaled, results, shape, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """One warpgroup's half of each tile's rows: multiply, add the bias, activate, quantise, store."""
+    staging, kept = buffers
+    h_desc, out_desc = descs
+    order, row_scale, matrix_scale = scaled
+    bias, h, h_scale, out, out_scale = results
+    depth, width, columns, h_stride, out_stride, top_k = shape
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    HEIGHT: gl.constexpr = BLOCK_M // 2
+    BLOCK: gl.constexpr = PLAN.BLOCK
+    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
-    first_buffer: gl.constexpr = WARPGROUP * PLAN.BUFFERS
-    buffer = staging.index(first_buffer)
+    buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
     steps = gl.cdiv(depth, BLOCK)
     blocks = gl.cdiv(width, BLOCK)
     count = 0
-    if PLAN.AHEAD:
+    if PLAN.PREFETCHED:
         expert, row, end, n = clamped_place(
-            gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+            gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, PLAN.GROUP_M, PLAN.ORDER
         )
         m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
-        of_row, of_left, of_right, of_far = first_scales(
-            row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
-        )
+        first = first_scales(row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN)
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        if PLAN.AHEAD:
+        if PLAN.PREFETCHED:
             next_expert, next_row, next_end, next_n = clamped_place(
-                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+                tile + gl.num_programs(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, PLAN.GROUP_M, PLAN.ORDER
             )
         else:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, PLAN.GROUP_M, PLAN.ORDER)
             row += WARPGROUP * HEIGHT
             m = token_rows(order, row, end, top_k, PLAN, HEIGHT, mma)
-            of_row, of_left, of_right, of_far = first_scales(
-                row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
-            )
+            first = first_scales(row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN)
         left_scales, right_scales, far_scales = scales_of_columns(
-            matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK
+            matrix_scale, m, expert, n, columns, blocks, steps, PLAN
         )
         there = steps
-        if PLAN.SKIPS:
+        if PLAN.PREFETCHED:
             there = gl.where(row < end, steps, 0)
-        left, right, count = _multiply_tile(
-            row_bufs, matrix_bufs, full, empty, count, steps, there, row_scale + m * steps, left_scales, right_scales,
-            far_scales, of_row, of_left, of_right, of_far, WARPGROUP, PLAN, HEIGHT, BLOCK, STAGES,
-        )  # fmt: skip
-        if PLAN.AHEAD:
+        scales = (row_scale + m * steps, left_scales, right_scales, far_scales)
+        left, right, count = _multiply_tile(ring, count, steps, there, scales, first, WARPGROUP, PLAN)
+        if PLAN.PREFETCHED:
             m = token_rows(order, next_row, next_end, top_k, PLAN, HEIGHT, mma)
         bias_row = bias + expert.to(gl.int64) * width
         if PLAN.PAIRED:
@@ -218,64 +228,40 @@ def _consume_in_order(
                 right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             left, right = left.to(gl.bfloat16), right.to(gl.bfloat16)
             if PLAN.KEEP:
+                keep(left, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, PLAN)
                 keep(
-                    left, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP,
-                    False, PLAN,
-                )  # fmt: skip
-                keep(
-                    right, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks,
-                    WARPGROUP, True, PLAN,
+                    right, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP,
+                    PLAN,
                 )  # fmt: skip
             left, right = left.to(gl.float32), right.to(gl.float32)
             a = gated(left, right, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
-            if PLAN.AHEAD:
-                of_row, of_left, of_right, of_far = first_scales(
-                    row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
-                )
+            if PLAN.PREFETCHED:
+                first = first_scales(row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN)
             store_codes(
-                a, out, out_desc, out_scale, buffer, out_stride, row, end,
-                column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
+                a, out, out_desc, out_scale, buffer, out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK),
+                0, PLAN,
             )  # fmt: skip
         else:
             for half in gl.static_range(2):
-                if PLAN.AHEAD and half == 1:
-                    of_row, of_left, of_right, of_far = first_scales(
-                        row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN, BLOCK
-                    )
+                if PLAN.PREFETCHED and half == 1:
+                    first = first_scales(row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN)
                 store_half(
-                    right if half else left, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging,
-                    h_stride, out_stride, row, end, (2 * n + half) * BLOCK, width, blocks, WARPGROUP, first_buffer,
-                    half, PLAN,
+                    right if half else left, bias_row, buffers, descs, results, (h_stride, out_stride), row, end,
+                    (2 * n + half) * BLOCK, width, blocks, WARPGROUP, half, PLAN,
                 )  # fmt: skip
-        if PLAN.AHEAD:
+        if PLAN.PREFETCHED:
             expert, row, end, n = next_expert, next_row, next_end, next_n
     tma.store_wait(0)
 
 
 @gluon.jit
-def _consume(
-    table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, order,
-    row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):  # fmt: skip
-    if PLAN.ALONG:
-        consume_along(
-            table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias,
-            h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP, PLAN, BLOCK_M, BLOCK,
-            STAGES, GROUP_M,
-        )  # fmt: skip
-    elif PLAN.UNDER:
-        consume_under(
-            table, row_bufs, matrix_bufs, full, empty, staging, out_desc, order, row_scale, matrix_scale, bias, out,
-            out_scale, depth, width, columns, out_stride, top_k, WARPGROUP, PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
-        )  # fmt: skip
+def _consume(table, ring, buffers, descs, scaled, results, shape, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    if PLAN.SCALES_IN_STAGE:
+        consume_scales_in_stage(table, ring, buffers, descs, results, shape, WARPGROUP, PLAN)
+    elif PLAN.OVERLAPPED:
+        consume_overlapped(table, ring, buffers, descs, scaled, results, shape, WARPGROUP, PLAN)
     else:
-        _consume_in_order(
-            table, row_bufs, matrix_bufs, full, empty, staging, kept, h_desc, out_desc, order, row_scale, matrix_scale,
-            bias, h, h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, top_k, WARPGROUP, PLAN,
-            BLOCK_M, BLOCK, STAGES, GROUP_M,
-        )  # fmt: skip
+        _consume_in_order(table, ring, buffers, descs, scaled, results, shape, WARPGROUP, PLAN)
 
 
 @quick
@@ -283,49 +269,42 @@ def _consume(
 def fp8_gemm_kernel(
     row_desc, matrix_desc, h_desc, out_desc, rows, row_scale, matrix_scale, order, table, bias, h, h_scale, out,
     out_scale, depth, width, columns, row_stride, h_stride, out_stride, top_k, PLAN: gl.constexpr,
-    ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, STAGE_LAYOUT: gl.constexpr, KEPT_LAYOUT: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK], ROW_LAYOUT)
-    matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK], MATRIX_LAYOUT)
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK: gl.constexpr = PLAN.BLOCK
+    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
+    row_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PLAN.BLOCK_M, BLOCK], PLAN.ROW_LAYOUT)
+    matrix_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PLAN.BLOCK_N, BLOCK], PLAN.MATRIX_LAYOUT)
     dtype: gl.constexpr = out.dtype.element_ty
-    STAGED: gl.constexpr = BLOCK // 2 if PLAN.ALONG and not PLAN.ACTIVATE else BLOCK
-    if PLAN.ALTERNATE and PLAN.KEEP:  # codes leave through the first buffer of h
-        kept = gl.allocate_shared_memory(h.dtype.element_ty, [4, BLOCK_M // 2, BLOCK // 2], KEPT_LAYOUT)
-        staging = reinterpret(kept, dtype, [4, BLOCK_M // 2, BLOCK], STAGE_LAYOUT)
+    if PLAN.TWO_BUFFERS:  # codes leave through the first buffer of h
+        kept = gl.allocate_shared_memory(h.dtype.element_ty, [4, HEIGHT, BLOCK // 2], PLAN.KEPT_LAYOUT)
+        staging = reinterpret(kept, dtype, [4, HEIGHT, BLOCK], PLAN.STAGED_LAYOUT)
     else:
-        staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, BLOCK_M // 2, STAGED], STAGE_LAYOUT)
+        staging = gl.allocate_shared_memory(dtype, [2 * PLAN.BUFFERS, HEIGHT, PLAN.STAGED[1]], PLAN.STAGED_LAYOUT)
         kept = staging
         if PLAN.KEEP:
-            KEPT: gl.constexpr = BLOCK if PLAN.CODED else BLOCK // 2
-            kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, BLOCK_M // 2, KEPT], KEPT_LAYOUT)
+            kept = gl.allocate_shared_memory(h.dtype.element_ty, [2, HEIGHT, PLAN.KEPT[1]], PLAN.KEPT_LAYOUT)
     scale_bufs, column_bufs = matrix_bufs, matrix_bufs  # stand for what this plan does not have
-    if PLAN.ALONG:
+    if PLAN.SCALES_IN_STAGE:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, PLAN.BLOCK_M], flat)
         column_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 4], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         # the copy engine, and 128 gathering threads or one for them all
-        mbarrier.init(full.index(i), count=(2 if PLAN.BEHIND > 0 else 129) if PLAN.GATHER else 1)
+        mbarrier.init(full.index(i), count=(2 if PLAN.PREFETCHED else 129) if PLAN.GATHER else 1)
         mbarrier.init(empty.index(i), count=2)  # the two warpgroups
+    ring = (row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty)
+    buffers, descs, scaled = (staging, kept), (h_desc, out_desc), (order, row_scale, matrix_scale)
+    results, shape = (bias, h, h_scale, out, out_scale), (depth, width, columns, h_stride, out_stride, top_k)
     gl.warp_specialize(
         [
-            (_consume, (
-                table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
-                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
-                out_stride, top_k, gl.constexpr(0), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
-            )),
-            (_consume, (
-                table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc,
-                order, row_scale, matrix_scale, bias, h, h_scale, out, out_scale, depth, width, columns, h_stride,
-                out_stride, top_k, gl.constexpr(1), PLAN, BLOCK_M, BLOCK, STAGES, GROUP_M,
-            )),
+            (_consume, (table, ring, buffers, descs, scaled, results, shape, gl.constexpr(0), PLAN)),
+            (_consume, (table, ring, buffers, descs, scaled, results, shape, gl.constexpr(1), PLAN)),
             (_produce, (
-                row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs,
-                column_bufs, full, empty, depth, width, columns, row_stride, top_k, PLAN, BLOCK_M, BLOCK_N, BLOCK,
-                STAGES, GROUP_M,
+                row_desc, matrix_desc, rows, row_scale, matrix_scale, order, table, ring, depth, width, columns,
+                row_stride, top_k, PLAN,
             )),
         ],
         [4, 4 if PLAN.GATHER else 1],

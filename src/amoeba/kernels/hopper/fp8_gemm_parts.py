@@ -41,10 +41,10 @@ def load_scales(row_scales, left_scales, right_scales, far_scales, PLAN: gl.cons
 
 @gluon.jit
 def first_scales(
-    row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
+    row_scale, matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr
 ):  # fmt: skip
     """Of a tile's rows and columns, as `_multiply_tile` takes them."""
-    left, right, far = scales_of_columns(matrix_scale, m, expert, n, columns, blocks, steps, PLAN, BLOCK)
+    left, right, far = scales_of_columns(matrix_scale, m, expert, n, columns, blocks, steps, PLAN)
     return load_scales(row_scale + m * steps, left, right, far, PLAN)
 
 
@@ -59,19 +59,20 @@ def token_rows(order, row, end, top_k, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
 
 @gluon.jit
 def scales_of_columns(
-    matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr, BLOCK: gl.constexpr
+    matrix_scale, m, expert, n, columns, blocks, steps, PLAN: gl.constexpr
 ):  # fmt: skip
     """Pointers along the depth to the scales of a tile's left half, its right half, and that one's last 64 columns."""
-    first, second, far = blocks_of_columns(n, columns, blocks, PLAN, BLOCK)
+    first, second, far = blocks_of_columns(n, columns, blocks, PLAN)
     of_expert = matrix_scale + expert * blocks * steps  # scales are few: their number fits 32 bits
-    if PLAN.AHEAD:  # one for each row, by a zero: as single numbers they are waited for between products
+    if PLAN.PREFETCHED:  # one for each row, by a zero: as single numbers they are waited for between products
         of_expert += m >> 31
     return of_expert + first * steps, of_expert + second * steps, of_expert + far * steps
 
 
 @gluon.jit
-def blocks_of_columns(n, columns, blocks, PLAN: gl.constexpr, BLOCK: gl.constexpr):
+def blocks_of_columns(n, columns, blocks, PLAN: gl.constexpr):
     """Of an expert's matrix those that a tile's left half, its right half, and that one's last 64 columns lie in."""
+    BLOCK: gl.constexpr = PLAN.BLOCK
     if PLAN.PAIRED:
         return n, n + columns // BLOCK, gl.minimum(n + (columns + BLOCK // 2) // BLOCK, blocks - 1)
     else:
@@ -81,20 +82,20 @@ def blocks_of_columns(n, columns, blocks, PLAN: gl.constexpr, BLOCK: gl.constexp
 
 @gluon.jit
 def begin_turns(WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.IN_TURNS and WARPGROUP == 1:
+    if PLAN.PINGPONG and WARPGROUP == 1:
         _do("bar.arrive 8, 256; mov.b32 $0, 0;")
 
 
 @gluon.jit
 def product_in_turn(rows, matrix, zero, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """The other warpgroup's next product comes behind this one."""
-    if PLAN.IN_TURNS:
+    if PLAN.PINGPONG:
         if WARPGROUP == 0:
             _do("bar.sync 8, 256; mov.b32 $0, 0;")
         else:
             _do("bar.sync 9, 256; mov.b32 $0, 0;")
     found = warpgroup_mma(rows, matrix, zero, use_acc=False, is_async=True)
-    if PLAN.IN_TURNS:
+    if PLAN.PINGPONG:
         if WARPGROUP == 0:
             _do("bar.arrive 9, 256; mov.b32 $0, 0;")
         else:
@@ -105,7 +106,7 @@ def product_in_turn(rows, matrix, zero, WARPGROUP: gl.constexpr, PLAN: gl.conste
 @gluon.jit
 def end_turns(WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """The first warpgroup takes the turn that the other one has left to it: no barrier stays half full."""
-    if PLAN.IN_TURNS and WARPGROUP == 0:
+    if PLAN.PINGPONG and WARPGROUP == 0:
         _do("bar.sync 8, 256; mov.b32 $0, 0;")
 
 
@@ -118,15 +119,12 @@ def _do(INSTRUCTIONS: gl.constexpr):
 @gluon.jit
 def keep(
     value, h, desc, scale, kept, stride, row, end, column, width, shift, blocks, WARPGROUP: gl.constexpr,
-    AGAIN: gl.constexpr, PLAN: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """A tile of h, rounded to bf16, to memory. AGAIN: right behind another."""
+    """A tile of h, rounded to bf16, to memory."""
     one = kept.index(WARPGROUP * PLAN.BUFFERS)
     if PLAN.CODED:
         store_codes(value.to(gl.float32), h, desc, scale, one, stride, row, end, column, width, shift, blocks, 0, PLAN)
-    elif PLAN.ALTERNATE:
-        other = kept.index(WARPGROUP * PLAN.BUFFERS + 1)
-        store_halves(value, h, desc, one, other, stride, row, end, column, width, shift, 1 if AGAIN else 0, 1)
     else:
         store_halves(value, h, desc, one, one, stride, row, end, column, width, shift, 0, 0)
 
@@ -177,7 +175,7 @@ def store_codes(
     at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))
     value *= inverse[:, None]
-    if PLAN.ALONG:
+    if PLAN.SCALES_IN_STAGE:
         whole = (row + HEIGHT <= end) & (column + COLUMNS <= width)
         wait_for_buffer(whole, PENDING)
         _write_pairs(value, buffer)
@@ -202,21 +200,23 @@ def _write_pairs(value, buffer):
 
 @gluon.jit
 def store_half(
-    value, bias_row, h, h_desc, h_scale, kept, out, out_desc, out_scale, staging, h_stride, out_stride, row, end,
-    column, width, blocks, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, HALF: gl.constexpr, PLAN: gl.constexpr,
+    value, bias_row, buffers, descs, results, strides, row, end, column, width, blocks, WARPGROUP: gl.constexpr,
+    HALF: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """128 columns of a tile that is not gated: with their bias, activated or not, to memory."""
+    staging, kept = buffers
+    h_desc, out_desc = descs
+    _, h, h_scale, out, out_scale = results
+    h_stride, out_stride = strides
+    FIRST: gl.constexpr = WARPGROUP * PLAN.BUFFERS
     if PLAN.BIAS:
         value = add_bias(value, bias_row, column, width, value.shape[1])
     buffer = staging.index(FIRST)
     if PLAN.ACTIVATE:
         value = value.to(gl.bfloat16)
         if PLAN.KEEP:
-            keep(
-                value, h, h_desc, h_scale, kept, h_stride, row, end, column, width, 0, blocks, WARPGROUP, False, PLAN
-            )  # fmt: skip
+            keep(value, h, h_desc, h_scale, kept, h_stride, row, end, column, width, 0, blocks, WARPGROUP, PLAN)
         a = plain(value.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
-        PENDING: gl.constexpr = 1 if PLAN.ALTERNATE else 0
-        store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks, PENDING, PLAN)
+        store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks, 0, PLAN)
     else:
         store_tile(value, out, out_desc, staging.index(FIRST + HALF), out_stride, row, end, column, width, 0, 1)

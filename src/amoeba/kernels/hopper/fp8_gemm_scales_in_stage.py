@@ -1,10 +1,10 @@
-"""Hopper's products in e4m3 with gathered rows, where scales come along with rows, a stage's with its codes.
+"""Hopper's products in e4m3 with gathered rows, where scales come with rows, a stage's with its codes.
 
-The producing and the consuming part of `amoeba.kernels.hopper.fp8_gemm_kernel` for plans that are ALONG, whose
+The producing and the consuming part of `amoeba.kernels.hopper.fp8_gemm_kernel` for plans with SCALES_IN_STAGE, whose
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
 into the stage. So consumers know no token, and have no loads of their own under way when they fence.
 
-Warpgroups multiply in turns, and a tile leaves under products, as in `scaled_product_under`: its left half under the
+Warpgroups multiply in turns, and a tile leaves under products, as in `fp8_gemm_overlapped`: its left half under the
 last one of its right half, the rest under the first one of the next tile.
 """
 
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.activation import factor, plain
-from amoeba.kernels.hopper.epilogue import add_bias, now, rounded
+from amoeba.kernels.hopper.epilogue import now, rounded
 from amoeba.kernels.hopper.fp8_gemm_parts import (
     begin_turns,
     blocks_of_columns,
@@ -37,12 +37,15 @@ from amoeba.kernels.hopper.tma import bulk_load, gather
 
 
 @gluon.jit
-def produce_along(
-    matrix_desc, rows, row_scale, matrix_scale, order, table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full,
-    empty, depth, width, columns, row_stride, top_k, PLAN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+def produce_scales_in_stage(
+    matrix_desc, rows, row_scale, matrix_scale, order, table, ring, depth, width, columns, row_stride, top_k,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, turn after turn, as they come free."""
+    row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty = ring
+    BLOCK: gl.constexpr = PLAN.BLOCK
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    STAGES: gl.constexpr = PLAN.STAGES
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
     steps = depth // BLOCK
@@ -51,15 +54,15 @@ def produce_along(
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     turn = 0
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, PLAN.GROUP_M, PLAN.ORDER)
         sorted_row = gl.minimum(row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout)), end - 1)
         token = gl.load(order + sorted_row) // top_k
         k_offset = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         pointers = rows + (token.to(gl.int64) * row_stride)[:, None] + k_offset[None, :]
         own_row = gl.minimum(row + gl.arange(0, BLOCK_M, flat), end - 1)
         of_rows = row_scale + gl.load(order + own_row) // top_k * steps
-        first, second, far = blocks_of_columns(n, columns, blocks, PLAN, BLOCK)
-        which = gl.arange(0, 4, flat)
+        first, second, far = blocks_of_columns(n, columns, blocks, PLAN)
+        which = gl.arange(0, 4, flat)  # the first two are read
         block = gl.where(which == 0, first, gl.where(which == 1, second, far))
         of_columns = matrix_scale + expert * blocks * steps + block * steps
         at = expert * width + n * PLAN.COLUMNS
@@ -68,7 +71,7 @@ def produce_along(
                 mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
                 bar = full.index(stage)
                 matrix_buf = matrix_bufs.index(stage)
-                mbarrier.expect(bar, BLOCK_N * BLOCK)
+                mbarrier.expect(bar, PLAN.BLOCK_N * BLOCK)
                 if PLAN.PAIRED:
                     bulk_load(matrix_desc, [at, k + stage * BLOCK], bar, matrix_buf.slice(0, BLOCK, 0))
                     bulk_load(matrix_desc, [at + columns, k + stage * BLOCK], bar, matrix_buf.slice(BLOCK, BLOCK, 0))
@@ -85,68 +88,56 @@ def produce_along(
 
 
 @gluon.jit
-def _scales(
-    scale_bufs, column_bufs, stage, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, HEIGHT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Of the left half's sums, of the right half's, and of that one's last 64 columns."""
+def _scales(ring, stage, WARPGROUP: gl.constexpr, PLAN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of the left half's sums, and of the right half's."""
+    _, _, scale_bufs, column_bufs, _, _ = ring
+    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
     of_row = scale_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0).load(LAYOUT)
     of_columns = column_bufs.index(stage)
     of_left, of_right = of_columns.slice(0, 1, 0).load(LAYOUT), of_columns.slice(1, 1, 0).load(LAYOUT)
-    of_far = of_right
-    if PLAN.SHIFTED:
-        of_far = of_columns.slice(2, 1, 0).load(LAYOUT)
-    return of_row * of_left, of_row * of_right, of_row * of_far
+    return of_row * of_left, of_row * of_right
 
 
 @gluon.jit
-def _open(full, count, there, STAGES: gl.constexpr):
+def _open(ring, count, there, PLAN: gl.constexpr):
     """The next stage, when it is full. Unless it is there: whatever that holds."""
-    stage = count & (STAGES - 1)
-    mbarrier.wait(full.index(stage), (count // STAGES) & 1, pred=there)
+    stage = count & (PLAN.STAGES - 1)
+    mbarrier.wait(ring[4].index(stage), (count // PLAN.STAGES) & 1, pred=there)
     fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
     return stage
 
 
 @gluon.jit
-def _begin(
-    row_bufs, matrix_bufs, zero, stage, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr, PLAN: gl.constexpr,
-    HEIGHT: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
+def _begin(ring, zero, stage, WARPGROUP: gl.constexpr, RIGHT: gl.constexpr, PLAN: gl.constexpr):
     """A stage's product of a half."""
+    row_bufs, matrix_bufs, _, _, _, _ = ring
+    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
     rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0)
-    matrix = matrix_bufs.index(stage).slice(RIGHT * BLOCK, BLOCK, 0).permute((1, 0))
+    matrix = matrix_bufs.index(stage).slice(RIGHT * PLAN.BLOCK, PLAN.BLOCK, 0).permute((1, 0))
     return product_in_turn(rows, matrix, zero, WARPGROUP, PLAN)
 
 
 @gluon.jit
-def _finish_right(found, right, of_right, of_far, empty, stage, there, PLAN: gl.constexpr, BLOCK: gl.constexpr):
+def _finish_right(found, right, of_right, ring, stage, there):
     """The sums with a stage's product of the right half; the stage is given back."""
     done = warpgroup_mma_wait(0, deps=(found,))
-    mbarrier.arrive(empty.index(stage), count=1, pred=there)
-    if PLAN.SHIFTED:
-        near = (gl.arange(0, BLOCK, gl.SliceLayout(0, right.type.layout)) < BLOCK // 2)[None, :]
-        return right + done * gl.where(near, of_right[:, None], of_far[:, None])
-    else:
-        return right + done * of_right[:, None]
+    mbarrier.arrive(ring[5].index(stage), count=1, pred=there)
+    return right + done * of_right[:, None]
 
 
 @gluon.jit
-def _step(
-    left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP: gl.constexpr,
-    PLAN: gl.constexpr, HEIGHT: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _step(left, right, zero, ring, count, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """The sums with a stage's products."""
     of_sums: gl.constexpr = gl.SliceLayout(1, left.type.layout)
-    stage = _open(full, count, True, STAGES)
+    stage = _open(ring, count, True, PLAN)
     if not PLAN.ACTIVATE:  # asked for later, they are waited for between the products; the up projection gains nothing
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
-    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
+        of_left, of_right = _scales(ring, stage, WARPGROUP, PLAN, of_sums)
+    found = _begin(ring, zero, stage, WARPGROUP, 0, PLAN)
     if PLAN.ACTIVATE:
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+        of_left, of_right = _scales(ring, stage, WARPGROUP, PLAN, of_sums)
     left += warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None]
-    found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
-    return left, _finish_right(found, right, of_right, of_far, empty, stage, True, PLAN, BLOCK)
+    found = _begin(ring, zero, stage, WARPGROUP, 1, PLAN)
+    return left, _finish_right(found, right, of_right, ring, stage, True)
 
 
 @gluon.jit
@@ -158,15 +149,18 @@ def _widened(pairs):
 
 
 @gluon.jit
-def consume_along(
-    table, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, staging, kept, h_desc, out_desc, bias, h,
-    h_scale, out, out_scale, depth, width, columns, h_stride, out_stride, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+def consume_scales_in_stage(
+    table, ring, buffers, descs, results, shape, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """One warpgroup's half of each tile's rows: multiply, add the bias, then activate gates and quantise, or store."""
+    """One warpgroup's half of each tile's rows: multiply, then activate gates and quantise, or store."""
+    staging, kept = buffers
+    h_desc, out_desc = descs
+    _, h, h_scale, out, out_scale = results
+    depth, width, columns, h_stride, out_stride, _ = shape
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    HEIGHT: gl.constexpr = BLOCK_M // 2
+    BLOCK: gl.constexpr = PLAN.BLOCK
+    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     of_sums: gl.constexpr = gl.SliceLayout(1, mma)
     blocks = gl.cdiv(width, BLOCK)
@@ -175,88 +169,74 @@ def consume_along(
     left, right, count = zero, zero, 0
     begin_turns(WARPGROUP, PLAN)
     if PLAN.EARLY:
-        expert, row, end, n = clamped_place(
-            gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+        _expert, row, end, n = clamped_place(
+            gl.program_id(0), table, tiles, column_tiles, WARPGROUP * HEIGHT, PLAN.GROUP_M, PLAN.ORDER
         )
         some = gl.program_id(0) < tiles * column_tiles
-        stage = _open(full, count, some, STAGES)
-        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+        stage = _open(ring, count, some, PLAN)
+        found = _begin(ring, zero, stage, WARPGROUP, 0, PLAN)
+        of_left, of_right = _scales(ring, stage, WARPGROUP, PLAN, of_sums)
         left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-        found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
-        right = _finish_right(found, zero, of_right, of_far, empty, stage, some, PLAN, BLOCK)
+        found = _begin(ring, zero, stage, WARPGROUP, 1, PLAN)
+        right = _finish_right(found, zero, of_right, ring, stage, some)
         count = 1
     for tile in range(gl.program_id(0), tiles * column_tiles, gl.num_programs(0)):
         if not PLAN.EARLY:
-            expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, GROUP_M, PLAN.ORDER)
+            _expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, PLAN.GROUP_M, PLAN.ORDER)
             row += WARPGROUP * HEIGHT
         for _ in range(2 * BLOCK if PLAN.EARLY else BLOCK, depth, BLOCK):
-            left, right = _step(
-                left, right, zero, row_bufs, matrix_bufs, scale_bufs, column_bufs, full, empty, count, WARPGROUP, PLAN,
-                HEIGHT, BLOCK, STAGES,
-            )  # fmt: skip
+            left, right = _step(left, right, zero, ring, count, WARPGROUP, PLAN)
             count += 1
-        stage = _open(full, count, True, STAGES)
-        last = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
-        of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+        stage = _open(ring, count, True, PLAN)
+        last = _begin(ring, zero, stage, WARPGROUP, 0, PLAN)
+        of_left, of_right = _scales(ring, stage, WARPGROUP, PLAN, of_sums)
         next_tile = tile + gl.num_programs(0)
         if PLAN.EARLY:
-            next_expert, next_row, next_end, next_n = clamped_place(
-                next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, GROUP_M, PLAN.ORDER
+            _next_expert, next_row, next_end, next_n = clamped_place(
+                next_tile, table, tiles, column_tiles, WARPGROUP * HEIGHT, PLAN.GROUP_M, PLAN.ORDER
             )
         left = now(left + warpgroup_mma_wait(0, deps=(last,)) * of_left[:, None])
-        last = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
-        bias_row = bias + expert.to(gl.int64) * width
+        last = _begin(ring, zero, stage, WARPGROUP, 1, PLAN)
         column = n * PLAN.COLUMNS
-        if PLAN.BIAS:
-            left = add_bias(left, bias_row, column, columns, BLOCK)
         left_half = rounded(left)
         if not PLAN.PAIRED:
             one, other = buffer, staging.index(WARPGROUP * PLAN.BUFFERS + 1)
             store_halves(left_half, out, out_desc, one, other, out_stride, row, end, column, width, 0, 1, 1)
         elif PLAN.CODED:
-            keep(
-                left_half, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, False,
-                PLAN,
-            )  # fmt: skip
+            keep(left_half, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, 0, blocks, WARPGROUP, PLAN)
         elif PLAN.KEEP:
             one, other = kept.index(WARPGROUP * PLAN.BUFFERS), kept.index(WARPGROUP * PLAN.BUFFERS + 1)
             store_both_halves(left_half, h, h_desc, one, other, h_stride, row, end, column, columns, 0)
-        right = now(_finish_right(last, right, of_right, of_far, empty, stage, True, PLAN, BLOCK))
+        right = now(_finish_right(last, right, of_right, ring, stage, True))
         count += 1
         if PLAN.EARLY:
             some = next_tile < tiles * column_tiles
-            stage = _open(full, count, some, STAGES)
-            found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 0, PLAN, HEIGHT, BLOCK)
+            stage = _open(ring, count, some, PLAN)
+            found = _begin(ring, zero, stage, WARPGROUP, 0, PLAN)
         if PLAN.PAIRED:
-            if PLAN.BIAS:
-                right = add_bias(right, bias_row + columns, column, columns, BLOCK)
             up = rounded(right)
             if PLAN.CODED:
                 keep(
-                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, True,
-                    PLAN,
+                    up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, PLAN
                 )  # fmt: skip
             act = plain(_widened(left_half), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
             if PLAN.KEEP and not PLAN.CODED:  # meanwhile its left half was read
                 store_both_halves(up, h, h_desc, one, other, h_stride, row, end, column, columns, columns)
             store_codes(
                 act * factor(_widened(up), PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT), out, out_desc, out_scale, buffer,
-                out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.ALTERNATE else 0, PLAN,
+                out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.TWO_BUFFERS else 0, PLAN,
             )  # fmt: skip
         else:
-            if PLAN.BIAS:
-                right = add_bias(right, bias_row, column + BLOCK, width, BLOCK)
             store_halves(
                 rounded(right), out, out_desc, one, other, out_stride, row, end, column + BLOCK, width, 0, 1, 1
             )  # fmt: skip
         left, right = zero, zero
         if PLAN.EARLY:
-            of_left, of_right, of_far = _scales(scale_bufs, column_bufs, stage, WARPGROUP, PLAN, HEIGHT, of_sums)
+            of_left, of_right = _scales(ring, stage, WARPGROUP, PLAN, of_sums)
             left = now(zero + warpgroup_mma_wait(0, deps=(found,)) * of_left[:, None])
-            found = _begin(row_bufs, matrix_bufs, zero, stage, WARPGROUP, 1, PLAN, HEIGHT, BLOCK)
-            right = _finish_right(found, zero, of_right, of_far, empty, stage, some, PLAN, BLOCK)
+            found = _begin(ring, zero, stage, WARPGROUP, 1, PLAN)
+            right = _finish_right(found, zero, of_right, ring, stage, some)
             count += 1
-            expert, row, end, n = next_expert, next_row, next_end, next_n
+            row, end, n = next_row, next_end, next_n
     end_turns(WARPGROUP, PLAN)
     tma.store_wait(0)

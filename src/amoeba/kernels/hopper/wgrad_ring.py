@@ -8,7 +8,7 @@ stages up to the ring's end are its head, then come whole turns of the ring, in 
 then its tail, and last the rows that do not fill a stage, multiplied sixteen at a time. An expert without rows has
 sixteen zeros there. Where the next tile lies, and its first row numbers, are found on the way.
 
-PLAN.WHOLE_WIDTH: tiles are whole along the width, too; else the last ones are stored under a mask.
+PLAN.WHOLE_WIDTH: tiles are whole along the width, too; else the last ones, if transposed, are stored under a mask.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def consume_onward(owners, ring, staging, out_desc, out, sizes, WARPGROUP: gl.co
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + 2 * STAGES - 2) % STAGES), count=1, pred=partial & (filled > start))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        if PLAN.WHOLE_WIDTH:
+        if PLAN.WHOLE_WIDTH or not TRANSPOSED:  # the copy engine leaves out columns behind the last one
             if TRANSPOSED:
                 first = expert * width + w * BLOCK_W
                 second = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
