@@ -25,7 +25,7 @@ from amoeba.backends.low_rank import ByToken
 from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.shapes import Shape, parse_shape
-from amoeba.bench.timing import REST_MS, Step, time_in_turns
+from amoeba.bench.timing import REST_MS, step_of, time_in_turns
 from amoeba.bench.workload import draw_routing, relative_error
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
@@ -215,7 +215,7 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
 def run_products(shape: Shape, roles: Sequence[Role], device: torch.device, repeats: int) -> ProductsReport:
     """Checks each, then times those that are right, in turns."""
     checked = {role.name: _checked(role) for role in roles}
-    right = {role.name: _step(role.run) for role in roles if checked[role.name].reason is None}
+    right = {role.name: step_of(role.run) for role in roles if checked[role.name].reason is None}
     timings = time_in_turns(right, device, repeats)
     measurements = []
     for role in roles:
@@ -245,15 +245,6 @@ def _checked(role: Role) -> ProductMeasurement:
     error = relative_error(found, role.expected)
     reason = None if error <= role.tolerance else f"off by {error:.1e} > {role.tolerance:.0e}"
     return ProductMeasurement(role.name, reason, error)
-
-
-def _step(run: Callable[[], object]) -> Step:
-    def step(mark: Callable[[], None]) -> None:
-        mark()
-        run()
-        mark()
-
-    return step
 
 
 def choose_shapes(shapes: Sequence[str], device: torch.device) -> list[Shape]:

@@ -280,7 +280,7 @@ RIGHT, WRONG = "handed over", "handed over, not waited for"
 TOOLS = {PEERS: ("memcheck",)}  # else both
 # What of our kernels is handed over so: by file the store and the load, as they are written there.
 HANDED_OVER = {
-    "hopper_queue.py": ("tasks.index(slot).store(", "tasks.index(slot).slice(FIELD, 1).load("),
+    "queue.py": ("tasks.index(slot).store(", "tasks.index(slot).slice(FIELD, 1).load("),
     Path(__file__).name: ("    number.store(", "= gl.max(number.load("),
 }
 

@@ -135,13 +135,14 @@ def test_the_command_prints_and_writes_eager_times_graphs_and_the_host(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("passes", "message"),
-    [("forward", "--graphs: expected --pass training or both"), ("both", "--graphs: expected a GPU")],
+    ("measured", "message"),
+    [("forward", "--graphs: expected --pass training or both"), ("training", "--graphs: expected a GPU")],
 )
-def test_what_cannot_be_captured_is_refused_before_anything_is_measured(passes, message):
+def test_what_cannot_be_captured_is_refused_before_anything_is_measured(measured, message):
+    plan = Plan([TINY], torch.device("cpu"), [torch.float32], [measured], 1, graphs=True)
     with pytest.raises(ValueError, match=message):
-        bench_command.check_graphs(True, passes, torch.device("cpu"))
-    bench_command.check_graphs(False, passes, torch.device("cpu"))
+        bench_command.check_plan(plan)
+    bench_command.check_plan(replace(plan, graphs=False))
 
 
 def test_small_layers_of_the_scheduled_backward_have_names():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from amoeba.bench.timing import Step, time_in_turns
+from amoeba.bench.timing import step_of, time_in_turns
 from amoeba.system.cpu_features import compute_dtype
 from amoeba.system.machine import available_memory
 
@@ -54,7 +54,7 @@ class Ceilings:
 
     def matmul_flops_per_second(self, dtype: torch.dtype) -> float:
         """Of a problem stored in dtype: a CPU computes some dtypes in fp32 (see cpu_features)."""
-        return self.matmul[_name(compute_dtype(dtype, torch.device(self.device)))].flops_per_second
+        return self.matmul[dtype_name(compute_dtype(dtype, torch.device(self.device)))].flops_per_second
 
     def line(self) -> str:
         products = (
@@ -70,10 +70,12 @@ def measure_ceilings(device: torch.device, dtypes: Sequence[torch.dtype]) -> Cei
     at_most = SIZES[device.type]
     always = [torch.float32] if device.type == "cpu" else []
     computed = dict.fromkeys([*always, *(compute_dtype(dtype, device) for dtype in dtypes)])
-    sizes = {_name(dtype): _affordable(at_most.matmul, device, dtype) for dtype in computed}
-    steps = {_name(dtype): _step(_product(sizes[_name(dtype)], device, dtype)) for dtype in computed}
+    sizes = {dtype_name(dtype): _affordable(at_most.matmul, device, dtype) for dtype in computed}
+    steps = {dtype_name(dtype): step_of(_product(sizes[dtype_name(dtype)], device, dtype)) for dtype in computed}
     copied_bytes = _copied_bytes(at_most.copy_bytes, device)
-    steps["copy"] = _step(_copy(copied_bytes, device))
+    steps["copy"] = step_of(_copy(copied_bytes, device))
+    for step in steps.values():
+        step(lambda: None)  # warm
     timings = time_in_turns(steps, device, at_most.rounds)
     del steps
     if device.type == "cuda":
@@ -94,17 +96,6 @@ def _copy(size: int, device: torch.device) -> Callable[[], object]:
     source = torch.ones(size // 4, device=device, dtype=torch.float32)
     destination = torch.empty_like(source)
     return lambda: destination.copy_(source)
-
-
-def _step(run: Callable[[], object]) -> Step:
-    run()  # warm
-
-    def step(mark: Callable[[], None]) -> None:
-        mark()
-        run()
-        mark()
-
-    return step
 
 
 def _affordable(size: int, device: torch.device, dtype: torch.dtype) -> int:
@@ -138,5 +129,5 @@ def _rate(flops_per_second: float) -> str:
     return f"{flops_per_second / scale:.0f} {unit}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -58,22 +58,20 @@ def implementations(
 
     ours: names of ours, as they are printed and without "amoeba"; None: all.
     """
-    found, left_out = _our_backends(workload)
+    parts = [_our_backends(workload)]
     lora, infers = workload.lora is not None, workload.device.type == "cpu" and not training
     if not lora:
-        in_fp8, not_in_fp8 = _in_fp8(workload)
-        found, left_out = found + in_fp8, left_out | not_in_fp8
+        parts.append(_in_fp8(workload))
     on_gpu = workload.device.type == "cuda" and not training
     asked = workload.shape.forward_only or any(name in _CODED for name in ours or ())
     if lora or ((infers or (on_gpu and asked)) and workload.dtype == torch.bfloat16):
-        for more in (_elsewhere, _by_other_backends, _in_fp32):
-            more_found, more_left_out = more(workload, ours)
-            found, left_out = found + more_found, left_out | more_left_out
-    others, others_left_out = _lora_peers(workload, peers) if lora else _transformers_ways(workload, training, peers)
-    found, left_out = found + others, left_out | others_left_out
-    if not lora:
-        others, others_left_out = fused_peers(workload, peers)
-        found, left_out = found + others, left_out | others_left_out
+        parts += [more(workload, ours) for more in (_elsewhere, _by_other_backends, _in_fp32)]
+    if lora:
+        parts.append(_lora_peers(workload, peers))
+    else:
+        parts += [_transformers_ways(workload, training, peers), fused_peers(workload, peers)]
+    found = [each for some, _ in parts for each in some]
+    left_out = {name: reason for _, reasons in parts for name, reason in reasons.items()}
     unwanted = [each.name for each in found if each.ours and not _is_wanted(each.name, ours)]
     return [each for each in found if each.name not in unwanted], left_out | dict.fromkeys(unwanted, _NOT_ASKED_FOR)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from amoeba.bench.captured import BackwardHost, InGraphs, apart, host_times, in_graphs
+from amoeba.bench.ceilings import dtype_name
 from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
 from amoeba.bench.memory import peak_bytes, watch_saved
 from amoeba.bench.shapes import Shape
@@ -133,7 +134,7 @@ def run_suite(
     reports = []
     for dtype, shape in plan.problems():
         wanted: Sequence[Pass] = ["forward"] if shape.forward_only else plan.passes
-        progress(f"{shape.name} {_name(dtype)}: computing the reference")
+        progress(f"{shape.name} {dtype_name(dtype)}: computing the reference")
         workload = make_workload(shape, plan.device, dtype, training="training" in wanted)
         for measured in wanted:
             reports.append(_report(plan, workload, measured, progress, detail))
@@ -144,7 +145,7 @@ def run_suite(
 
 def _report(plan: Plan, workload: Workload, measured: Pass, progress: Progress, detail: Progress) -> Report:
     shape, tolerance, training = workload.shape, TOLERANCE[workload.dtype], measured == "training"
-    about = f"{shape.name} {measured} {_name(workload.dtype)}"
+    about = f"{shape.name} {measured} {dtype_name(workload.dtype)}"
     candidates, left_out = plan.implementations(workload, training)
     rows, hidden, inner = shape.rows, shape.hidden, shape.intermediate
     flops = [cost.forward_flops(rows=rows, hidden=hidden, intermediate=inner)]
@@ -340,7 +341,3 @@ def _timed(
             other: found.median_ms / timing.median_ms for other, found in timings.items() if found is not timing
         },
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

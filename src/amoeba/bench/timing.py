@@ -83,6 +83,17 @@ class Timing:
         return tuple(statistics.median(values) for values in zip(*self.parts_ms, strict=True))
 
 
+def step_of(run: Callable[[], object]) -> Step:
+    """A step of one part."""
+
+    def step(mark: Callable[[], None]) -> None:
+        mark()
+        run()
+        mark()
+
+    return step
+
+
 def time_in_turns(steps: dict[str, Step], device: torch.device, repeats: int) -> dict[str, Timing]:
     """Runs all steps in each round, forwards and backwards in turn, `repeats` rounds or more (see above)."""
     measure = _measure_on_gpu(device) if device.type == "cuda" else _measure_on_cpu

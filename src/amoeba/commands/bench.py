@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from amoeba.commands.exits import finish, usage
-from amoeba.commands.options import Device, Dtypes, Json, Verbose, parse_device
+from amoeba.commands.options import Device, Dtypes, Json, Verbose, parse_device, parse_dtypes
 from amoeba.commands.start import start
 
 
@@ -52,14 +52,24 @@ def bench(
 ) -> None:
     """Benchmark one layer: check each implementation on the given shape, then time the correct ones side by side."""
     output = start(verbose, passive_waiting=False)  # measured as the environment is, which the document holds
+    from amoeba.bench.suite import Plan
     from amoeba.commands import bench_layers
     from amoeba.commands.bench_run import free_path
 
     with usage():
         place = parse_device(device)
-        plan = bench_layers.choose_plan(
-            shape or [], suite, dtype or [], place, passes, repeats, peer or [], ours or [], sustained, graphs
+        plan = Plan(
+            bench_layers.choose_shapes(shape or [], suite, place),
+            place,
+            parse_dtypes(dtype or [], bench_layers.default_dtypes(place)),
+            bench_layers.choose_passes(passes),
+            repeats,
+            bench_layers.choose_peers(peer or []),
+            bench_layers.choose_ours(ours or []),
+            sustained,
+            graphs,
         )
+        bench_layers.check_plan(plan)
         path = free_path(out)
     document, ok = bench_layers.run(plan, path, output)
     finish(output, document, ok, json)

@@ -15,7 +15,7 @@ from amoeba.bench.shapes import Shape, check_memory, default_suite, parse_shape,
 from amoeba.bench.suite import Measurement, Pass, Plan, Report, run_suite
 from amoeba.bench.sustained import TURNS, MeterError, Sustained, open_meter
 from amoeba.commands.bench_run import BenchRun, three_digits
-from amoeba.commands.options import dtype_name, parse_dtypes
+from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 
@@ -27,34 +27,14 @@ PASSES: dict[str, list[Pass]] = {
 _MOST_SUSTAINED_SECONDS = 600.0
 
 
-def choose_plan(
-    shapes: Sequence[str],
-    suite: str | None,
-    dtypes: Sequence[str],
-    device: torch.device,
-    passes: str,
-    repeats: int,
-    peers: Sequence[str],
-    ours: Sequence[str],
-    sustained: float | None,
-    graphs: bool,
-) -> Plan:
-    """Of what stands on the command line; raises for what cannot be measured here."""
-    plan = Plan(
-        choose_shapes(shapes, suite, device),
-        device,
-        parse_dtypes(dtypes, default_dtypes(device)),
-        choose_passes(passes),
-        repeats,
-        choose_peers(peers),
-        choose_ours(ours),
-        sustained,
-        graphs,
-    )
-    check_memory(plan.problems(), device, "training" in plan.passes)
-    check_sustained(sustained, device)
-    check_graphs(graphs, passes, device)
-    return plan
+def check_plan(plan: Plan) -> None:
+    """Raises for what cannot be measured here, before anything is."""
+    check_memory(plan.problems(), plan.device, "training" in plan.passes)
+    check_sustained(plan.sustained, plan.device)
+    if plan.graphs and "training" not in plan.passes:
+        raise bad_value("--graphs", "--pass training or both", "--pass forward", "leave one of them out")
+    if plan.graphs and plan.device.type != "cuda":
+        raise bad_value("--graphs", "a GPU: CUDA graphs are replayed there", plan.device.type, "leave it out")
 
 
 def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device) -> list[Shape]:
@@ -102,13 +82,6 @@ def check_sustained(seconds: float | None, device: torch.device) -> None:
         raise bad_value(
             "--sustained", "a GPU whose clocks and watts can be read", f"none: {error}", "leave it out"
         ) from error
-
-
-def check_graphs(graphs: bool, passes: str, device: torch.device) -> None:
-    if graphs and passes == "forward":
-        raise bad_value("--graphs", "--pass training or both", "--pass forward", "leave one of them out")
-    if graphs and device.type != "cuda":
-        raise bad_value("--graphs", "a GPU: CUDA graphs are replayed there", device.type, "leave it out")
 
 
 def default_dtypes(device: torch.device) -> list[torch.dtype]:
