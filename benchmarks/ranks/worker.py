@@ -28,7 +28,8 @@ from amoeba.core.phases import mark, watch_phases
 from amoeba.core.weights import ExpertWeights
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import first_processes
-from amoeba.parallel.transports import office, peers
+from amoeba.parallel.transports import peers
+from amoeba.parallel.transports import symmetric_buffer as buffer
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
 from amoeba.precision.recipes import UNCHANGED, with_precision
@@ -200,7 +201,7 @@ def phases(setting: str, steps: int) -> list[tuple[str, float]]:
 
 def heap_bytes() -> int:
     """Which are not in a peak of torch's memory."""
-    return sum(0 if each._heap is None else each._heap.nbytes for each in office._offices.values())
+    return sum(0 if each._heap is None else each._heap.nbytes for each in buffer._buffers.values())
 
 
 def _of_state() -> _State:
@@ -235,21 +236,21 @@ def _computed(setting: str) -> Callable[[], tuple[Tensor, ...]]:
 
 def _keeping_step() -> Callable[[], None]:
     """On the GPU, until all ranks have come here."""
+    from amoeba.kernels.peer_context import SLOTS
     from amoeba.kernels.peer_copies import count_everywhere, wait_for_room
     from amoeba.kernels.peer_counters import ARRIVED, TAKEN
-    from amoeba.kernels.peer_post import SLOTS
     from amoeba.kernels.peer_rows import wait_for_all
 
     exchange = _exchange("peers", gradients=False)
     assert isinstance(exchange, peers.PeerExchange)
-    desk = exchange.office
+    desk = exchange.buffer
 
     def keep_step() -> None:
-        post = desk.checked()
-        wait_for_room(post, SLOTS)
-        count_everywhere(post, SLOTS, ARRIVED.value)
-        wait_for_all(post, SLOTS)
-        count_everywhere(post, SLOTS, TAKEN.value)
+        context = desk.checked()
+        wait_for_room(context, SLOTS)
+        count_everywhere(context, SLOTS, ARRIVED.value)
+        wait_for_all(context, SLOTS)
+        count_everywhere(context, SLOTS, TAKEN.value)
 
     return keep_step
 

@@ -126,12 +126,12 @@ def _of_streaming(dtype: torch.dtype) -> Launches:
 
 def _of_ranks(dtype: torch.dtype) -> Launches:
     from amoeba.kernels import peer_copies, peer_rows, peer_sums
-    from amoeba.kernels.peer_post import ROWS, SUMS, Plan, Post, heap_layout
+    from amoeba.kernels.peer_context import ROWS, SUMS, PeerContext, Plan, heap_layout
     from amoeba.tasks.triton.arrivals import Arrival
 
     tokens, ranks = 4096, 2
     at, sizes, _ = heap_layout(ranks, tokens, K, H * dtype.itemsize)
-    post = Post(*(ids(4) for _ in range(4)), at, sizes, tokens=tokens, rank=0, count=ranks, seconds=600.0)
+    peers = PeerContext(*(ids(4) for _ in range(4)), at, sizes, tokens=tokens, rank=0, count=ranks, seconds=600.0)
     places = slice(0, tokens), slice(tokens, 2 * tokens)
     plan = Plan(ids(3, ranks), ids(3, ranks), tokens, ranks * tokens, places)
     rows, comes = empty(ranks * tokens, H, dtype=dtype), empty(ranks * tokens, dtype=torch.uint8)
@@ -140,18 +140,18 @@ def _of_ranks(dtype: torch.dtype) -> Launches:
     weight = numbers(ranks * tokens, K)
     return {
         "push ids": lambda: peer_rows.push_slots(
-            post, plan, ids(tokens, K), (ids(E + 1), ids(E + 1)), numbers(tokens, K), goes
+            peers, plan, ids(tokens, K), (ids(E + 1), ids(E + 1)), numbers(tokens, K), goes
         ),
-        "take ids": lambda: peer_rows.take_slots(post, plan, numbers(tokens, K), comes, most_rows=100),
-        "push rows": lambda: peer_rows.push_rows(post, plan.there, ROWS, own, goes),
-        "take rows": lambda: peer_rows.take_rows(post, plan, rows, comes),
-        "add rows": lambda: peer_rows.add_rows(post, plan, SUMS, rows, goes),
-        "send sums": lambda: peer_sums.send_sums(post, plan, sorted_rows, slot_row, weight, comes),
-        "add sums": lambda: peer_sums.add_sums(post, plan, sorted_rows, slot_row, weight, goes),
-        "own sums": lambda: peer_sums.own_sums(post, plan, sorted_rows, slot_row, own),
-        "add to own sums": lambda: peer_sums.add_kept(post, own, goes),
-        "wait for room": lambda: peer_copies.wait_for_room(post, ROWS),
-        "close": lambda: Arrival.close(SimpleNamespace(post=post)),
+        "take ids": lambda: peer_rows.take_slots(peers, plan, numbers(tokens, K), comes, most_rows=100),
+        "push rows": lambda: peer_rows.push_rows(peers, plan.there, ROWS, own, goes),
+        "take rows": lambda: peer_rows.take_rows(peers, plan, rows, comes),
+        "add rows": lambda: peer_rows.add_rows(peers, plan, SUMS, rows, goes),
+        "send sums": lambda: peer_sums.send_sums(peers, plan, sorted_rows, slot_row, weight, comes),
+        "add sums": lambda: peer_sums.add_sums(peers, plan, sorted_rows, slot_row, weight, goes),
+        "own sums": lambda: peer_sums.own_sums(peers, plan, sorted_rows, slot_row, own),
+        "add to own sums": lambda: peer_sums.add_kept(peers, own, goes),
+        "wait for room": lambda: peer_copies.wait_for_room(peers, ROWS),
+        "close": lambda: Arrival.close(SimpleNamespace(peers=peers)),
     }
 
 

@@ -106,7 +106,7 @@ def main(names: list[str]) -> dict[str, dict]:
     hopper.make_table = lambda offs_E, block, counters: Table(numbers(8), numbers(9), numbers(8))
     made = {}
     others = SimpleNamespace(
-        post=SimpleNamespace(count=2, takers=64), rows=(0, 64), sends=1, room_for_dx=lambda: empty(64, 2048),
+        peers=SimpleNamespace(count=2, takers=64), rows=(0, 64), sends=1, room_for_dx=lambda: empty(64, 2048),
         context=lambda local: empty(16, dtype=torch.int64),
     )  # fmt: skip
     for name in (*names, "over ranks"):

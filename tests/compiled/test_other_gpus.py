@@ -299,7 +299,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
 
 def _arrival(dy_TH: torch.Tensor) -> Any:
     """Of rank 0 of two, on a GPU."""
-    from amoeba.kernels.peer_post import Plan, Post, heap_layout
+    from amoeba.kernels.peer_context import PeerContext, Plan, heap_layout
     from amoeba.tasks.triton.arrivals import Arrival
 
     class OnGpu(Arrival):
@@ -308,10 +308,10 @@ def _arrival(dy_TH: torch.Tensor) -> Any:
 
     numbers = [torch.empty(1, dtype=torch.int64, device="meta") for _ in range(4)]
     at, sizes, _ = heap_layout(2, len(dy_TH), 8, dy_TH[0].nbytes)
-    post = Post(*numbers, at, sizes, tokens=len(dy_TH), rank=0, count=2, seconds=600.0)
+    peers = PeerContext(*numbers, at, sizes, tokens=len(dy_TH), rank=0, count=2, seconds=600.0)
     goes_WT = torch.empty((2, len(dy_TH)), dtype=torch.uint8, device="meta")
     plan = Plan(numbers[0], numbers[0], len(dy_TH), 2 * len(dy_TH))
-    return OnGpu(post, plan, dy_TH, goes_WT, goes_WT.view(-1), lambda own_TH: own_TH)
+    return OnGpu(peers, plan, dy_TH, goes_WT, goes_WT.view(-1), lambda own_TH: own_TH)
 
 
 def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:

@@ -11,9 +11,9 @@ import sys
 import torch
 
 from amoeba import ExpertWeights
+from amoeba.backends import packed as passes
 from amoeba.core.problem import Needs, Save
 from amoeba.core.weights import LORA_NAMES, LoraFactors
-from amoeba.cpu import passes
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.planner import LayerSizes, plan
 

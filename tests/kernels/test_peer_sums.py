@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from amoeba.kernels.combine import combine
-from amoeba.kernels.peer_post import SUMS, Plan, Post, heap_layout
+from amoeba.kernels.peer_context import SUMS, PeerContext, Plan, heap_layout
 from amoeba.kernels.peer_sums import add_kept, add_sums, own_sums, send_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
@@ -33,10 +33,10 @@ def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
     first = [sum(TOKENS[:rank]) for rank in range(ranks)]
     places = tuple(slice(start, start + count) for start, count in zip(first, TOKENS, strict=True))
     back = torch.tensor([first, first, TOKENS])
-    posts, given, partial = [], [], []
+    contexts, given, partial = [], [], []
     for rank in range(ranks):
         numbers = [torch.zeros(size, dtype=torch.int64) for size in (4, 1, 7)]
-        posts.append(Post(addresses, *numbers, at, sizes, 16, rank, ranks, 1.0, tuple(heaps)))
+        contexts.append(PeerContext(addresses, *numbers, at, sizes, 16, rank, ranks, 1.0, tuple(heaps)))
         rows_NH = torch.randn(rows * K, H, generator=generator).to(dtype)
         slot_row_RK = torch.randperm(rows * K, generator=generator).int().view(rows, K)
         slot_row_RK[torch.rand(rows, K, generator=generator) < 0.5] = rows * K  # sentinels: of other ranks' experts
@@ -47,25 +47,25 @@ def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(
     plans = [Plan(back, back, TOKENS[rank], rows, places) for rank in range(ranks)]
     for _ in range(2):  # the second time in the same cells
         for rank in range(ranks):
-            send_sums(posts[rank], plans[rank], *given[rank], comes[rank])
+            send_sums(contexts[rank], plans[rank], *given[rank], comes[rank])
         for rank in range(ranks):
             goes_WT = torch.stack([comes[other][places[rank]] for other in range(ranks)])
-            found = add_sums(posts[rank], plans[rank], *given[rank], goes_WT)
+            found = add_sums(contexts[rank], plans[rank], *given[rank], goes_WT)
             total = torch.zeros(TOKENS[rank], H)
             for other in range(ranks):
                 total += partial[other][places[rank]].float()
             assert torch.equal(found, total.to(dtype))
     if not weighted:
         for rank in range(ranks):
-            send_sums(posts[rank], plans[rank], *given[rank], comes[rank])
+            send_sums(contexts[rank], plans[rank], *given[rank], comes[rank])
         for rank in range(ranks):
             goes_WT = torch.stack([comes[other][places[rank]] for other in range(ranks)])
             own_TH = torch.full((TOKENS[rank], H), float("nan"), dtype=dtype)
-            own_sums(posts[rank], plans[rank], *given[rank][:2], own_TH)
+            own_sums(contexts[rank], plans[rank], *given[rank][:2], own_TH)
             assert torch.equal(own_TH, partial[rank][places[rank]])
             total = sum((partial[other][places[rank]].float() for other in range(ranks)), torch.zeros_like(own_TH))
             own_TH[goes_WT[rank] == 0] = float("nan")  # nobody reads it
-            assert torch.equal(add_kept(posts[rank], own_TH, goes_WT), total.to(dtype))
+            assert torch.equal(add_kept(contexts[rank], own_TH, goes_WT), total.to(dtype))
     for rank, other in itertools.permutations(range(ranks), 2):  # nothing travels that nobody reads
         cell = heaps[other][at[SUMS] + rank * sizes[SUMS] :][: TOKENS[other] * H * dtype.itemsize]
         rows_of_cell = cell.view(TOKENS[other], H * dtype.itemsize)
@@ -76,11 +76,11 @@ def test_after_a_wait_in_vain_sums_are_nan() -> None:
     numbers = [torch.zeros(size, dtype=torch.int64) for size in (4, 1, 7)]
     at, sizes, nbytes = heap_layout(1, 3, 1, 8)
     heap, places = torch.zeros(nbytes, dtype=torch.uint8), torch.tensor([[0], [0], [3]])
-    post = Post(torch.tensor([heap.data_ptr()]), *numbers, at, sizes, 16, 0, 1, 1.0, (heap,))
+    peers = PeerContext(torch.tensor([heap.data_ptr()]), *numbers, at, sizes, 16, 0, 1, 1.0, (heap,))
     rows, slots = torch.rand(3, 2), torch.arange(3, dtype=torch.int32).view(3, 1)
     plan, goes = Plan(places, places, 3, 3, (slice(0, 3),)), torch.ones(1, 3, dtype=torch.uint8)
-    assert torch.equal(add_sums(post, plan, rows, slots, None, goes), rows)
-    assert torch.equal(add_kept(post, torch.cat([rows, rows]), goes), rows)
-    post.trouble.fill_(1)
-    assert add_sums(post, plan, rows, slots, None, goes).isnan().all()
-    assert add_kept(post, rows, goes).isnan().all()
+    assert torch.equal(add_sums(peers, plan, rows, slots, None, goes), rows)
+    assert torch.equal(add_kept(peers, torch.cat([rows, rows]), goes), rows)
+    peers.trouble.fill_(1)
+    assert add_sums(peers, plan, rows, slots, None, goes).isnan().all()
+    assert add_kept(peers, rows, goes).isnan().all()

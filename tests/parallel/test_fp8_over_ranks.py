@@ -140,7 +140,9 @@ def with_stand_ins(
     "wait" for rows, ask for "room", learn that there was "too little", begin to "compute"."""
     from amoeba.backends.fp8_kernel_rows import StraightThroughKernelRows
     from amoeba.kernels import peer_rows
-    from amoeba.parallel.transports import office, peers, rooms
+    from amoeba.parallel.transports import capacity as rooms
+    from amoeba.parallel.transports import peers
+    from amoeba.parallel.transports import symmetric_buffer as buffer
 
     told: list[str] = []
     dispatch = StraightThroughKernelRows.dispatch.__func__  # type: ignore[attr-defined]
@@ -155,8 +157,8 @@ def with_stand_ins(
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
         patch.setattr(rooms, "_TILE", 1)  # so that a guess is soon too small
-        for each in office._offices.values():
-            each.rooms = rooms.Rooms()
+        for each in buffer._buffers.values():
+            each.capacity = rooms.CapacityEstimate()
         patch.setattr(StraightThroughKernelRows, "dispatch", classmethod(compute))
         for name in ("wait", "room"):
             patch.setattr(peers.PeerExchange, name, telling(name, getattr(peers.PeerExchange, name)))

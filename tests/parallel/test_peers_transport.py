@@ -14,11 +14,13 @@ import torch
 import rank_jobs
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.core.phases import watch_phases
-from amoeba.kernels import peer_post, peer_rows
+from amoeba.kernels import peer_context as peer_post
+from amoeba.kernels import peer_rows
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
-from amoeba.parallel.transports import choice, peers, places, shmem
-from amoeba.parallel.transports.office import office_of
+from amoeba.parallel.transports import choice, peers, shmem
+from amoeba.parallel.transports import topology as places
+from amoeba.parallel.transports.symmetric_buffer import symmetric_buffer_of
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole
 
@@ -170,11 +172,11 @@ def some_gradients(rank: int, options: dict) -> tuple[list[bool], list[str]]:
 def _left_in_the_heap(layer: ShardedExperts) -> list[str]:
     """Names of channels of which not all that has arrived here was taken."""
     layer.ranks.gather([0], torch.device("cpu"), "all to be done")
-    post = office_of(layer.ranks, torch.device("cpu")).checked()
-    size = 2 * len(peer_post.NAMES) * post.count
-    counters = post.heaps[post.rank][: 8 * size].view(torch.int64).view(2, -1, post.count)
-    parts = torch.tensor([post.pushers, post.takers]).view(2, 1)
-    whole = (counters[..., 1 - post.rank] == post.epochs * parts).all(0)
+    context = symmetric_buffer_of(layer.ranks, torch.device("cpu")).checked()
+    size = 2 * len(peer_post.NAMES) * context.count
+    counters = context.heaps[context.rank][: 8 * size].view(torch.int64).view(2, -1, context.count)
+    parts = torch.tensor([context.pushers, context.takers]).view(2, 1)
+    whole = (counters[..., 1 - context.rank] == context.epochs * parts).all(0)
     return [name for name, is_whole in zip(peer_post.NAMES, whole, strict=True) if not is_whole]
 
 
@@ -323,8 +325,8 @@ def test_sums_are_nan_after_a_wait_in_vain_so_that_nobody_goes_on_with_them() ->
     addresses[0] = layer.data_ptr()
     places, numbers = torch.tensor([[0], [0], [3]]), [torch.zeros(size, dtype=torch.int64) for size in (4, 1, 7)]
     at, sizes, _ = peer_post.heap_layout(1, 3, 2, 8)
-    post = peer_post.Post(addresses, *numbers, at, sizes, tokens=16, rank=0, count=1, seconds=1.0)
+    context = peer_post.PeerContext(addresses, *numbers, at, sizes, tokens=16, rank=0, count=1, seconds=1.0)
     plan, rows_RH, goes_WT = peer_post.Plan(places, places, 3, 3), torch.rand(3, 2), torch.ones(1, 3, dtype=torch.uint8)
-    assert torch.equal(peer_rows.add_rows(post, plan, peer_post.SUMS, rows_RH, goes_WT), rows_RH)
-    post.trouble.fill_(1)
-    assert peer_rows.add_rows(post, plan, peer_post.SUMS, rows_RH, goes_WT).isnan().all()
+    assert torch.equal(peer_rows.add_rows(context, plan, peer_post.SUMS, rows_RH, goes_WT), rows_RH)
+    context.trouble.fill_(1)
+    assert peer_rows.add_rows(context, plan, peer_post.SUMS, rows_RH, goes_WT).isnan().all()

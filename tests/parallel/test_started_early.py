@@ -67,7 +67,8 @@ def test_rows_of_gradients_are_read_where_they_come_to_and_no_bit_changes(fresh:
 
 def read_in_place(rank: int, way: str) -> tuple[list[bool], int, bool]:
     """Also how often they were read there, and whether others still wait for that."""
-    from amoeba.parallel.transports import office, peers
+    from amoeba.parallel.transports import peers
+    from amoeba.parallel.transports import symmetric_buffer as buffer
 
     options = {"most_tokens": 32, "straight": True, "overlap": way == "overlapped"}
     with pytest.MonkeyPatch.context() as patch:
@@ -80,13 +81,13 @@ def read_in_place(rank: int, way: str) -> tuple[list[bool], int, bool]:
         else:
             steps = [(20, 5), (0, 32)][: 1 + options["overlap"]]
             equal, _ = rank_jobs.peers_as_collective(rank, 2, steps, "triton", **options)
-    left = any(each.holds for each in office._offices.values())
+    left = any(each.holds for each in buffer._buffers.values())
     return equal, sum(rows_RH is not None for rows_RH in found), left
 
 
 def test_an_exchange_within_a_backward_that_reads_rows_in_place_is_an_error_and_no_wait_for_ever() -> None:
     exchange = object.__new__(PeerExchange)
-    exchange.office = cast(Any, SimpleNamespace(holds=True, checked=lambda: None))
+    exchange.buffer = cast(Any, SimpleNamespace(holds=True, checked=lambda: None))
     with pytest.raises(RuntimeError, match="Take straight=False"):
         exchange._set_off(torch.zeros(2, 3), torch.zeros(2, 3))
 

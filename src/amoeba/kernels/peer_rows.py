@@ -2,13 +2,13 @@
 
 T tokens of this rank · R rows here, those of all ranks by (rank, token) · K experts per token · H columns · W ranks
 
-    push_slots(post, plan, expert_TK, tables, weight_TK, goes_WT)    # for each rank which of its experts a token wants
-    expert_RK, weight_RK, owned = take_slots(post, plan, weight_TK, comes_R)
-    push_rows(post, plan.there, ROWS, x_TH, goes_WT)                 # a token once to each rank that it goes to
-    own_rows(post, plan, x_TH, x_RH, comes_R)                        # while the others' are under way
-    take_rows(post, plan, x_RH, comes_R)
-    push_rows(post, plan.back, SUMS, y_RH, comes_R)                  # what the experts here made of it
-    y_TH = add_rows(post, plan, SUMS, y_RH, goes_WT)                 # by rank, in fp32
+    push_slots(peers, plan, expert_TK, tables, weight_TK, goes_WT)    # for each rank which of its experts a token wants
+    expert_RK, weight_RK, owned = take_slots(peers, plan, weight_TK, comes_R)
+    push_rows(peers, plan.there, ROWS, x_TH, goes_WT)                 # a token once to each rank that it goes to
+    own_rows(peers, plan, x_TH, x_RH, comes_R)                        # while the others' are under way
+    take_rows(peers, plan, x_RH, comes_R)
+    push_rows(peers, plan.back, SUMS, y_RH, comes_R)                  # what the experts here made of it
+    y_TH = add_rows(peers, plan, SUMS, y_RH, goes_WT)                 # by rank, in fp32
 
 Every rank has a heap, which the others reach by its address: counters, then for each channel W cells, cell r for what
 comes from rank r. A row lies in its cell at its token's number: nobody needs to know how many rows there are, so that
@@ -40,6 +40,7 @@ from torch import Tensor
 from amoeba.core.errors import bad_value
 from amoeba.core.phases import mark
 from amoeba.kernels.launch import next_power_of_2, quick
+from amoeba.kernels.peer_context import NAMES, ROWS, SLOTS, PeerContext, Plan
 from amoeba.kernels.peer_counters import (
     ARRIVED,
     CROWDED,
@@ -51,7 +52,6 @@ from amoeba.kernels.peer_counters import (
     wait_for,
     wait_for_arrivals,
 )
-from amoeba.kernels.peer_post import NAMES, ROWS, SLOTS, Plan, Post
 
 _BYTES_OF_TILE = 131072  # of fp32, by 16 warps: 128 bytes of bf16 of each thread are under way at once
 _MOST_LINES = 512  # of a tile, so that all programs have some of narrow rows
@@ -72,20 +72,20 @@ PUSH = Push()
 
 
 def push_slots(
-    post: Post, plan: Plan, expert_TK: Tensor, tables: tuple[Tensor, Tensor], weight_TK: Tensor, goes_WT: Tensor
+    peers: PeerContext, plan: Plan, expert_TK: Tensor, tables: tuple[Tensor, Tensor], weight_TK: Tensor, goes_WT: Tensor
 ) -> None:
     """tables: int64 (E + 1,), the owner of each expert and the id that it has there, and behind them those of no expert
     (see `Owners.tables`). Writes goes_WT, uint8."""
     tokens, top_k = weight_TK.shape
-    _push_slots[(post.pushers,)](
-        expert_TK, *tables, weight_TK, goes_WT, *post.waiting, post.cell_at[SLOTS], post.cell_size[SLOTS], post.tokens,
-        tokens, plan.tokens, tables[0].shape[0] - 1, post.rank, post.limit, K=top_k, TAKERS=post.takers,
-        **_slot_tile(top_k), **post.constants(SLOTS), num_warps=8,
+    _push_slots[(peers.pushers,)](
+        expert_TK, *tables, weight_TK, goes_WT, *peers.waiting, peers.cell_at[SLOTS], peers.cell_size[SLOTS],
+        peers.tokens, tokens, plan.tokens, tables[0].shape[0] - 1, peers.rank, peers.limit, K=top_k,
+        TAKERS=peers.takers, **_slot_tile(top_k), **peers.constants(SLOTS), num_warps=8,
     )  # fmt: skip
 
 
 def take_slots(
-    post: Post,
+    peers: PeerContext,
     plan: Plan,
     weight_TK: Tensor,
     comes_R: Tensor,
@@ -100,19 +100,20 @@ def take_slots(
     guessed: the host counts them itself, and may `put_back` the ids.
     """
     top_k = weight_TK.shape[1]
-    wait_for_all(post, SLOTS)
+    wait_for_all(peers, SLOTS)
     expert_RK = torch.empty((plan.rows, top_k), dtype=torch.int32, device=weight_TK.device)
     weight_RK = torch.empty((plan.rows, top_k), dtype=weight_TK.dtype, device=weight_TK.device)
-    owned = torch.empty(post.takers, dtype=torch.int32, device=weight_TK.device)
-    _take_slots[(post.takers,)](
-        expert_RK, weight_RK, comes_R, owned, plan.back, post.addresses, post.cell_at[SLOTS], post.cell_size[SLOTS],
-        post.tokens, post.rank, K=top_k, TELLS=post.reaches, **_slot_tile(top_k), **post.constants(SLOTS), num_warps=8,
+    owned = torch.empty(peers.takers, dtype=torch.int32, device=weight_TK.device)
+    _take_slots[(peers.takers,)](
+        expert_RK, weight_RK, comes_R, owned, plan.back, peers.addresses, peers.cell_at[SLOTS], peers.cell_size[SLOTS],
+        peers.tokens, peers.rank, K=top_k, TELLS=peers.reaches, **_slot_tile(top_k), **peers.constants(SLOTS),
+        num_warps=8,
     )  # fmt: skip
     if most_rows is not None and most_rows < expert_RK.numel():
         slots = expert_RK.numel()
         _refuse_too_many[(1,)](
-            expert_RK, owned, post.epochs, post.trouble, post.record, slots, most_rows, PARTS=post.takers, BLOCK=16384,
-            GUESSED=guessed, CHANNEL=SLOTS, ON_GPU=expert_RK.is_cuda, num_warps=16,
+            expert_RK, owned, peers.epochs, peers.trouble, peers.record, slots, most_rows, PARTS=peers.takers,
+            BLOCK=16384, GUESSED=guessed, CHANNEL=SLOTS, ON_GPU=expert_RK.is_cuda, num_warps=16,
         )  # fmt: skip
     return expert_RK, weight_RK, owned
 
@@ -123,7 +124,7 @@ def put_back(expert_RK: Tensor) -> None:
 
 
 def push_rows(
-    post: Post,
+    peers: PeerContext,
     places: Tensor,
     channel: int,
     rows: Tensor,
@@ -131,15 +132,15 @@ def push_rows(
     programs: int | None = None,
     how: Push = PUSH,
 ) -> None:
-    """places: of a `Plan`. wanted: goes_WT or comes_R. programs: a divisor of `post.pushers`; None: so many."""
-    width, programs = rows.shape[1], programs or post.pushers
-    if post.pushers % programs:
-        raise bad_value("programs", f"a divisor of {post.pushers}", programs, "leave it out")
+    """places: of a `Plan`. wanted: goes_WT or comes_R. programs: a divisor of `peers.pushers`; None: so many."""
+    width, programs = rows.shape[1], programs or peers.pushers
+    if peers.pushers % programs:
+        raise bad_value("programs", f"a divisor of {peers.pushers}", programs, "leave it out")
     size = how.size * 2 // rows.element_size()
     _push_rows[(programs,)](
-        rows, wanted, places, *post.waiting, post.cell_at[channel], post.cell_size[channel], post.rank, post.limit,
-        post.pushers // programs, TAKERS=post.takers, AHEAD=how.ahead, **_tile(rows, width, size),
-        **post.constants(channel), num_warps=how.warps,
+        rows, wanted, places, *peers.waiting, peers.cell_at[channel], peers.cell_size[channel], peers.rank, peers.limit,
+        peers.pushers // programs, TAKERS=peers.takers, AHEAD=how.ahead, **_tile(rows, width, size),
+        **peers.constants(channel), num_warps=how.warps,
     )  # fmt: skip
 
 
@@ -148,39 +149,39 @@ def room_for_rows(plan: Plan, rows_TH: Tensor) -> Tensor:
     return torch.empty((plan.rows, rows_TH.shape[1]), dtype=rows_TH.dtype, device=rows_TH.device)
 
 
-def own_rows(post: Post, plan: Plan, rows_TH: Tensor, out_RH: Tensor, comes_R: Tensor) -> None:
-    _copy_rows(post, plan, rows_TH, out_RH, comes_R, OWN=True)
+def own_rows(peers: PeerContext, plan: Plan, rows_TH: Tensor, out_RH: Tensor, comes_R: Tensor) -> None:
+    _copy_rows(peers, plan, rows_TH, out_RH, comes_R, OWN=True)
 
 
-def take_rows(post: Post, plan: Plan, out_RH: Tensor, comes_R: Tensor) -> None:
+def take_rows(peers: PeerContext, plan: Plan, out_RH: Tensor, comes_R: Tensor) -> None:
     """The rows of the other ranks' tokens."""
-    wait_for_all(post, ROWS)
-    _copy_rows(post, plan, out_RH, out_RH, comes_R, OWN=False)
+    wait_for_all(peers, ROWS)
+    _copy_rows(peers, plan, out_RH, out_RH, comes_R, OWN=False)
 
 
-def _copy_rows(post: Post, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Tensor, **which: bool) -> None:
-    _take_rows[(post.takers,)](
-        rows, comes_R, out_RH, plan.back, post.addresses, post.cell_at[ROWS], post.cell_size[ROWS], post.rank,
-        **which, **_tile(rows, rows.shape[1]), **post.constants(ROWS), num_warps=_WARPS,
+def _copy_rows(peers: PeerContext, plan: Plan, rows: Tensor, out_RH: Tensor, comes_R: Tensor, **which: bool) -> None:
+    _take_rows[(peers.takers,)](
+        rows, comes_R, out_RH, plan.back, peers.addresses, peers.cell_at[ROWS], peers.cell_size[ROWS], peers.rank,
+        **which, **_tile(rows, rows.shape[1]), **peers.constants(ROWS), num_warps=_WARPS,
     )  # fmt: skip
 
 
-def add_rows(post: Post, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
+def add_rows(peers: PeerContext, plan: Plan, channel: int, rows_RH: Tensor, goes_WT: Tensor) -> Tensor:
     """For each token of this rank the sum over the ranks that it went to, in their order; 0 if it went nowhere."""
     tokens, width = goes_WT.shape[1], rows_RH.shape[1]
-    wait_for_all(post, channel)
+    wait_for_all(peers, channel)
     out_TH = torch.empty((tokens, width), dtype=rows_RH.dtype, device=rows_RH.device)
-    _add_rows[(post.takers,)](
-        rows_RH, goes_WT, out_TH, plan.back, post.addresses, post.trouble, post.cell_at[channel],
-        post.cell_size[channel], tokens, post.rank, WIDE=rows_RH.dtype == torch.float64,
-        TELLS=post.reaches, **_tile(rows_RH, width), **post.constants(channel), num_warps=_WARPS,
+    _add_rows[(peers.takers,)](
+        rows_RH, goes_WT, out_TH, plan.back, peers.addresses, peers.trouble, peers.cell_at[channel],
+        peers.cell_size[channel], tokens, peers.rank, WIDE=rows_RH.dtype == torch.float64,
+        TELLS=peers.reaches, **_tile(rows_RH, width), **peers.constants(channel), num_warps=_WARPS,
     )  # fmt: skip
     return out_TH
 
 
-def wait_for_all(post: Post, channel: int) -> None:
+def wait_for_all(peers: PeerContext, channel: int) -> None:
     wait_for_arrivals[(1,)](
-        *post.waiting, post.rank, post.limit, PUSHERS=post.pushers, **post.constants(channel), num_warps=1
+        *peers.waiting, peers.rank, peers.limit, PUSHERS=peers.pushers, **peers.constants(channel), num_warps=1
     )
     mark(f"{NAMES[channel]}: waited for")
 

@@ -3,11 +3,11 @@
 T tokens of this rank · R rows here, those of all ranks' tokens by (rank, token) · K experts per token · N routed rows ·
 H columns · W ranks
 
-    send_sums(post, plan, rows_NH, slot_row_RK, weight_RK, comes_R)             # Σ_k of the others' tokens
-    y_TH = add_sums(post, plan, rows_NH, slot_row_RK, weight_RK, goes_WT)       # Σ_k of own ones, and what came
+    send_sums(peers, plan, rows_NH, slot_row_RK, weight_RK, comes_R)             # Σ_k of the others' tokens
+    y_TH = add_sums(peers, plan, rows_NH, slot_row_RK, weight_RK, goes_WT)       # Σ_k of own ones, and what came
 
-    own_sums(post, plan, rows_NH, slot_row_RK, own_TH)                          # the same in two steps, unweighted
-    dx_TH = add_kept(post, own_TH, goes_WT)
+    own_sums(peers, plan, rows_NH, slot_row_RK, own_TH)                          # the same in two steps, unweighted
+    dx_TH = add_kept(peers, own_TH, goes_WT)
 
 A rank's sum of a token is rounded to the dtype of the rows, and those of the ranks are added in their order in fp32:
 the bits of `combine`, then `push_rows` and `add_rows`. What arrived and what was taken is counted as these count it, so
@@ -23,76 +23,76 @@ from torch import Tensor
 
 from amoeba.kernels.combine import WARPS, combine, combine_block, combine_tile, sum_of_slots
 from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.peer_context import SUMS, PeerContext, Plan
 from amoeba.kernels.peer_copies import count_everywhere, wait_for_room
 from amoeba.kernels.peer_counters import ARRIVED, TAKEN
-from amoeba.kernels.peer_post import SUMS, Plan, Post
 from amoeba.kernels.peer_rows import is_aligned, rows_at, wait_for_all
 
 
 def send_sums(
-    post: Post, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, weight_RK: Tensor | None, comes_R: Tensor
+    peers: PeerContext, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, weight_RK: Tensor | None, comes_R: Tensor
 ) -> None:
     """comes_R: of tokens that have no expert here nothing is written."""
     hidden, top_k = rows_NH.shape[1], slot_row_RK.shape[1]
     at_once, block = combine_block(hidden, top_k)
     tokens = max((place.stop - place.start for place in plan.places), default=0)
-    wait_for_room(post, SUMS)
-    if tokens and post.count > 1:
-        _send_sums[(tokens * cdiv(hidden, block), post.count - 1)](
-            rows_NH, slot_row_RK, weight_RK, comes_R, plan.back, post.addresses, post.trouble, post.cell_at[SUMS],
-            post.cell_size[SUMS], slot_row_RK.numel(), post.rank, K=top_k, H=hidden, ROW_STRIDE=rows_NH.stride(0),
+    wait_for_room(peers, SUMS)
+    if tokens and peers.count > 1:
+        _send_sums[(tokens * cdiv(hidden, block), peers.count - 1)](
+            rows_NH, slot_row_RK, weight_RK, comes_R, plan.back, peers.addresses, peers.trouble, peers.cell_at[SUMS],
+            peers.cell_size[SUMS], slot_row_RK.numel(), peers.rank, K=top_k, H=hidden, ROW_STRIDE=rows_NH.stride(0),
             HAS_WEIGHT=weight_RK is not None, AT_ONCE=at_once, BLOCK=block, ALIGNED=is_aligned(rows_NH, hidden),
-            RANKS=post.count, num_warps=WARPS,
+            RANKS=peers.count, num_warps=WARPS,
         )  # fmt: skip
-    count_everywhere(post, SUMS, ARRIVED.value)
+    count_everywhere(peers, SUMS, ARRIVED.value)
 
 
 def add_sums(
-    post: Post, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, weight_RK: Tensor | None, goes_WT: Tensor
+    peers: PeerContext, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, weight_RK: Tensor | None, goes_WT: Tensor
 ) -> Tensor:
     """For each token of this rank the sum over the ranks, in their order; NaN after a wait in vain."""
     tokens, hidden, top_k = goes_WT.shape[1], rows_NH.shape[1], slot_row_RK.shape[1]
     at_once, block = combine_block(hidden, top_k)
-    wait_for_all(post, SUMS)
+    wait_for_all(peers, SUMS)
     out_TH = torch.empty((tokens, hidden), dtype=rows_NH.dtype, device=rows_NH.device)
     if tokens:
         _add_sums[(tokens * cdiv(hidden, block),)](
-            rows_NH, slot_row_RK, weight_RK, goes_WT, out_TH, plan.back, post.addresses, post.trouble,
-            post.cell_at[SUMS], post.cell_size[SUMS], slot_row_RK.numel(), tokens, post.rank, K=top_k, H=hidden,
+            rows_NH, slot_row_RK, weight_RK, goes_WT, out_TH, plan.back, peers.addresses, peers.trouble,
+            peers.cell_at[SUMS], peers.cell_size[SUMS], slot_row_RK.numel(), tokens, peers.rank, K=top_k, H=hidden,
             ROW_STRIDE=rows_NH.stride(0), HAS_WEIGHT=weight_RK is not None, AT_ONCE=at_once, BLOCK=block,
-            ALIGNED=is_aligned(rows_NH, hidden), RANKS=post.count, num_warps=WARPS,
+            ALIGNED=is_aligned(rows_NH, hidden), RANKS=peers.count, num_warps=WARPS,
         )  # fmt: skip
-    count_everywhere(post, SUMS, TAKEN.value)
+    count_everywhere(peers, SUMS, TAKEN.value)
     return out_TH
 
 
-def own_sums(post: Post, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, own_TH: Tensor) -> None:
+def own_sums(peers: PeerContext, plan: Plan, rows_NH: Tensor, slot_row_RK: Tensor, own_TH: Tensor) -> None:
     """Σ_k of own tokens, rounded, to which `add_kept` adds what comes."""
     (tokens, hidden), top_k = own_TH.shape, slot_row_RK.shape[1]
     at_once, block = combine_block(hidden, top_k)
     if at_once < top_k:
-        slots_TK = slot_row_RK[plan.places[post.rank].start :][:tokens]
+        slots_TK = slot_row_RK[plan.places[peers.rank].start :][:tokens]
         combine(rows_NH, slots_TK, None, own_TH, sentinel=slot_row_RK.numel())
     elif tokens:
         _own_sums[(tokens * cdiv(hidden, block),)](
-            rows_NH, slot_row_RK, own_TH, plan.back, post.trouble, slot_row_RK.numel(), tokens, post.rank, K=top_k,
+            rows_NH, slot_row_RK, own_TH, plan.back, peers.trouble, slot_row_RK.numel(), tokens, peers.rank, K=top_k,
             H=hidden, ROW_STRIDE=rows_NH.stride(0), BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
 
 
-def add_kept(post: Post, own_TH: Tensor, goes_WT: Tensor) -> Tensor:
+def add_kept(peers: PeerContext, own_TH: Tensor, goes_WT: Tensor) -> Tensor:
     """Sums of own tokens, and behind them maybe more rows, and what the other ranks sent, in their order. Of a token
     that has no expert here own_TH may hold anything."""
     tokens, hidden = goes_WT.shape[1], own_TH.shape[1]
     _, block = combine_block(hidden, 1)
-    wait_for_all(post, SUMS)
+    wait_for_all(peers, SUMS)
     out_TH = torch.empty((tokens, hidden), dtype=own_TH.dtype, device=own_TH.device)
     if tokens:
         _add_kept[(tokens * cdiv(hidden, block),)](
-            own_TH, goes_WT, out_TH, post.addresses, post.trouble, post.cell_at[SUMS], post.cell_size[SUMS], tokens,
-            post.rank, H=hidden, BLOCK=block, ALIGNED=is_aligned(own_TH, hidden), RANKS=post.count, num_warps=WARPS,
+            own_TH, goes_WT, out_TH, peers.addresses, peers.trouble, peers.cell_at[SUMS], peers.cell_size[SUMS], tokens,
+            peers.rank, H=hidden, BLOCK=block, ALIGNED=is_aligned(own_TH, hidden), RANKS=peers.count, num_warps=WARPS,
         )  # fmt: skip
-    count_everywhere(post, SUMS, TAKEN.value)
+    count_everywhere(peers, SUMS, TAKEN.value)
     return out_TH
 
 

@@ -25,14 +25,14 @@ from amoeba.parallel.agreement import facts_of
 from amoeba.parallel.owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
-from amoeba.parallel.transports.office import Office, office_of, plan_of
-from amoeba.parallel.transports.places import shares_its_gpu, why_not_between
-from amoeba.parallel.transports.rooms import layer_of, rounded_up
+from amoeba.parallel.transports.capacity import layer_of, rounded_up
+from amoeba.parallel.transports.symmetric_buffer import SymmetricBuffer, plan_of, symmetric_buffer_of
+from amoeba.parallel.transports.topology import shares_its_gpu, why_not_between
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
-    from amoeba.kernels.peer_post import Plan
+    from amoeba.kernels.peer_context import Plan
 
 REMOTE = "AMOEBA_REMOTE_RANKS"
 # From so many bytes of rows on, sums go straight to their ranks. Such a pass is launched kernel by kernel, without a
@@ -58,7 +58,9 @@ class Peers(Transport):
         return why_not_between(ranks, device)
 
     def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
-        exchange = planned(PeerExchange, office_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients)
+        exchange = planned(
+            PeerExchange, symmetric_buffer_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients
+        )
         exchange.travels = sharded.overlap
         exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
         exchange.leaves_early = exchange.travels or exchange.straight
@@ -89,7 +91,12 @@ def why_not_kernels(ranks: Ranks, device: torch.device) -> str | None:
 
 
 def planned(
-    kind: type[PeerExchange], office: Office, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool
+    kind: type[PeerExchange],
+    buffer: SymmetricBuffer,
+    sharded: ShardedExperts,
+    x_TH: Tensor,
+    routing: Routing,
+    gradients: bool,
 ) -> PeerExchange:
     """On all ranks at once."""
     if shares_its_gpu(sharded.ranks, x_TH.device):
@@ -97,9 +104,9 @@ def planned(
 
         share_the_gpu()
     facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
-    tokens = office.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
-    plan = plan_of(tuple(tokens), routing.num_tokens, office)
-    exchange = kind(office, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
+    tokens = buffer.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
+    plan = plan_of(tuple(tokens), routing.num_tokens, buffer)
+    exchange = kind(buffer, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
     exchange.counts = gradients and sharded.most_rows is None and sharded.most_tokens is None
     exchange.layer = layer_of(sharded.local)
     return exchange
@@ -108,17 +115,17 @@ def planned(
 class PeerExchange(Exchange):
     """counts:  whether the host asks how many slots have an expert here.
     guesses: whether it may ask when the pass has begun, see `room`; else while rows are under way.
-    layer:   as `Rooms` know it.
+    layer:   as `CapacityEstimate` know it.
     """
 
     counts = guesses = False
     layer = 0
 
     def __init__(
-        self, office: Office, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
+        self, buffer: SymmetricBuffer, owners: Owners, expert_TK: Tensor, plan: Plan, most_rows: int | None = None
     ) -> None:
-        self.office, self.plan, self.slots, self.tokens = office, plan, most_rows, plan.rows
-        self.own = plan.places[office.ranks.rank]
+        self.buffer, self.plan, self.slots, self.tokens = buffer, plan, most_rows, plan.rows
+        self.own = plan.places[buffer.ranks.rank]
         self._gone: set[int] = set()  # channels by which rows have left early
         self._kept: list[Tensor] = []  # what is still read beside
         self._under_way: tuple[int, Tensor] | None = None  # rows that own ones are copied to, too; where own ones lie
@@ -144,10 +151,10 @@ class PeerExchange(Exchange):
         x_RH = room_for_rows(self.plan, x_TH)
         self._set_off(x_TH, x_RH)
         if self.guesses:
-            self.slots = self.office.rooms.guess(self.layer, self.plan.rows * weight_TK.shape[1])
+            self.slots = self.buffer.capacity.guess(self.layer, self.plan.rows * weight_TK.shape[1])
         expert_RK, weight_RK, owned = self._take_slots(weight_TK)
         mark("ids: taken")
-        told = self.office.ask(owned) if self.counts else None
+        told = self.buffer.ask(owned) if self.counts else None
         self._arrive(x_TH, x_RH)  # meanwhile
         if told is not None:
             self._guessed = told, expert_RK
@@ -163,7 +170,7 @@ class PeerExchange(Exchange):
             (told, expert_RK), self._guessed = self._guessed, None
             guess, owned, slots = self.slots, sum(told()), expert_RK.numel()
             self.slots = rounded_up(owned, slots)
-            self.office.rooms.remember(self.layer, self.slots, slots, guess)
+            self.buffer.capacity.remember(self.layer, self.slots, slots, guess)
             if guess is not None and owned > guess:
                 from amoeba.kernels.peer_rows import put_back
 
@@ -182,7 +189,7 @@ class PeerExchange(Exchange):
         self._set_off(rows_TH, rows_RH)
         self._arrive(rows_TH, rows_RH)
         self._dy_RH = rows_RH if self.straight else None
-        self.office.holds = self._stays
+        self.buffer.holds = self._stays
         return rows_RH
 
     def _in_place(self, rows_TH: Tensor) -> Tensor | None:
@@ -192,73 +199,73 @@ class PeerExchange(Exchange):
 
         if not READ_IN_PLACE or not self.straight:
             return None
-        return cells_as_rows(self.office.checked(), self.plan, rows_TH)
+        return cells_as_rows(self.buffer.checked(), self.plan, rows_TH)
 
     def rows_read(self) -> None:
         from amoeba.kernels.peer_copies import rows_taken
 
         if self._stays:
-            self._stays = self.office.holds = False
-            rows_taken(self.office.checked())
+            self._stays = self.buffer.holds = False
+            rows_taken(self.buffer.checked())
 
     def _send_slots(self, weight_TK: Tensor) -> None:
         from amoeba.kernels.peer_rows import push_slots
 
         tables = self.owners.tables(self.expert_TK.device)
-        push_slots(self.office.checked(), self.plan, self.expert_TK, tables, weight_TK, self.goes_WT)
+        push_slots(self.buffer.checked(), self.plan, self.expert_TK, tables, weight_TK, self.goes_WT)
 
     def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         from amoeba.kernels.peer_rows import take_slots
 
-        post = self.office.checked()
-        return take_slots(post, self.plan, weight_TK, self.comes_R, self.slots, guessed=self.guesses)
+        peers = self.buffer.checked()
+        return take_slots(peers, self.plan, weight_TK, self.comes_R, self.slots, guessed=self.guesses)
 
     def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        from amoeba.kernels.peer_context import ROWS
         from amoeba.kernels.peer_copies import copy_own, copy_there, take_copies
-        from amoeba.kernels.peer_post import ROWS
         from amoeba.kernels.peer_rows import push_rows, wait_for_all
 
-        post = self.office.checked()
+        peers = self.buffer.checked()
         self._under_way = None
-        if self.office.holds:
+        if self.buffer.holds:
             raise RuntimeError(
                 "rows are to be sent between ranks while a backward still reads those that came before, where they "
                 "lie: exchanges within the backward of other experts are not foreseen. Take straight=False for these"
             )
-        with self.office.beside():
+        with self.buffer.beside():
             if self.travels:
-                copy_there(post, self.plan, rows_TH)
+                copy_there(peers, self.plan, rows_TH)
                 if rows_TH.data_ptr() % 16 == 0:  # else the products could not read them there
-                    copy_own(post, self.plan, rows_TH, out_RH)
+                    copy_own(peers, self.plan, rows_TH, out_RH)
                     self._under_way = out_RH.data_ptr(), rows_TH
                 if self._stays:
-                    wait_for_all(post, ROWS)
+                    wait_for_all(peers, ROWS)
                 else:
-                    take_copies(post, self.plan, out_RH)
+                    take_copies(peers, self.plan, out_RH)
                 self._kept.append(rows_TH)
             else:
-                push_rows(post, self.plan.there, ROWS, rows_TH, self.goes_WT)
+                push_rows(peers, self.plan.there, ROWS, rows_TH, self.goes_WT)
 
     def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
         """Where rows travel on, own ones alone, unless these are copied beside as well."""
-        from amoeba.kernels.peer_post import ROWS
+        from amoeba.kernels.peer_context import ROWS
         from amoeba.kernels.peer_rows import own_rows, take_rows, wait_for_all
 
-        post = self.office.checked()
+        peers = self.buffer.checked()
         if self._under_way is None:
-            own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
+            own_rows(peers, self.plan, rows_TH, out_RH, self.comes_R)
             mark("rows: own ones copied")
         if not self.travels:
-            self.office.join()
+            self.buffer.join()
             if self._stays:
-                wait_for_all(post, ROWS)
+                wait_for_all(peers, ROWS)
             else:
-                take_rows(post, self.plan, out_RH, self.comes_R)
+                take_rows(peers, self.plan, out_RH, self.comes_R)
                 mark("rows: taken")
 
     def wait(self) -> None:
         mark("products")
-        self.office.join()
+        self.buffer.join()
         mark("rows: waited for")
         self._kept.clear()
         self._under_way = None
@@ -268,37 +275,37 @@ class PeerExchange(Exchange):
         return own_TH if rows_RH.data_ptr() == place else None
 
     def leave(self, rows_TH: Tensor, d_weight_TK: Tensor | None = None) -> None:
+        from amoeba.kernels.peer_context import SUMS
         from amoeba.kernels.peer_copies import copy_back
-        from amoeba.kernels.peer_post import SUMS
 
-        post = self.office.checked()
+        peers = self.buffer.checked()
         self._leave_gradients(d_weight_TK)
-        with self.office.beside():
-            copy_back(post, self.plan, rows_TH)
+        with self.buffer.beside():
+            copy_back(peers, self.plan, rows_TH)
         self._kept.append(rows_TH)
         self._gone.add(SUMS)
 
     def _leave_gradients(self, d_weight_TK: Tensor | None) -> None:
-        from amoeba.kernels.peer_post import GRADIENTS
+        from amoeba.kernels.peer_context import GRADIENTS
         from amoeba.kernels.peer_rows import push_rows
 
         if d_weight_TK is not None:
-            push_rows(self.office.checked(), self.plan.back, GRADIENTS, d_weight_TK.contiguous(), self.comes_R)
+            push_rows(self.buffer.checked(), self.plan.back, GRADIENTS, d_weight_TK.contiguous(), self.comes_R)
             self._gone.add(GRADIENTS)
 
     def send_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> None:
         from amoeba.kernels.peer_sums import send_sums
 
         mark("products")
-        send_sums(self.office.checked(), self.plan, rows_NH, slot_row_TK, weight_TK, self.comes_R)
+        send_sums(self.buffer.checked(), self.plan, rows_NH, slot_row_TK, weight_TK, self.comes_R)
         mark("sums: sent")
 
     def add_sums(self, rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
         from amoeba.kernels.peer_sums import add_sums
 
-        post = self.office.checked()
+        peers = self.buffer.checked()
         mark("products")
-        self._sums_TH = add_sums(post, self.plan, rows_NH, slot_row_TK, weight_TK, self.goes_WT)
+        self._sums_TH = add_sums(peers, self.plan, rows_NH, slot_row_TK, weight_TK, self.goes_WT)
         mark("sums: added")
         return self._stand_in(rows_NH)
 
@@ -310,7 +317,7 @@ class PeerExchange(Exchange):
         own_TH = rows_NH.new_empty((self.goes_WT.shape[1], rows_NH.shape[1]))
         if self._dy_RH is not None:
             own_TH, self._dy_RH = self._dy_RH[tokens], None
-        own_sums(self.office.checked(), self.plan, rows_NH, slot_row_TK, own_TH)
+        own_sums(self.buffer.checked(), self.plan, rows_NH, slot_row_TK, own_TH)
         self._own_TH = own_TH
         self._leave_gradients(d_weight_TK)
         mark("sums: own ones")
@@ -322,11 +329,11 @@ class PeerExchange(Exchange):
         return torch.empty_strided(shape, (0, 0), dtype=rows_NH.dtype, device=rows_NH.device)
 
     def start_sending(self, rows_TH: Tensor) -> Tensor | None:
-        from amoeba.parallel.transports.early import start_sending
+        from amoeba.tasks.triton.arrivals import start_sending
 
-        post, plan = self.office.checked(), self.plan
+        peers, plan = self.buffer.checked(), self.plan
         mark("before the exchange")
-        self._started_RH = start_sending(post, plan, rows_TH, self.goes_WT, self.comes_R, self._keep_own)
+        self._started_RH = start_sending(peers, plan, rows_TH, self.goes_WT, self.comes_R, self._keep_own)
         if self._started_RH is not None:
             mark("rows: left to tasks")
         return self._started_RH
@@ -350,7 +357,7 @@ class PeerExchange(Exchange):
                 )
 
     def give_back(self, rows_RH: Tensor, what: str) -> Tensor:
-        from amoeba.kernels.peer_post import GRADIENTS, NAMES, SUMS
+        from amoeba.kernels.peer_context import GRADIENTS, NAMES, SUMS
 
         self._check_that_they_were_sent()
         channel = GRADIENTS if what == "gradients of routing weights" else SUMS
@@ -377,17 +384,17 @@ class PeerExchange(Exchange):
     def _add_to(self, own_TH: Tensor) -> Tensor:
         from amoeba.kernels.peer_sums import add_kept
 
-        return add_kept(self.office.checked(), own_TH, self.goes_WT)
+        return add_kept(self.buffer.checked(), own_TH, self.goes_WT)
 
     def _send_back(self, channel: int, rows_RH: Tensor) -> None:
         from amoeba.kernels.peer_rows import push_rows
 
-        push_rows(self.office.checked(), self.plan.back, channel, rows_RH, self.comes_R)
+        push_rows(self.buffer.checked(), self.plan.back, channel, rows_RH, self.comes_R)
 
     def _add_up(self, channel: int, rows_RH: Tensor) -> Tensor:
         from amoeba.kernels.peer_rows import add_rows
 
-        return add_rows(self.office.checked(), self.plan, channel, rows_RH, self.goes_WT)
+        return add_rows(self.buffer.checked(), self.plan, channel, rows_RH, self.goes_WT)
 
 
 TRANSPORT = Peers()

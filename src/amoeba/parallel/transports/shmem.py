@@ -23,13 +23,13 @@ from amoeba.core.torch_internals import why_not_nvshmem
 from amoeba.parallel.heap import SPARE
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
-from amoeba.parallel.transports.office import Office, office_of
 from amoeba.parallel.transports.peers import REMOTE, PeerExchange, is_forced_remote, planned, why_not_kernels
+from amoeba.parallel.transports.symmetric_buffer import SymmetricBuffer, symmetric_buffer_of
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
-    from amoeba.kernels.peer_post import Post
+    from amoeba.kernels.peer_context import PeerContext
 
 
 class Shmem(Transport):
@@ -50,33 +50,33 @@ class Shmem(Transport):
         return None if reason is None else f"needs NVSHMEM: {reason}"
 
     def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
-        office = office_of(sharded.ranks, x_TH.device, remote=True)
-        return planned(ShmemExchange, office, sharded, x_TH, routing, gradients)
+        buffer = symmetric_buffer_of(sharded.ranks, x_TH.device, remote=True)
+        return planned(ShmemExchange, buffer, sharded, x_TH, routing, gradients)
 
 
 class Courier(ABC):
     """Brings cells and counters to ranks whose memory has no address here."""
 
     @abstractmethod
-    def put(self, post: Post, channel: int, dest: int, nbytes: int) -> None:
+    def put(self, peers: PeerContext, channel: int, dest: int, nbytes: int) -> None:
         """Out of the outbox into this rank's cell at the other."""
 
     @abstractmethod
-    def count(self, post: Post, channel: int, which: int) -> None:
+    def count(self, peers: PeerContext, channel: int, which: int) -> None:
         """At all others, behind all that was put: that this rank's rows of the epoch have come, or were taken."""
 
 
 class Files(Courier):
     """Without GPUs."""
 
-    def put(self, post: Post, channel: int, dest: int, nbytes: int) -> None:
-        at = _cell_at(post, channel, post.rank)
-        post.heaps[dest][at : at + nbytes] = outbox(post, channel, dest)[:nbytes]
+    def put(self, peers: PeerContext, channel: int, dest: int, nbytes: int) -> None:
+        at = _cell_at(peers, channel, peers.rank)
+        peers.heaps[dest][at : at + nbytes] = outbox(peers, channel, dest)[:nbytes]
 
-    def count(self, post: Post, channel: int, which: int) -> None:
+    def count(self, peers: PeerContext, channel: int, which: int) -> None:
         from amoeba.kernels.peer_copies import count_everywhere
 
-        count_everywhere(post, channel, which)
+        count_everywhere(peers, channel, which)
 
 
 class Nvshmem(Courier):
@@ -84,61 +84,61 @@ class Nvshmem(Courier):
         self._names = ranks.global_ranks
         self._pes = torch.tensor(self._names, dtype=torch.int32, device=device)
 
-    def put(self, post: Post, channel: int, dest: int, nbytes: int) -> None:
+    def put(self, peers: PeerContext, channel: int, dest: int, nbytes: int) -> None:
         from amoeba.kernels import shmem_put
 
-        source = _outbox_at(post) + _cell_at(post, channel, dest)
-        shmem_put.put(post.heaps[post.rank], source, _cell_at(post, channel, post.rank), nbytes, self._names[dest])
+        source = _outbox_at(peers) + _cell_at(peers, channel, dest)
+        shmem_put.put(peers.heaps[peers.rank], source, _cell_at(peers, channel, peers.rank), nbytes, self._names[dest])
 
-    def count(self, post: Post, channel: int, which: int) -> None:
+    def count(self, peers: PeerContext, channel: int, which: int) -> None:
         from amoeba.kernels import shmem_put
         from amoeba.kernels.peer_counters import ARRIVED, CHANNELS
 
         arrived = which == ARRIVED.value
-        counter = ((which * CHANNELS.value + channel) * post.count + post.rank) * 8
-        own = post.heaps[post.rank]
+        counter = ((which * CHANNELS.value + channel) * peers.count + peers.rank) * 8
+        own = peers.heaps[peers.rank]
         shmem_put.count(
-            own, post.epochs, self._pes, counter, own.shape[0] - SPARE, post.rank, channel=channel, ahead=int(arrived),
-            parts=post.pushers if arrived else post.takers,
+            own, peers.epochs, self._pes, counter, own.shape[0] - SPARE, peers.rank, channel=channel,
+            ahead=int(arrived), parts=peers.pushers if arrived else peers.takers,
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def _courier(office: Office) -> Courier:
-    return Nvshmem(office.ranks, office.device) if office.device.type == "cuda" else Files()
+def _courier(buffer: SymmetricBuffer) -> Courier:
+    return Nvshmem(buffer.ranks, buffer.device) if buffer.device.type == "cuda" else Files()
 
 
-def _outbox_at(post: Post) -> int:
-    return (post.heaps[post.rank].shape[0] - SPARE) // 2
+def _outbox_at(peers: PeerContext) -> int:
+    return (peers.heaps[peers.rank].shape[0] - SPARE) // 2
 
 
-def _cell_at(post: Post, channel: int, rank: int) -> int:
-    return post.cell_at[channel] + rank * post.cell_size[channel]
+def _cell_at(peers: PeerContext, channel: int, rank: int) -> int:
+    return peers.cell_at[channel] + rank * peers.cell_size[channel]
 
 
-def outbox(post: Post, channel: int, dest: int) -> Tensor:
+def outbox(peers: PeerContext, channel: int, dest: int) -> Tensor:
     """Bytes in which a cell for that rank is laid."""
-    at = _outbox_at(post) + _cell_at(post, channel, dest)
-    return post.heaps[post.rank][at : at + post.cell_size[channel]]
+    at = _outbox_at(peers) + _cell_at(peers, channel, dest)
+    return peers.heaps[peers.rank][at : at + peers.cell_size[channel]]
 
 
 class ShmemExchange(PeerExchange):
     def _send_slots(self, weight_TK: Tensor) -> None:
-        from amoeba.kernels.peer_post import SLOTS
+        from amoeba.kernels.peer_context import SLOTS
 
-        post = self.office.checked()
-        self._ship(SLOTS, lambda dest, cell: self._lay_slots(post, weight_TK, dest, cell))
-        at = _cell_at(post, SLOTS, post.rank)
-        own = post.heaps[post.rank][at : at + post.cell_size[SLOTS]]
-        self._lay_slots(post, weight_TK, post.rank, own)
+        peers = self.buffer.checked()
+        self._ship(SLOTS, lambda dest, cell: self._lay_slots(peers, weight_TK, dest, cell))
+        at = _cell_at(peers, SLOTS, peers.rank)
+        own = peers.heaps[peers.rank][at : at + peers.cell_size[SLOTS]]
+        self._lay_slots(peers, weight_TK, peers.rank, own)
 
-    def _lay_slots(self, post: Post, weight_TK: Tensor, dest: int, cell: Tensor) -> int:
+    def _lay_slots(self, peers: PeerContext, weight_TK: Tensor, dest: int, cell: Tensor) -> int:
         """Weights, then ids, as `peer_rows` lays them; the bytes that it took."""
         tokens, top_k = weight_TK.shape
         rank_TK, local_TK = self.owners.find(self.expert_TK)
         expert_TK = torch.where(rank_TK == dest, local_TK, -1).to(torch.int32)
         torch.any(expert_TK >= 0, 1, out=self.goes_WT[dest].view(torch.bool))
-        first = post.tokens * top_k * 8
+        first = peers.tokens * top_k * 8
         size = self.plan.tokens * top_k * 4  # of ids that are expected: behind the tokens there is no expert
         ids = cell[first : first + size].view(torch.int32).view(-1, top_k)
         ids[:tokens] = expert_TK
@@ -147,25 +147,25 @@ class ShmemExchange(PeerExchange):
         return first + size
 
     def _take_slots(self, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from amoeba.kernels.peer_post import SLOTS
+        from amoeba.kernels.peer_context import SLOTS
 
         found = super()._take_slots(weight_TK)
         self._taken(SLOTS)
         return found
 
     def _set_off(self, rows_TH: Tensor, out_RH: Tensor) -> None:
-        from amoeba.kernels.peer_post import ROWS
+        from amoeba.kernels.peer_context import ROWS
 
         self._ship(ROWS, lambda dest, cell: _lay(rows_TH, cell))
 
     def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
+        from amoeba.kernels.peer_context import ROWS
         from amoeba.kernels.peer_copies import take_copies
-        from amoeba.kernels.peer_post import ROWS
         from amoeba.kernels.peer_rows import own_rows
 
-        post = self.office.checked()
-        own_rows(post, self.plan, rows_TH, out_RH, self.comes_R)
-        take_copies(post, self.plan, out_RH)
+        peers = self.buffer.checked()
+        own_rows(peers, self.plan, rows_TH, out_RH, self.comes_R)
+        take_copies(peers, self.plan, out_RH)
         self._taken(ROWS)
 
     def _send_back(self, channel: int, rows_RH: Tensor) -> None:
@@ -181,18 +181,18 @@ class ShmemExchange(PeerExchange):
         from amoeba.kernels.peer_copies import others, wait_for_room
         from amoeba.kernels.peer_counters import ARRIVED
 
-        post, courier = self.office.checked(), _courier(self.office)
-        wait_for_room(post, channel)
-        for dest in others(post):
-            nbytes = lay(dest, outbox(post, channel, dest))
+        peers, courier = self.buffer.checked(), _courier(self.buffer)
+        wait_for_room(peers, channel)
+        for dest in others(peers):
+            nbytes = lay(dest, outbox(peers, channel, dest))
             if nbytes:
-                courier.put(post, channel, dest, nbytes)
-        courier.count(post, channel, ARRIVED.value)
+                courier.put(peers, channel, dest, nbytes)
+        courier.count(peers, channel, ARRIVED.value)
 
     def _taken(self, channel: int) -> None:
         from amoeba.kernels.peer_counters import TAKEN
 
-        _courier(self.office).count(self.office.checked(), channel, TAKEN.value)
+        _courier(self.buffer).count(self.buffer.checked(), channel, TAKEN.value)
 
 
 def _lay(rows: Tensor, cell: Tensor) -> int:

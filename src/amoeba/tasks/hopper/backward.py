@@ -244,7 +244,7 @@ def hopper_backward(
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, peers, sends = make_table(offs_E, BLOCK_M, counters), None, 0
     if arrival is not None:
-        plan = replace(plan, RANKS=arrival.post.count, TAKERS=arrival.post.takers)
+        plan = replace(plan, RANKS=arrival.peers.count, TAKERS=arrival.peers.takers)
         local = make_local_table(order_N, offs_E, table, BLOCK_M, top_k, *arrival.rows)
         peers, sends = arrival.context(local), arrival.sends
     programs = multiprocessors(device)

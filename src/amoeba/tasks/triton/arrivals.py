@@ -2,7 +2,7 @@
 
 T tokens of this rank · W ranks · R = W·C rows, C of each rank, the most tokens that one may have · H hidden
 
-    announce(dy_RH, Arrival(...))                 # by the transport, in place of waiting
+    dy_RH = start_sending(...)                    # by the transport, instead of waiting
     arrival = announced(dy_RH)                    # by the backend: taken once
     scheduled_backward(dy_RH, ..., arrival=arrival)
     arrival.close()
@@ -27,15 +27,17 @@ from torch import Tensor
 
 from amoeba.kernels.fences import microseconds
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.peer_context import FLAGS, PeerContext, Plan
+from amoeba.kernels.peer_context import ROWS as _ROWS
+from amoeba.kernels.peer_context import SUMS as _SUMS
+from amoeba.kernels.peer_copies import cells_as_rows
 from amoeba.kernels.peer_counters import ARRIVED, TAKEN, counter_of, look, tell, wait_for
-from amoeba.kernels.peer_post import FLAGS, Plan, Post
-from amoeba.kernels.peer_post import ROWS as _ROWS
-from amoeba.kernels.peer_post import SUMS as _SUMS
 from amoeba.tasks.triton.local_first import LocalTable
 
 # Rows of a block that travels, as in `Tiling`. The interpreter's layers are small.
 SENT, SENT_INTERPRETED = 128, 16
 _SEND_TILE = 8192  # numbers that a program copies at once
+BLOCK, BLOCK_INTERPRETED = 32, 16  # tokens that a task sums up are those of one rank
 ROWS, SUMS = tl.constexpr(_ROWS), tl.constexpr(_SUMS)
 # The peer context: numbers in memory, of which a kernel needs one address in its registers.
 GOES, ADDRESSES, EPOCHS, TROUBLE, RECORD, CELL_AT, CELL_SIZE, FLAGS_AT, FLAGS_SIZE, SENT_TOKENS = map(
@@ -52,7 +54,7 @@ class Arrival:
     keep: is given dx of own tokens, of this rank's experts alone; what it returns stands for dx of all rows.
     """
 
-    post: Post
+    peers: PeerContext
     plan: Plan
     dy_TH: Tensor
     goes_WT: Tensor
@@ -62,7 +64,7 @@ class Arrival:
     @property
     def rows(self) -> tuple[int, int]:
         """Of dy_RH, those of this rank's tokens."""
-        return self.post.rank * self.plan.tokens, (self.post.rank + 1) * self.plan.tokens
+        return self.peers.rank * self.plan.tokens, (self.peers.rank + 1) * self.plan.tokens
 
     @property
     def sent(self) -> int:
@@ -71,27 +73,27 @@ class Arrival:
     @property
     def sends(self) -> int:
         """Tickets of SEND."""
-        return (self.post.count - 1) * cdiv(self.plan.tokens, self.sent)
+        return (self.peers.count - 1) * cdiv(self.plan.tokens, self.sent)
 
     def context(self, local: LocalTable) -> Tensor:
         """What the kernel is told of the other ranks, in the order of the fields below."""
-        post, made = self.post, torch.empty(_FIELDS, dtype=torch.int64, device=self.dy_TH.device)
+        peers, made = self.peers, torch.empty(_FIELDS, dtype=torch.int64, device=self.dy_TH.device)
         _write_context[(1,)](
-            made, self.goes_WT, *post.waiting, post.cell_at[_ROWS], post.cell_size[_ROWS], post.cell_at[FLAGS],
-            post.cell_size[FLAGS], self.dy_TH.shape[0], self.comes_R, post.cell_at[_SUMS], post.cell_size[_SUMS],
-            self.plan.tokens, post.rank, post.limit, self.sends, local.first_local, self.dy_TH, num_warps=1,
+            made, self.goes_WT, *peers.waiting, peers.cell_at[_ROWS], peers.cell_size[_ROWS], peers.cell_at[FLAGS],
+            peers.cell_size[FLAGS], self.dy_TH.shape[0], self.comes_R, peers.cell_at[_SUMS], peers.cell_size[_SUMS],
+            self.plan.tokens, peers.rank, peers.limit, self.sends, local.first_local, self.dy_TH, num_warps=1,
         )  # fmt: skip
         return made
 
     def constants(self) -> dict[str, Any]:
         columns = min(next_power_of_2(self.dy_TH.shape[1]), 2048)
         return {
-            "RANKS": self.post.count,
+            "RANKS": self.peers.count,
             "SENT": self.sent,
             "SEND_T": min(max(_SEND_TILE // columns, 1), self.sent),
             "SEND_H": columns,
             "ALIGNED": self.dy_TH.data_ptr() % 16 == 0 and self.dy_TH.stride(0) * self.dy_TH.element_size() % 16 == 0,
-            "TAKERS": self.post.takers,
+            "TAKERS": self.peers.takers,
             "ON_GPU": self.dy_TH.is_cuda,
         }
 
@@ -101,9 +103,9 @@ class Arrival:
 
     def close(self) -> None:
         """Behind the last task: the transport's counters go on as if it had sent and taken dy, and sent the sums."""
-        post = self.post
+        peers = self.peers
         _close[(1,)](
-            post.addresses, post.epochs, post.rank, PUSHERS=post.pushers, TAKERS=post.takers, RANKS=post.count,
+            peers.addresses, peers.epochs, peers.rank, PUSHERS=peers.pushers, TAKERS=peers.takers, RANKS=peers.count,
             num_warps=1,
         )  # fmt: skip
 
@@ -116,6 +118,27 @@ _announced: dict[int, Arrival] = {}
 
 def announce(dy_RH: Tensor, arrival: Arrival) -> None:
     _announced[dy_RH.data_ptr()] = arrival
+
+
+def start_sending(
+    peers: PeerContext, plan: Plan, dy_TH: Tensor, goes_WT: Tensor, comes_R: Tensor, keep: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """dy_RH, announced, for a backward that begins before the rows of other ranks have arrived; or None, on all ranks
+    alike. comes_R, keep: as in `Arrival`.
+
+    The rows arrive in this rank's heap, in one cell for each rank, and are read there: nothing is copied but own rows.
+    For that the cells have to hold just C rows of H numbers each: so `most_tokens` has to be given, a multiple of
+    BLOCK, and no layer of the group may need more. Its sums of dx go straight into the cells of the ranks that the rows
+    came from.
+    """
+    dy_RH = cells_as_rows(peers, plan, dy_TH)
+    if dy_RH is None or plan.tokens % (BLOCK if dy_TH.is_cuda else BLOCK_INTERPRETED):
+        return None
+    dy_TH = dy_TH.contiguous()
+    first = peers.rank * plan.tokens
+    dy_RH[first : first + dy_TH.shape[0]].copy_(dy_TH)
+    announce(dy_RH, Arrival(peers, plan, dy_TH, goes_WT, comes_R, keep))
+    return dy_RH
 
 
 def announced(dy_RH: Tensor) -> Arrival | None:

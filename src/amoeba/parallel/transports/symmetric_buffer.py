@@ -2,9 +2,9 @@
 
 W ranks
 
-    office = office_of(ranks, device)
-    tokens = office.prepare(ranks, facts, x_TH, routing, most_tokens=None)      # on all ranks at once
-    plan = plan_of(tuple(tokens), routing.num_tokens, office)
+    buffer = symmetric_buffer_of(ranks, device)
+    tokens = buffer.prepare(ranks, facts, x_TH, routing, most_tokens=None)      # on all ranks at once
+    plan = plan_of(tuple(tokens), routing.num_tokens, buffer)
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from amoeba.core.errors import bad_value
 from amoeba.parallel.agreement import agree
 from amoeba.parallel.heap import SPARE, Heap, open_heap
 from amoeba.parallel.ranks import Ranks, watch
-from amoeba.parallel.transports.rooms import Rooms
+from amoeba.parallel.transports.capacity import CapacityEstimate
 from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
-    from amoeba.kernels.peer_post import Plan, Post
+    from amoeba.kernels.peer_context import PeerContext, Plan
 
 _HOST = torch.device("cpu")
 # of the channels of `peer_rows`, for who waits in vain
@@ -53,7 +53,7 @@ class Size:
         return Size(*(max(one, two) for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-class Office:
+class SymmetricBuffer:
     """The heap of a group on one device, and what its kernels are told. All layers of a model share it."""
 
     def __init__(self, ranks: Ranks, device: torch.device, *, remote: bool = False) -> None:
@@ -61,10 +61,10 @@ class Office:
         self.ranks, self.device, self.remote = ranks, device, remote
         self.size = Size(0, 0, 0)
         self.agreed: tuple[Any, ...] | None = None
-        self.rooms = Rooms()
+        self.capacity = CapacityEstimate()
         self.holds = False  # rows that have come are read where they lie, and have not all been read
         self._heap: Heap | None = None
-        self._post: Post | None = None
+        self._peers: PeerContext | None = None
         self._told: Tensor | None = None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         watch(self.check)
@@ -74,8 +74,8 @@ class Office:
     ) -> Sequence[int]:
         """The numbers of tokens of all ranks, or what is the most; and a heap that holds so many."""
         self.ranks, tokens = ranks, routing.num_tokens
-        if self._post is not None and self._post.seconds != ranks.deadline:
-            self._post = replace(self._post, seconds=ranks.deadline)
+        if self._peers is not None and self._peers.seconds != ranks.deadline:
+            self._peers = replace(self._peers, seconds=ranks.deadline)
         if most_tokens is not None and tokens > most_tokens:
             raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "allow as many as will come")
         same = (most_tokens, *facts.values())
@@ -91,17 +91,17 @@ class Office:
         return counts
 
     def _grow(self, ranks: Ranks, size: Size) -> None:
+        from amoeba.kernels.peer_context import PeerContext, heap_layout, tokens_of_cells
         from amoeba.kernels.peer_counters import CHANNELS, RECORD
-        from amoeba.kernels.peer_post import Post, heap_layout, tokens_of_cells
 
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         ranks.gather([size.tokens], _HOST, "the others to be done with the heap")
-        self._heap = self._post = None
+        self._heap = self._peers = None
         cell_at, cell_size, nbytes = heap_layout(ranks.count, *vars(size).values())
         nbytes = 2 * nbytes + SPARE if self.remote else nbytes
         self._heap = open_heap(ranks, self.device, nbytes, remote=self.remote)
-        self._post = Post(
+        self._peers = PeerContext(
             self._heap.addresses,
             epochs=torch.zeros(CHANNELS.value, dtype=torch.int64, device=self.device),
             trouble=torch.zeros(1, dtype=torch.int64, device=self.device),
@@ -146,50 +146,50 @@ class Office:
 
         return wait
 
-    def checked(self) -> Post:
+    def checked(self) -> PeerContext:
         self.check()
-        assert self._post is not None
-        return self._post
+        assert self._peers is not None
+        return self._peers
 
     def check(self) -> None:
         """RankLost if a kernel gave up waiting, ValueError if more rows came than fit. The host looks at its own
         memory, and waits for nothing."""
         from amoeba.kernels.peer_counters import CROWDED, TAKEN
 
-        post = self._post
-        if post is None or not post.record[0]:
+        peers = self._peers
+        if peers is None or not peers.record[0]:
             return
-        _, channel, whom, epoch, seen, expected, which = post.record.tolist()
+        _, channel, whom, epoch, seen, expected, which = peers.record.tolist()
         if which == CROWDED.value:
             needed = f"room for all slots with an expert of rank {self.ranks.rank}, {seen} in exchange {epoch}"
             raise bad_value("most_rows", needed, expected, "allow more, or leave it out for room for all")
         of_taken = which == TAKEN.value
         what = f"{_NAMES[channel]}, exchange {epoch}"
-        parts = post.takers if of_taken else post.pushers
+        parts = peers.takers if of_taken else peers.pushers
         found = f"{max(seen - expected + parts, 0)} of {parts} parts {'were taken' if of_taken else 'had come'}"
         raise self.ranks.lost(f"{what} to be taken" if of_taken else what, whom, found)
 
 
-_offices: dict[tuple[Any, torch.device, bool], Office] = {}  # one per group, device and way, made once
+_buffers: dict[tuple[Any, torch.device, bool], SymmetricBuffer] = {}  # one per group, device and way, made once
 
 
-def office_of(ranks: Ranks, device: torch.device, *, remote: bool = False) -> Office:
+def symmetric_buffer_of(ranks: Ranks, device: torch.device, *, remote: bool = False) -> SymmetricBuffer:
     key = ranks.group, device, remote
-    if key not in _offices:
-        _offices[key] = Office(ranks, device, remote=remote)
-    return _offices[key]
+    if key not in _buffers:
+        _buffers[key] = SymmetricBuffer(ranks, device, remote=remote)
+    return _buffers[key]
 
 
 @functools.lru_cache(maxsize=256)
-def plan_of(counts: tuple[int, ...], tokens: int, office: Office) -> Plan:
+def plan_of(counts: tuple[int, ...], tokens: int, buffer: SymmetricBuffer) -> Plan:
     """counts: rows of each rank's tokens here; tokens: of this rank."""
-    from amoeba.kernels.peer_post import Plan
+    from amoeba.kernels.peer_context import Plan
 
     ranks = range(len(counts))
     first = [sum(counts[:rank]) for rank in ranks]
     there = [[0 for _ in ranks], [rank * tokens for rank in ranks], [tokens for _ in ranks]]
     tables = [torch.tensor(table, dtype=torch.int64, device=_HOST) for table in (there, [first, first, list(counts)])]
-    if office.device.type == "cuda":  # only from pinned memory is a copy sure not to wait for the device
-        tables = [table.pin_memory().to(office.device, non_blocking=True) for table in tables]
+    if buffer.device.type == "cuda":  # only from pinned memory is a copy sure not to wait for the device
+        tables = [table.pin_memory().to(buffer.device, non_blocking=True) for table in tables]
     places = tuple(slice(begin, begin + count) for begin, count in zip(first, counts, strict=True))
-    return Plan(tables[0], tables[1], counts[office.ranks.rank], sum(counts), places)
+    return Plan(tables[0], tables[1], counts[buffer.ranks.rank], sum(counts), places)

@@ -27,7 +27,7 @@ LOOKS_PER_SECOND = 10_000
 
 
 @dataclass(frozen=True, eq=False)
-class Post:
+class PeerContext:
     """What the ranks have made once.
 
     addresses: int64 (W,), of every rank's heap as this process reaches it.
@@ -91,7 +91,7 @@ class Plan:
 
 
 def heap_layout(ranks: int, tokens: int, top_k: int, row_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """cell_at and cell_size of a `Post`, and the bytes of a heap."""
+    """cell_at and cell_size of a `PeerContext`, and the bytes of a heap."""
     tokens = tokens_of_cells(tokens)
     slots = tokens * top_k
     sizes = (slots * (4 + 8), tokens * row_bytes, tokens * row_bytes, slots * 8, tokens // 16 * 8)

@@ -13,8 +13,9 @@ import rank_jobs
 from amoeba import LoraFactors, Routing, experts
 from amoeba.parallel import ShardedExperts
 from amoeba.parallel.processes import LocalRanks
-from amoeba.parallel.transports import office, rooms
-from amoeba.parallel.transports.rooms import Rooms, layer_of, rounded_up
+from amoeba.parallel.transports import capacity as rooms
+from amoeba.parallel.transports import symmetric_buffer as buffer
+from amoeba.parallel.transports.capacity import CapacityEstimate, layer_of, rounded_up
 from selection import quick
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
@@ -28,7 +29,7 @@ def test_a_room_is_one_of_few_sizes() -> None:
 
 
 def test_a_guess_grows_at_once_comes_down_size_by_size_and_goes_with_the_number_of_tokens() -> None:
-    known, slots, size = Rooms(), 262144, 4096
+    known, slots, size = CapacityEstimate(), 262144, 4096
     assert known.guess(1, slots) is None
     guesses = []
     for room in (32 * size, 40 * size, 32 * size, 32 * size, 64 * size):
@@ -79,8 +80,14 @@ def guessing(rank: int, steps: list[tuple[int, ...]], options: dict) -> tuple[li
     equal, told, again = [], list[str](), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         _know_nothing(patch)
-        _watch(patch, office.Office, "ask", lambda: told.append("asked"), lambda: told.append("waited"))
-        _watch(patch, rooms.Rooms, "guess", lambda: None, given_back=lambda guess: told.append(str(guess is not None)))
+        _watch(patch, buffer.SymmetricBuffer, "ask", lambda: told.append("asked"), lambda: told.append("waited"))
+        _watch(
+            patch,
+            rooms.CapacityEstimate,
+            "guess",
+            lambda: None,
+            given_back=lambda guess: told.append(str(guess is not None)),
+        )
         _watch(patch, triton_rows.TritonRows, "up", lambda: told.append("up"))
         _watch(patch, peer_rows, "put_back", lambda: again.append(step))
         for step, (*tokens, share) in enumerate(steps):
@@ -109,8 +116,8 @@ def _trained(layer: ShardedExperts) -> list[torch.Tensor]:
 def _know_nothing(patch: pytest.MonkeyPatch) -> None:
     """Of layers that have been; and sizes are so small that few rows more are too many."""
     patch.setattr(rooms, "_TILE", 1)
-    for each in office._offices.values():
-        each.rooms = Rooms()
+    for each in buffer._buffers.values():
+        each.capacity = CapacityEstimate()
 
 
 def _watch(patch: pytest.MonkeyPatch, owner, name: str, called, when_awaited=None, given_back=None) -> None:

@@ -1,8 +1,8 @@
 """How many rows the buffers between the products get: of a pass whose rows are counted, or before they are.
 
     room = rounded_up(owned, slots)                 # of so many slots, so many have an expert here
-    guess = rooms.guess(layer, slots)               # None: of this layer nothing is known yet
-    rooms.remember(layer, room, slots, guess)
+    guess = estimate.guess(layer, slots)            # None: of this layer nothing is known yet
+    estimate.remember(layer, room, slots, guess)
 
 A guess is the room of the layer's last pass, in proportion to the slots, and one size more. After a pass that needed
 more than those behind it, it comes down by one size at a time. What becomes of a pass that has more rows than were
@@ -28,7 +28,7 @@ def _size(slots: int) -> int:
     return max(-(-slots // (_SIZES * _TILE)), 1) * _TILE
 
 
-class Rooms:
+class CapacityEstimate:
     """What layers needed. A layer is known by the place of its weights: should another one lie there some day, its
     first guess is no good, and no harm is done."""
 
