@@ -16,17 +16,17 @@ from amoeba.system.shell import shell_command
 
 
 def merge(
-    model: Annotated[str, typer.Argument(help="The base model: a folder that save_pretrained wrote, or a hub name.")],
+    model: Annotated[str, typer.Argument(help="Base model: a Hugging Face folder or a hub name.")],
     adapter: Annotated[
-        str | None, typer.Option("--adapter", help="A PEFT folder, or a run of amoeba finetune.")
+        str | None, typer.Option("--adapter", help="PEFT adapter: its folder, or a run of amoeba finetune.")
     ] = None,
-    out: Annotated[str | None, typer.Option("--out", help="The folder to write; it must not be there yet.")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Folder to write. It must not exist yet.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a model with its adapter added into the weights: a folder that plain transformers loads."""
+    """Merge an adapter into its base model and save a folder that plain transformers can load."""
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers")

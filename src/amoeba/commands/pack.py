@@ -25,18 +25,18 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def pack(
-    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote; with --check, or a store.")],
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder; with --check, a store works too.")],
     out: Annotated[
-        str | None, typer.Option("--out", help="The store to write, or to go on with; default MODEL.store.")
+        str | None, typer.Option("--out", help="Store to write or to resume (default: MODEL.store).")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Only read the store of MODEL and compare every checksum.")
+        bool, typer.Option("--check", help="Only read the model's store and verify every checksum.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Pack a model for streaming: one block per expert, with checksums; if killed, it continues where it stopped."""
+    """Pack a model for streaming: one block per expert, with checksums. An interrupted run can be resumed."""
     output = start(verbose)
     document: dict[str, Any] = {"document": "amoeba pack"}
     with usage():

@@ -22,18 +22,18 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def quantise(
-    model: Annotated[str, typer.Argument(help="A folder that save_pretrained wrote.")],
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
     format: Annotated[
-        str, typer.Option("--format", help="fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4, of the experts.")
+        str, typer.Option("--format", help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")
     ] = "fp8",
     out: Annotated[
-        str | None, typer.Option("--out", help="The folder to write, or to go on with; default MODEL-FORMAT.")
+        str | None, typer.Option("--out", help="Folder to write or to resume (default: MODEL-FORMAT).")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a model again with its experts quantised; generate and finetune take it as it is."""
+    """Save a copy of a model with quantised experts. generate and finetune load it directly."""
     output = start(verbose)
     with usage():
         folder = model_folder(model)

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from amoeba.stream.cache import Counters
     from amoeba.stream.trace import Trace
 
-stream = Typer(
-    name="stream", help="Experts that do not fit in memory: what a cache of them does.", no_args_is_help=True
-)
+stream = Typer(name="stream", help="Tools for experts that do not fit in memory.", no_args_is_help=True)
 
 _SECONDS_BETWEEN_LINES = 5.0
 _GB = 1e9
@@ -32,39 +30,39 @@ _GB = 1e9
 @stream.command()
 def simulate(
     trace: Annotated[
-        Path | None, typer.Argument(help="A recorded routing trace (amoeba generate --record), or --synthetic.")
+        Path | None, typer.Argument(help="Routing trace from `amoeba generate --record`. Or use --synthetic.")
     ] = None,
     synthetic: Annotated[
         str | None,
         typer.Option(
             "--synthetic",
-            help="A made trace: qwen3-30b, or what differs from it, such as layers=4,tokens=500,next=0.45,within=0.8,"
+            help="Generate a trace: qwen3-30b, or changes to it, such as layers=4,tokens=500,next=0.45,within=0.8,"
             "skew=0.5,drift=0,seed=0,experts=128,top_k=8.",
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", help="Shares of the experts on the GPU, the rest in memory; default 10%,25%,50%."),
+        typer.Option("--budget", help="Shares of the experts on the GPU, the rest in memory (default: 10%,25%,50%)."),
     ] = None,
     vram: Annotated[
-        str | None, typer.Option("--vram", help="Instead: bytes of experts on the GPU, such as 8GiB.")
+        str | None, typer.Option("--vram", help="Bytes of experts kept on the GPU, such as 8GiB, instead of --budget.")
     ] = None,
     ram: Annotated[
         str | None,
-        typer.Option("--ram", help="Bytes of experts in memory, over a disk; without it memory holds all of them."),
+        typer.Option("--ram", help="Bytes of experts kept in memory; the rest is on disk (default: all in memory)."),
     ] = None,
     expert_size: Annotated[
-        str | None, typer.Option("--expert-size", help="Bytes of one expert, such as 9MiB; default as the trace says.")
+        str | None, typer.Option("--expert-size", help="Bytes per expert, such as 9MiB (default: from the trace).")
     ] = None,
     warm_up: Annotated[
-        int, typer.Option("--warm-up", min=0, help="Tokens at the beginning that fill the cache and are not counted.")
+        int, typer.Option("--warm-up", min=0, help="Initial tokens that fill the cache and are not counted.")
     ] = 0,
-    link: Annotated[float, typer.Option("--link", help="GB/s from memory to the GPU, for the floor.")] = 55.0,
-    disk: Annotated[float, typer.Option("--disk", help="GB/s from the disk, for the floor.")] = 5.0,
+    link: Annotated[float, typer.Option("--link", help="GB/s from memory to the GPU, for the time floor.")] = 55.0,
+    disk: Annotated[float, typer.Option("--disk", help="GB/s from disk, for the time floor.")] = 5.0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Replay a routing trace against memory budgets: hit rates, bytes per token, the time floor."""
+    """Replay a routing trace with several memory budgets: hit rates, bytes per token, time floor."""
     output = start(verbose)
     with usage():
         from amoeba.stream.simulate import check_warm_up

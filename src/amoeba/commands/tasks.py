@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amoeba.tasks.simulator import Ran
     from amoeba.tasks.timeline import Summary
 
-tasks = Typer(name="tasks", help="The scheduled backward: its tasks and what they wait for.", no_args_is_help=True)
+tasks = Typer(name="tasks", help="The scheduled backward: tasks and their dependencies.", no_args_is_help=True)
 
 # Multiplications in fp64, some seconds' worth.
 MOST_WORK = 2e9
@@ -32,25 +32,25 @@ UNIT = "steps"  # of the simulation: a task takes one on average
 
 @tasks.command()
 def simulate(
-    shape: Annotated[str, typer.Option("--shape", help="T,H,I,E,K, with T tokens on each rank.")] = SHAPE,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks that share the experts.")] = 2,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Workers of each rank.")] = 4,
-    passes: Annotated[int, typer.Option("--passes", min=1, help="Backward passes, one after another.")] = 2,
-    schedules: Annotated[int, typer.Option("--schedules", min=1, help="Random schedules.")] = 20,
+    shape: Annotated[str, typer.Option("--shape", help="Layer shape T,H,I,E,K, with T tokens per rank.")] = SHAPE,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Workers per rank.")] = 4,
+    passes: Annotated[int, typer.Option("--passes", min=1, help="Consecutive backward passes.")] = 2,
+    schedules: Annotated[int, typer.Option("--schedules", min=1, help="Number of random schedules.")] = 20,
     remote: Annotated[
-        str | None, typer.Option("--remote", help="Ranks that put and signal instead of loading, such as 1,3.")
+        str | None, typer.Option("--remote", help="Ranks reached by put and signal instead of loads, such as 1,3.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of tokens, routing and schedules.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed for tokens, routing and schedules.")] = 0,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the first schedule for ui.perfetto.dev, as JSON.")
+        Path | None, typer.Option("--trace", help="Save the first schedule as JSON for ui.perfetto.dev.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option("--picture", help="Write the first schedule as an SVG picture.")
+        Path | None, typer.Option("--picture", help="Save the first schedule as an SVG picture.")
     ] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Execute the scheduled backward in random schedules: each read after its writes, nobody stuck, every gradient."""
+    """Simulate the scheduled backward in random orders: no early read, no deadlock, every gradient correct."""
     output = start(verbose)
     with usage():
         from amoeba.bench.shapes import parse_shape

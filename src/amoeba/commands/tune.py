@@ -26,22 +26,22 @@ MOST_MINUTES = 24 * 60.0
 
 def tune(
     shape: Annotated[
-        list[str] | None, typer.Option("--shape", help="A name (qwen3_30b, ...) or T,H,I,E,K; may be repeated.")
+        list[str] | None,
+        typer.Option("--shape", help="Shape: a name (qwen3_30b, ...) or T,H,I,E,K. Can be repeated."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="The layers of a preset (120m, ...) or of a folder's config.json.")
+        str | None,
+        typer.Option("--model", help="Tune for a preset (120m, ...) or a folder with config.json."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="With --model: tokens of a pass.")] = 8192,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="With --model: tokens per pass.")] = 8192,
     dtype: Annotated[
-        list[str] | None, typer.Option("--dtype", help=f"{', '.join(SERVED)}; default bfloat16. May be repeated.")
+        list[str] | None, typer.Option("--dtype", help=f"{', '.join(SERVED)} (default: bfloat16). Can be repeated.")
     ] = None,
-    minutes: Annotated[
-        float, typer.Option("--minutes", help="Shared by all kernels; no candidate is begun after them.")
-    ] = 5.0,
+    minutes: Annotated[float, typer.Option("--minutes", help="Time budget for all kernels together.")] = 5.0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Find the best tiles of each kernel on this GPU for a layer, and keep them for later runs."""
+    """Find the fastest tile sizes for each kernel on this GPU and save them for later runs."""
     output = start(verbose)
     with usage():
         import torch

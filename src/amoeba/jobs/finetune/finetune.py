@@ -32,7 +32,7 @@ from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_t
 from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.placement import Placed, check_placement
 from amoeba.integrations.text_model import text_config
-from amoeba.jobs.cpu_dtype import dtype_to_load
+from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
 from amoeba.jobs.settings import FinetuneSettings
@@ -57,6 +57,7 @@ from amoeba.lora.adapter_folder import adapter_of
 from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
+from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.together import ALONE, Together
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
@@ -190,37 +191,8 @@ def _finetune(
     check_understands(tokenizer, corpus.train)
     rows = _rows(corpus, tokenizer, model_config, settings, console)
 
-    streamed: Streamed | None = None
-    asked = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    streams = _streams(name, settings)
-    choice = dtype_to_load(asked, name, model_config, home_of(settings.vram) if streams else device)
-    if streams:
-        streamed, choice = attach_in(
-            choice,
-            name,
-            ram="auto" if settings.ram is None else settings.ram,
-            vram=settings.vram,
-            trust_remote_code=trust_remote_code,
-            beside=lambda store: factor_bytes(store, settings),
-        )
-        at_end.enter_context(streamed)
-        model = streamed.model
-        placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
-    elif mesh is not None:
-        model = load_share(name, choice.dtype, mesh.experts, trust_remote_code=trust_remote_code)
-        placed = Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
-    else:
-        tokens = -(-settings.batch_size // together.count) * settings.sequence_length
-        model, placed = load_placed(
-            name,
-            choice,
-            settings.experts,
-            Load(tokens, settings.r, recompute=settings.gradient_checkpointing),
-            trains=True,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
+    base = _load_base(settings, name, model_config, mesh, together, trust_remote_code, at_end)
+    model, placed = base.model, base.placed
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
         console.say(f"experts by {covered}; only those of amoeba get factors")
@@ -237,9 +209,9 @@ def _finetune(
         settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
     )
     trainable = count_parameters(model, None if mesh is None else mesh.experts, trained=True)
-    faster = f" ({choice.reason})" if choice.stored is not None else ""
+    faster = f" ({base.dtype.reason})" if base.dtype.stored is not None else ""
     console.say(
-        f"model: {model.config.model_type} on {device} in {str(model.dtype).removeprefix('torch.')}{faster}; "
+        f"model: {model.config.model_type} on {base.device} in {str(model.dtype).removeprefix('torch.')}{faster}; "
         f"experts {placed.placement} ({placed.reason})"
     )
     if mesh is None and together.count > 1:
@@ -261,7 +233,7 @@ def _finetune(
     trainer = make_trainer(
         model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, together, mesh
     )
-    parts = StreamParts(streamed)
+    parts = StreamParts(base.streamed)
     parts.begin("training")
     outcome, kept_in = run_to_end(trainer, folder, earlier)
     streaming = parts.report()
@@ -278,6 +250,59 @@ def _finetune(
     )
     trainer.run_log.finish(report)
     return report
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The frozen model, and where its experts are."""
+
+    model: Any
+    placed: Placed
+    dtype: DtypeChoice
+    device: torch.device
+    streamed: Streamed | None = None
+
+
+def _load_base(
+    settings: FinetuneSettings,
+    name: str,
+    model_config: Any,
+    mesh: RankMesh | None,
+    together: Together,
+    trust_remote_code: bool,
+    at_end: ExitStack,
+) -> _Base:
+    asked = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    streams = _streams(name, settings)
+    choice = dtype_to_load(asked, name, model_config, home_of(settings.vram) if streams else device)
+    if streams:
+        streamed, choice = attach_in(
+            choice,
+            name,
+            ram="auto" if settings.ram is None else settings.ram,
+            vram=settings.vram,
+            trust_remote_code=trust_remote_code,
+            beside=lambda store: factor_bytes(store, settings),
+        )
+        at_end.enter_context(streamed)
+        placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
+        return _Base(streamed.model, placed, choice, device, streamed)
+    if mesh is not None:
+        model = load_share(name, choice.dtype, mesh.experts, trust_remote_code=trust_remote_code)
+        placed = Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
+        return _Base(model, placed, choice, device)
+    tokens = -(-settings.batch_size // together.count) * settings.sequence_length
+    model, placed = load_placed(
+        name,
+        choice,
+        settings.experts,
+        Load(tokens, settings.r, recompute=settings.gradient_checkpointing),
+        trains=True,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    return _Base(model, placed, choice, device)
 
 
 def _streams(name: str, settings: FinetuneSettings) -> bool:
