@@ -1,6 +1,6 @@
-"""Draws the chart of README.md and writes its table, both from the documents in benchmarks/results and nothing else.
+"""Draws the chart of README.md and writes the table of docs/benchmarks.md, from the documents in benchmarks/results.
 
-    python benchmarks/draw_chart.py     # rewrites docs/images/results.svg and the table between the marks in README.md
+    python benchmarks/draw_chart.py     # rewrites docs/images/results.svg and the table between the marks
 
 Within a group of bars, and within a row of the table, all figures come from one run. Plain Python, no packages.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CHART = ROOT / "docs" / "images" / "results.svg"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- results: written by benchmarks/draw_chart.py -->\n", "<!-- end of results -->\n"
 
 # Colour classes of the bars, in the order of the legend.
@@ -210,7 +210,7 @@ def chart() -> str:
         f'<text x="{WIDTH - 24}" y="34" class="muted right">medians, one run per group of bars, {_dates()}</text>',
         *_legend(24, 58),
     ]
-    title = "Bar chart: TFLOP/s of aMoEba beside SonicMoE, transformers and kt-kernel on an H200 and on two CPUs"
+    title = "Bar chart: TFLOP/s of aMoEba next to SonicMoE, transformers and kt-kernel on an H200 and on two CPUs"
     body = "\n  ".join((*head, *left, *right))
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">
   <title>{title}</title>
@@ -285,12 +285,12 @@ def _number(speed: float) -> str:
     return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
 
 
-def with_table(readme: str) -> str:
-    before, _, rest = readme.partition(BEGIN)
+def with_table(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n" + table() + "\n" + END + after
 
 
 if __name__ == "__main__":
     CHART.write_text(chart())
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))

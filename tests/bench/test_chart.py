@@ -1,4 +1,4 @@
-"""README's chart and table are those that benchmarks/draw_chart.py makes of the documents in benchmarks/results."""
+"""The chart in README.md and the table in docs/benchmarks.md follow from the documents in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def draw_chart() -> ModuleType:
     return script("draw_chart")
 
 
-def test_readme_has_the_chart_and_the_table_of_the_documents(draw_chart: ModuleType) -> None:
+def test_chart_and_table_are_those_of_the_documents(draw_chart: ModuleType) -> None:
     assert draw_chart.CHART.read_text() == draw_chart.chart(), "run python benchmarks/draw_chart.py"
-    readme = draw_chart.README.read_text()
-    assert readme == draw_chart.with_table(readme), "run python benchmarks/draw_chart.py"
+    page = draw_chart.PAGE.read_text()
+    assert page == draw_chart.with_table(page), "run python benchmarks/draw_chart.py"
 
 
 def test_a_bar_needs_a_measurement_that_passed_its_check(draw_chart: ModuleType) -> None:
