@@ -102,7 +102,6 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.kernels import (
         activate,
         attention,
-        block_scaled_product,
         combine,
         cross_entropy,
         expert_sums,
@@ -110,13 +109,14 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         quantise_transposed,
         router_balance,
         sort,
+        weight_only_gemm,
     )
-    from amoeba.kernels.activation_backward_product import down_backward
     from amoeba.kernels.decode import Like, decode
     from amoeba.kernels.decode import attention as decode_attention
     from amoeba.kernels.decode.quantised_configuration import by_expert as quantised_by_expert
     from amoeba.kernels.dequantise import dequantise
-    from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
+    from amoeba.kernels.down_backward import down_backward
+    from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
     from amoeba.kernels.lora.epilogue import Addend
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
@@ -175,10 +175,10 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         matrix_scale = empty(E, dtype=torch.float32) if format.has_matrix_scale else None
         matrix = QuantisedMatrix(data, scales, format, H, 2, matrix_scale)
         ways: dict[str, Callable[[], Any]] = {
-            "": lambda: block_scaled_product.multiply_rows(
+            "": lambda: weight_only_gemm.multiply_rows(
                 x, matrix, offs, h, order_N=order, top_k=K, addend=low, bias_EO=biases
             ),
-            " transposed": lambda: block_scaled_product.multiply_rows(h, matrix, offs, empty(N, H), transposed=True),
+            " transposed": lambda: weight_only_gemm.multiply_rows(h, matrix, offs, empty(N, H), transposed=True),
         }
         if capability >= (8, 9) and per_expert > 8:  # for Hopper's products with many rows; e4m3 by an instruction
             ways[" to numbers"] = lambda: dequantise(matrix, 8, 24, empty(16, 2 * I, H))
@@ -317,7 +317,7 @@ def _arrival(dy_TH: torch.Tensor) -> Any:
 def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
     """The up projection with factors of the deepest step, in every configuration that a search may choose."""
     from amoeba.core.config import Activation
-    from amoeba.kernels.grouped_product import multiply_rows_activated
+    from amoeba.kernels.grouped_gemm import multiply_rows_activated
     from amoeba.kernels.lora.epilogue import Addend
     from amoeba.kernels.tile_sizes import candidates
 

@@ -22,9 +22,9 @@ from amoeba.backends.triton_rows import (
     with_plain_rows,
 )
 from amoeba.core.problem import Needs, Problem, Saved
-from amoeba.kernels.block_scaled_product import multiply_rows
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.sort import sort_rows
+from amoeba.kernels.weight_only_gemm import multiply_rows
 from amoeba.precision.quantised import QuantisedMatrix
 
 # Rows of an expert, on average, from which on a product with dequantised experts is faster, dequantising included: by

@@ -138,7 +138,7 @@ def _compute_row_linear_backward(
 def _multiply(
     rows_NI: Tensor, matrix_EIO: Tensor, offs_E: Tensor, out_NO: Tensor, bias_EO: Tensor | None = None
 ) -> Tensor:
-    from amoeba.kernels.grouped_product import multiply_rows
+    from amoeba.kernels.grouped_gemm import multiply_rows
 
     multiply_rows(rows_NI, matrix_EIO, offs_E, out_NO, bias_EO=bias_EO)
     return out_NO.masked_fill_(_tail(out_NO.shape[0], offs_E), 0)

@@ -29,7 +29,7 @@ from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.core.problem import Needs
 from amoeba.core.weights import LoraFactors
-from amoeba.kernels import grouped_product
+from amoeba.kernels import grouped_gemm
 from amoeba.kernels.lora.backward import Sums, lora_backward, widest_rank
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.lora.join_factors import Pair, join_factors
@@ -230,7 +230,7 @@ class LowRank:
     def _thin(self, rows: Rows, factor_EIP: Tensor) -> Tensor:
         """c · rows · factor."""
         sorted_rows, of = self.rows, rows.rows_TW if isinstance(rows, ByToken) else rows
-        return grouped_product.multiply_rows(
+        return grouped_gemm.multiply_rows(
             of,
             factor_EIP,
             sorted_rows.offs_E,

@@ -21,7 +21,7 @@ from amoeba.backends.triton_low_rank import LowRank
 from amoeba.core.layout import check_most_rows
 from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
-from amoeba.kernels import activation_backward_product, grouped_product, weight_gradient
+from amoeba.kernels import down_backward, grouped_gemm, weight_gradient
 from amoeba.kernels.activate import activate, activate_backward
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
@@ -95,7 +95,7 @@ class TritonRows(SortedRows):
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         """Returns h, if it was written."""
         weights = self.problem.weights
-        grouped_product.multiply_rows_activated(
+        grouped_gemm.multiply_rows_activated(
             self.problem.x_TH,
             weights.gate_up_EJH,
             self.offs_E,
@@ -134,7 +134,7 @@ class TritonRows(SortedRows):
     ) -> None:
         """out = rows · matrixᵀ + bias + addend."""
         plain, order_N = self._gathered(rows)
-        grouped_product.multiply_rows(
+        grouped_gemm.multiply_rows(
             plain,
             matrix_EOI.transpose(1, 2),
             self.offs_E,
@@ -179,7 +179,7 @@ class TritonRows(SortedRows):
             return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, needs)
         weights = self.problem.weights
         scaled_a_NI = self.new_rows(weights.intermediate) if needs.scaled_a else None
-        ds_N = activation_backward_product.down_backward(
+        ds_N = down_backward.down_backward(
             dy_TH,
             weights.down_EHI,
             self.offs_E,

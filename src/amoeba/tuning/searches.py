@@ -25,12 +25,12 @@ from amoeba.core.config import Activation
 from amoeba.core.problem import Problem
 from amoeba.core.weights import ExpertWeights
 from amoeba.kernels import attention
-from amoeba.kernels.activation_backward_product import down_backward
 from amoeba.kernels.attention import tile as attention_tile
 from amoeba.kernels.decode import can_overlap, decode
 from amoeba.kernels.decode.candidates import candidates as decode_candidates
 from amoeba.kernels.decode.candidates import decode_key
-from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
+from amoeba.kernels.down_backward import down_backward
+from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
 from amoeba.kernels.launch import next_power_of_2
 from amoeba.kernels.sort import sort_rows
 from amoeba.kernels.tile_sizes import Role, candidates, capability_of, tile_key

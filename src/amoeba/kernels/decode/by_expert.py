@@ -23,7 +23,6 @@ import triton.language as tl
 from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
-from amoeba.kernels.block_scaled_product import decode_scales
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration, Tile
 from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
@@ -40,6 +39,7 @@ from amoeba.kernels.decode.quantised_tiles import (
 from amoeba.kernels.decode.slot_lists import list_of, lists_are, slots_of, spares, work_of
 from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
 from amoeba.kernels.decode.weights import bias_row, is_quantised, numbers_of, stored_down, stored_up
+from amoeba.kernels.dequantise import load_scales
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 
 # A program by expert finds its chunk's slots by comparing ranks with ids, this many pairs at once. More take registers
@@ -187,7 +187,7 @@ def _quantised_products(
         value = tl.load(values + step * DEPTH, mask=value_ok, other=0.0)
         places, there = places_of_scales(scales, row_R, row_ok, step, DEPTH, LINES, REDUCTION, MATRIX)
         if BITS == 8:
-            scale = decode_scales(places, there, 1.0, MATRIX.SCALE)
+            scale = load_scales(places, there, 1.0, MATRIX.SCALE)
             number = number_e4m3(packed, MATRIX.HARDWARE)
             if LINES == 1:
                 total += tl.dot(number.to(dtype), tl.trans(value), input_precision="ieee") * scale

@@ -20,13 +20,13 @@ import triton.language as tl
 from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
-from amoeba.kernels.block_scaled_product import decode_scales
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
 from amoeba.kernels.decode.quantised_tiles import PAIR_SCALE, number_e4m3, pair_e2m1, places_of_scales
 from amoeba.kernels.decode.tiles import activate, load_tile, product_alone, rows_of_gate_up
 from amoeba.kernels.decode.weights import bias_row, is_quantised, numbers_of, stored_down, stored_up
+from amoeba.kernels.dequantise import load_scales
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 
 # Bytes of quantised weights that all slots of a program of the down projection may have in flight.
@@ -297,7 +297,7 @@ def _sums(
     CHUNK: tl.constexpr = min(16, BLOCK_BYTES, WIDTH)
     CHUNKS: tl.constexpr = WIDTH // CHUNK
     places, there = places_of_scales(scales, row_R, row_ok, piece, DEPTH, LINES, MATRIX.REDUCTION, MATRIX)
-    scale = decode_scales(places, there, 1.0, MATRIX.SCALE)
+    scale = load_scales(places, there, 1.0, MATRIX.SCALE)
     packed = tl.reshape(packed, (VALUES, GROUP, CHUNKS, CHUNK))
     if BITS == 8:
         value = tl.reshape(value, (VALUES, 1, CHUNKS, CHUNK)).to(tl.float32)

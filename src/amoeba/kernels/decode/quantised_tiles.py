@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amoeba.kernels.block_scaled_product import decode_e4m3, decode_scales, scale_row
+from amoeba.kernels.dequantise import load_scales, scale_row, unpack_e4m3
 from amoeba.kernels.quantise import BY_BITS
 
 # Bytes b0 b1 b2 b3 to the high bytes of four halves; of each, both nibbles' sign to bit 15 and the rest to bits 9 to
@@ -126,7 +126,7 @@ def number_e4m3(code, HARDWARE: tl.constexpr):
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        return decode_e4m3(code)
+        return unpack_e4m3(code)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def scaled_pair_e2m1(
     if dtype == tl.bfloat16 and not BY_BITS:
         return _by_instructions(code, scales, there, _SCALED_PAIR_E2M1, SCALE, HEIGHT, LINES, WIDTH)
     low, high = pair_e2m1(code)
-    scale = decode_scales(scales, there, 1.0, SCALE) * PAIR_SCALE
+    scale = load_scales(scales, there, 1.0, SCALE) * PAIR_SCALE
     return scaled(low, scale, HEIGHT, LINES, WIDTH).to(dtype), scaled(high, scale, HEIGHT, LINES, WIDTH).to(dtype)
 
 
@@ -216,7 +216,7 @@ def _by_instructions(
             pack=4,
         )
     else:
-        raised = decode_scales(scales, there, 1.0, SCALE) * RAISED
+        raised = load_scales(scales, there, 1.0, SCALE) * RAISED
         half = raised.to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True) >> 16  # exact: e4m3 has 3 bits
         words = (half * 0x00010001).to(tl.int32, bitcast=True)
     words = tl.broadcast_to(words[:, :, None], (HEIGHT, LINES, WIDTH // LINES))

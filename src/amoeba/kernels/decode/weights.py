@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.core.problem import Problem
-from amoeba.kernels.block_scaled_product import block_constants
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Tile
+from amoeba.kernels.dequantise import block_constants
 from amoeba.kernels.tile_sizes import capability_of
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.quantised import QuantisedMatrix

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from amoeba.core.config import Activation
-from amoeba.kernels.activation import constants
-from amoeba.kernels.activation_backward_product import number_of_slices
+from amoeba.kernels.activation import group
 from amoeba.kernels.combine import combine_block
 from amoeba.kernels.constants import Group
+from amoeba.kernels.down_backward import of_epilogue
+from amoeba.kernels.gemm_tiles import of_matrix, of_result, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import slots
@@ -102,16 +103,23 @@ def scheduled_backward(
         I=intermediate,
         J=width,
         TOP_K=top_k,
-        INTERLEAVED=activation.interleaved,
-        SLICES=number_of_slices(down, activation),
-        **constants(activation),
         **layout.constants(),
         BLOCK_E=next_power_of_2(experts),
         BLOCK_M=down.block_m,
-        DOWN_N=down.block_n,
-        DOWN_K=down.block_k,
-        UP_N=up.block_n,
-        UP_K=up.block_k,
+        DOWN_PRODUCT=Group(
+            **of_rows(dy_TH, top_k),
+            **of_matrix(down_EHI),
+            **tile_of(down, rows, experts, intermediate),
+            **of_epilogue(h_NJ, dh_NJ, scaled_a_NI, down, activation),
+        ),
+        UP_PRODUCT=Group(
+            **of_rows(dh_NJ, top_k),
+            **of_matrix(gate_up_EJH),
+            **of_result(dx_NH),
+            SCALED=False,
+            **(tile_of(up, rows, experts, hidden) | {"BLOCK_M": down.block_m}),
+        ),
+        ACTIVATION=group(activation),
         DOWN_WEIGHTS_M=down_weights.block_m,
         DOWN_WEIGHTS_N=down_weights.block_n,
         DOWN_WEIGHTS_K=down_weights.block_k,

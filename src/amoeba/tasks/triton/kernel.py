@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amoeba.kernels.activation_backward_product import down_backward_tile
 from amoeba.kernels.combine import combine_tile, slot_gradient_tile
+from amoeba.kernels.down_backward import down_backward_tile
+from amoeba.kernels.gemm_tiles import multiply_tile
 from amoeba.kernels.launch import quick
-from amoeba.kernels.product_tiles import multiply_tile
 from amoeba.kernels.weight_gradient import weight_gradient_tile
 from amoeba.tasks.triton.arrivals import (
     COMES,
@@ -182,9 +182,7 @@ def _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, rows, 
     if kind == DOWN:
         down_backward_tile(
             expert, row, row_end, part, dy_TH, down_EHI, h_NJ, weight_TK, dh_NJ, scaled_a_NI, part_CN, order_N, rows,
-            PLAN.H, 1, PLAN.H * PLAN.I, PLAN.I, 1, PLAN.J, PLAN.J, PLAN.I, PLAN.H, PLAN.I, PLAN.TOP_K,
-            PLAN.INTERLEAVED, PLAN.SLICES, PLAN.KIND, PLAN.GATED, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT,
-            PLAN.BLOCK_M, PLAN.DOWN_N, PLAN.DOWN_K,
+            PLAN.DOWN_PRODUCT, PLAN.ACTIVATION,
         )  # fmt: skip
     elif kind == ACTIVATE:
         row_M = row + tl.arange(0, PLAN.BLOCK_M)
@@ -195,9 +193,7 @@ def _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, rows, 
         tl.store(ds_N + row_M, ds_M, mask=valid_M)
     else:
         multiply_tile(
-            expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, PLAN.J, 1,
-            PLAN.J * PLAN.H, PLAN.H, 1, PLAN.H, 0, 0, 0, 0, 0, PLAN.J, PLAN.H, 0, False, PLAN.TOP_K, PLAN.BLOCK_M,
-            PLAN.UP_N, PLAN.UP_K,
+            expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, PLAN.UP_PRODUCT,
         )  # fmt: skip
 
 

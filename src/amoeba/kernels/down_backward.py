@@ -19,12 +19,13 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
-from amoeba.kernels.activation import constants, gated_backward, plain_backward
+from amoeba.kernels.activation import gated_backward, group, plain_backward
+from amoeba.kernels.constants import Group
+from amoeba.kernels.gemm_tiles import accumulate, halves, of_matrix, of_rows, tile_of, tile_of_program
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
-from amoeba.kernels.product_tiles import accumulate, halves
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
-from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile, slots
+from amoeba.kernels.tiles import rows_of_tile, slots
 
 # Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all
 # want registers. Found by compiling for sm80 and sm90 until nothing spilled; speed not measured yet.
@@ -78,25 +79,31 @@ def down_backward(
         part_CN,
         order_N,
         rows,
-        *dy_TH.stride(),
-        *down_EHI.stride(),
-        h_NJ.stride(0),
-        dh_NJ.stride(0),
-        scaled_a_NI.stride(0) if scaled_a_NI is not None else 0,
-        REDUCTION=hidden,
-        INTERMEDIATE=intermediate,
-        TOP_K=top_k,
-        **expert_constants(rows, experts, chosen),
-        COLUMN_TILES=column_tiles,
-        INTERLEAVED=activation.interleaved,
-        SLICES=number_of_slices(chosen, activation),
-        **constants(activation),
-        **chosen.constants(),
+        PRODUCT=Group(
+            **of_rows(dy_TH, top_k),
+            **of_matrix(down_EHI),
+            **tile_of(chosen, rows, experts, intermediate),
+            **of_epilogue(h_NJ, dh_NJ, scaled_a_NI, chosen, activation),
+        ),
+        ACTIVATION=group(activation),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
         # A product fused into the first addition of ds leaves the lanes that hold the same sum with different bits, and
         # which of them is stored would be the hardware's choice.
         enable_fp_fusion=False,
     )
     return part_CN[0] if column_tiles == 1 else part_CN.sum(0)
+
+
+def of_epilogue(
+    h_NJ: Tensor, dh_NJ: Tensor, scaled_a_NI: Tensor | None, chosen: Configuration, activation: Activation
+) -> dict[str, int]:
+    return {
+        "STRIDE_H_ROW": h_NJ.stride(0),
+        "STRIDE_DH_ROW": dh_NJ.stride(0),
+        "STRIDE_A_ROW": 0 if scaled_a_NI is None else scaled_a_NI.stride(0),
+        "SLICES": number_of_slices(chosen, activation),
+    }
 
 
 def number_of_slices(chosen: Configuration, activation: Activation) -> int:
@@ -129,56 +136,48 @@ def _epilogue(
     valid_M,
     row,
     first_column,
-    STRIDE_H_ROW: tl.constexpr,
-    STRIDE_DH_ROW: tl.constexpr,
-    STRIDE_A_ROW: tl.constexpr,
-    INTERMEDIATE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVEN_COLUMNS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Everything that follows from the columns of dA' beginning at `first_column`; returns their part of ds."""
-    local_M = tl.arange(0, BLOCK_M)
+    P: tl.constexpr = PRODUCT
+    A: tl.constexpr = ACTIVATION
+    WIDTH: tl.constexpr = P.BLOCK_N // P.SLICES
+    EVEN_COLUMNS: tl.constexpr = P.COLUMNS % P.BLOCK_N == 0
+    local_M = tl.arange(0, P.BLOCK_M)
     column = first_column + tl.arange(0, WIDTH)
     mask = valid_M[:, None]
     if not EVEN_COLUMNS:
-        mask = mask & (column < INTERMEDIATE)[None, :]
+        mask = mask & (column < P.COLUMNS)[None, :]
     # Wide arithmetic on the scalar, narrow offsets on the tile: pointers to whole tiles would fill the registers.
-    h = h_NJ + row * STRIDE_H_ROW + (local_M * STRIDE_H_ROW)[:, None]
-    dh = dh_NJ + row * STRIDE_DH_ROW + (local_M * STRIDE_DH_ROW)[:, None]
+    h = h_NJ + row * P.STRIDE_H_ROW + (local_M * P.STRIDE_H_ROW)[:, None]
+    dh = dh_NJ + row * P.STRIDE_DH_ROW + (local_M * P.STRIDE_DH_ROW)[:, None]
     dtype: tl.constexpr = dh_NJ.dtype.element_ty
-    if GATED:
-        if INTERLEAVED:
+    if ACTIVATION.GATED:
+        if ACTIVATION.INTERLEAVED:
             both = 2 * first_column + tl.arange(0, 2 * WIDTH)
             both_mask = valid_M[:, None]
             if not EVEN_COLUMNS:
-                both_mask = both_mask & (both < 2 * INTERMEDIATE)[None, :]
+                both_mask = both_mask & (both < 2 * P.COLUMNS)[None, :]
             gate, up = halves(tl.load(h + both[None, :], mask=both_mask, other=0.0), True)
         else:
             gate = tl.load(h + column[None, :], mask=mask, other=0.0)
-            up = tl.load(h + INTERMEDIATE + column[None, :], mask=mask, other=0.0)
+            up = tl.load(h + P.COLUMNS + column[None, :], mask=mask, other=0.0)
         a, dgate, dup = gated_backward(
-            da * scale_M[:, None], gate.to(tl.float32), up.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT
+            da * scale_M[:, None], gate.to(tl.float32), up.to(tl.float32), A.KIND, A.ALPHA, A.CLAMP, A.LIMIT, A.UP_SHIFT
         )
-        if INTERLEAVED:
-            pair = tl.reshape(tl.join(dgate.to(dtype), dup.to(dtype)), (BLOCK_M, 2 * WIDTH))
+        if ACTIVATION.INTERLEAVED:
+            pair = tl.reshape(tl.join(dgate.to(dtype), dup.to(dtype)), (P.BLOCK_M, 2 * WIDTH))
             tl.store(dh + both[None, :], pair, mask=both_mask)
         else:
             tl.store(dh + column[None, :], dgate.to(dtype), mask=mask)
-            tl.store(dh + INTERMEDIATE + column[None, :], dup.to(dtype), mask=mask)
+            tl.store(dh + P.COLUMNS + column[None, :], dup.to(dtype), mask=mask)
     else:
         z = tl.load(h + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        a, dz = plain_backward(da * scale_M[:, None], z, KIND, ALPHA, CLAMP, LIMIT)
+        a, dz = plain_backward(da * scale_M[:, None], z, A.KIND, A.ALPHA, A.CLAMP, A.LIMIT)
         tl.store(dh + column[None, :], dz.to(dtype), mask=mask)
     if scaled_a_NI is not None:
-        scaled_a = scaled_a_NI + row * STRIDE_A_ROW + (local_M * STRIDE_A_ROW)[:, None] + column[None, :]
+        scaled_a = scaled_a_NI + row * P.STRIDE_A_ROW + (local_M * P.STRIDE_A_ROW)[:, None] + column[None, :]
         tl.store(scaled_a, (a * scale_M[:, None]).to(scaled_a_NI.dtype.element_ty), mask=mask)
     return tl.sum(da * a, 1)  # columns past I have da = 0
 
@@ -198,79 +197,26 @@ def down_backward_tile(
     part_CN,
     order_N,
     rows,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_ROW_IN: tl.constexpr,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_IN: tl.constexpr,
-    STRIDE_OUT: tl.constexpr,
-    STRIDE_H_ROW: tl.constexpr,
-    STRIDE_DH_ROW: tl.constexpr,
-    STRIDE_A_ROW: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    INTERMEDIATE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SLICES: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """One tile of dA' and all that follows from it; `row` is before `row_end`."""
-    row_M, source_M = rows_of_tile(order_N, row, row_end, True, TOP_K, BLOCK_M)
-    first_column = column_tile * BLOCK_N
-    column_N = first_column + tl.arange(0, BLOCK_N)
-    da = accumulate(
-        dy_TH,
-        down_EHI + expert.to(tl.int64) * STRIDE_EXPERT,
-        source_M,
-        column_N,
-        column_N < INTERMEDIATE,
-        STRIDE_ROW,
-        STRIDE_ROW_IN,
-        STRIDE_IN,
-        STRIDE_OUT,
-        REDUCTION,
-        INTERMEDIATE % BLOCK_N == 0,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    P: tl.constexpr = PRODUCT
+    row_M, source_M = rows_of_tile(order_N, row, row_end, True, P.TOP_K, P.BLOCK_M)
+    first_column = column_tile * P.BLOCK_N
+    column_N = first_column + tl.arange(0, P.BLOCK_N)
+    matrix = down_EHI + expert.to(tl.int64) * P.STRIDE_EXPERT
+    da = accumulate(dy_TH, matrix, source_M, column_N, column_N < P.COLUMNS, P.COLUMNS % P.BLOCK_N == 0, PRODUCT)
     valid_M = row_M < row_end
     slot_M = tl.load(order_N + row_M, mask=valid_M, other=0)
     scale_M = tl.load(weight_R + slot_M, mask=valid_M, other=0.0).to(tl.float32)
-    slices = _slices(da, SLICES)
-    part_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for s in tl.static_range(SLICES):
+    slices = _slices(da, P.SLICES)
+    part_M = tl.zeros((P.BLOCK_M,), dtype=tl.float32)
+    for s in tl.static_range(P.SLICES):
         part_M += _epilogue(
-            slices[s],
-            h_NJ,
-            dh_NJ,
-            scaled_a_NI,
-            scale_M,
-            valid_M,
-            row.to(tl.int64),
-            first_column + s * (BLOCK_N // SLICES),
-            STRIDE_H_ROW,
-            STRIDE_DH_ROW,
-            STRIDE_A_ROW,
-            INTERMEDIATE,
-            INTERLEAVED,
-            KIND,
-            GATED,
-            ALPHA,
-            CLAMP,
-            LIMIT,
-            UP_SHIFT,
-            BLOCK_M,
-            BLOCK_N // SLICES,
-            INTERMEDIATE % BLOCK_N == 0,
-        )
+            slices[s], h_NJ, dh_NJ, scaled_a_NI, scale_M, valid_M, row.to(tl.int64),
+            first_column + s * (P.BLOCK_N // P.SLICES), PRODUCT, ACTIVATION,
+        )  # fmt: skip
     tl.store(part_CN + column_tile.to(tl.int64) * rows + row_M, part_M, mask=valid_M)
 
 
@@ -287,42 +233,13 @@ def _down_backward(
     part_CN,
     order_N,
     rows,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_ROW_IN: tl.constexpr,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_IN: tl.constexpr,
-    STRIDE_OUT: tl.constexpr,
-    STRIDE_H_ROW: tl.constexpr,
-    STRIDE_DH_ROW: tl.constexpr,
-    STRIDE_A_ROW: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    INTERMEDIATE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SLOT_PER_ROW: tl.constexpr,
-    COLUMN_TILES: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SLICES: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    expert, row, row_end, column_tile = find_tile(
-        offs_E, EXPERTS, BLOCK_E, SLOT_PER_ROW, COLUMN_TILES, BLOCK_M, GROUP_M
-    )
+    expert, row, row_end, column_tile = tile_of_program(offs_E, PRODUCT)
     if row >= row_end:
         return
     down_backward_tile(
         expert, row, row_end, column_tile, dy_TH, down_EHI, h_NJ, weight_R, dh_NJ, scaled_a_NI, part_CN, order_N,
-        rows, STRIDE_ROW, STRIDE_ROW_IN, STRIDE_EXPERT, STRIDE_IN, STRIDE_OUT, STRIDE_H_ROW, STRIDE_DH_ROW,
-        STRIDE_A_ROW, REDUCTION, INTERMEDIATE, TOP_K, INTERLEAVED, SLICES, KIND, GATED, ALPHA, CLAMP, LIMIT,
-        UP_SHIFT, BLOCK_M, BLOCK_N, BLOCK_K,
+        rows, PRODUCT, ACTIVATION,
     )  # fmt: skip

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from amoeba.core.layout import build_layout
-from amoeba.kernels.block_scaled_product import multiply_rows
 from amoeba.kernels.lora.epilogue import Addend, padded_rank
 from amoeba.kernels.tile_sizes import Configuration
+from amoeba.kernels.weight_only_gemm import multiply_rows
 from amoeba.precision import E2M1, FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
 from selection import each_value_once, quick
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.layout import Layout, build_layout
-from amoeba.kernels.activation_backward_product import down_backward, number_of_slices
-from amoeba.kernels.grouped_product import multiply_rows, multiply_rows_activated
+from amoeba.kernels.down_backward import down_backward, number_of_slices
+from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.tile_sizes import Configuration, configuration, with_addend
 from amoeba.kernels.tiles import expert_constants, slots
