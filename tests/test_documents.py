@@ -3,6 +3,7 @@ docs` checks the rest."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -69,3 +70,16 @@ def test_every_environment_variable_of_ours_is_listed() -> None:
     page = (ROOT / "docs" / "api" / "command-line.md").read_text()
     assert len(used) >= 9
     assert not {name for name in used if f"`{name}" not in page}
+
+
+def test_every_setting_of_a_run_is_listed() -> None:
+    from amoeba.jobs.settings import FinetuneSettings, TrainSettings
+
+    page = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    fields = {field.name for kind in (TrainSettings, FinetuneSettings) for field in dataclasses.fields(kind)}
+    assert not {name for name in fields if f"`{name}`" not in page}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_short_enough_to_read(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 250

@@ -28,7 +28,7 @@ from amoeba.kernels.weight_only_gemm import multiply_rows
 from amoeba.precision.quantised import QuantisedMatrix
 
 # Rows of an expert, on average, from which on a product with dequantised experts is faster, dequantising included: by
-# an H200's times for 512 rows (2026-11-17, docs/log.md). NVFP4 takes most instructions to decode.
+# an H200's times for 512 rows (2026-11-17, dev/log). NVFP4 takes most instructions to decode.
 MANY_ROWS, MANY_ROWS_OF_NVFP4 = 640, 320
 # Of dequantised experts at a time.
 DEQUANTISED_BYTES = 512 << 20

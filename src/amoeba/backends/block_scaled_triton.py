@@ -20,7 +20,7 @@ from amoeba.precision.experts import BlockScaledExperts
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64
 # In half precision also more, by expert, where each has so few on average: at 32 of them fp8 takes 323 us in place of
-# 365, MXFP4 329 for 350, NVFP4 363 for 480 (512 tokens of Qwen3-30B's layer, H200, docs/log.md). More slots than these
+# 365, MXFP4 329 for 350, NVFP4 363 for 480 (512 tokens of Qwen3-30B's layer, H200, dev/log). More slots than these
 # were not timed.
 DECODE_SLOTS_PER_EXPERT, DECODE_SLOTS = 32, 4096
 

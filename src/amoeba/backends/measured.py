@@ -51,7 +51,7 @@ RATIOS: dict[tuple[str, str], tuple[Ratio, ...]] = {
     ),
 }
 # Taken from here on. Back to back, as in training, ratios of large layers are up to 0.038 smaller than in turns with
-# rests; that of 128 tokens is the same there (1.039, docs/log.md).
+# rests; that of 128 tokens is the same there (1.039, dev/log).
 AT_LEAST = 1.03
 EXTRA_SHARE = 1 / 32  # of the GPU's memory, at most: 4.4 GiB of an H200's, where none of these layers needs 3
 

@@ -149,7 +149,7 @@ def default_suite(device: torch.device) -> str:
 
 def parse_suite(name: str) -> list[Shape]:
     if name not in SUITES:
-        remedy = "see the names in docs/benchmarks.md"
+        remedy = "see the names in docs/reference/bench.md"
         if (moved := _MOVED.get(name)) is not None:
             remedy = f"in a checkout of the repository, run: python -m benchmarks {moved}"
         raise bad_value("--suite", f"one of {', '.join(SUITES)}", repr(name), remedy)

@@ -49,7 +49,7 @@ def choose_peers(names: Sequence[str]) -> Sequence[str]:
     for name in names:
         if name not in PEERS:
             raise bad_value(
-                "--peer", f"one of {', '.join(PEERS)}", repr(name), "see docs/benchmarks.md for what they are"
+                "--peer", f"one of {', '.join(PEERS)}", repr(name), "see docs/reference/bench.md for what they are"
             )
     return tuple(names) or PEERS
 

@@ -40,7 +40,7 @@ PRESETS = {
         _SMALL
         | _SMALL_EXPERTS
         | {"head_dim": 32, "intermediate_size": 384, "norm_topk_prob": True, "tie_word_embeddings": True},
-        # for the 350 kB of the built-in corpus (docs/log.md)
+        # for the 350 kB of the built-in corpus (dev/log)
         {"vocab_size": 1024, "learning_rate": 3e-3, "steps": 450},
     ),
     "120m": Preset(

@@ -19,7 +19,7 @@ NAMES = ("ids", "rows", "sums", "gradients of weights")
 FLAGS = 4  # no channel: where the flags of `amoeba.tasks.triton.arrivals` lie, of each source one for 16 rows at most
 # Parts of which what a rank sends is counted, and what it takes: the same on every rank. As many programs do it, unless
 # a send is told otherwise. By 16 programs rows left at 347 to 387 GB/s on an H200, by 48 at 498 to 525, their launch by
-# the host included (2026-11-16, docs/log.md). The interpreter runs one after another.
+# the host included (2026-11-16, dev/log). The interpreter runs one after another.
 PUSHERS, TAKERS = 48, 64
 PUSHERS_INTERPRETED = TAKERS_INTERPRETED = 2
 # Without a GPU there is no clock in a kernel, and so many looks take about a second.

@@ -28,7 +28,7 @@ from amoeba.kernels.quantise import MOST_REGISTERS, encode, infinities_to_nan, p
 BLOCK = 128
 # Scales that a tile of the product reads behind the last column of the last block, and does not use.
 SPARE = BLOCK
-# Columns of a tile and warps, the fastest of three each on an H200 (docs/log.md, 2026-11-17): 3.1 to 3.4 TB/s for
+# Columns of a tile and warps, the fastest of three each on an H200 (dev/log, 2026-11-17): 3.1 to 3.4 TB/s for
 # blocks, 4.0 to 4.3 for gathered codes, 2.8 to 3.2 for both passes over x.
 TURN_COLUMNS, TURN_WARPS = 64, 4
 GATHER_COLUMNS, GATHER_WARPS = 128, 4

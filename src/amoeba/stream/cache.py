@@ -15,7 +15,7 @@ number. With `host=[0] * layers` there is no tier between the disk and the top, 
 
 **The tiers hold different experts where they can.** A host slot that is needed is taken from an expert that the top
 tier has too, the hottest first, because it will be there for long; then from the coldest. What leaves the top tier and
-has no copy on the host is written back. In replayed traces (docs/streaming_cache.md) this reads 15 to 45 % less from
+has no copy on the host is written back. In replayed traces (dev/log/streaming.md) this reads 15 to 45 % less from
 the disk than a host tier that keeps what passed through it, for copies downwards, in the direction in which the link is
 idle. Never keeping two copies would read a little less still, but write back at every eviction, up to three times as
 often.

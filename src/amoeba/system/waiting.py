@@ -1,6 +1,6 @@
 """How torch's threads wait for each other: spinning, or giving their core away. OpenMP reads it once, with torch.
 
-On a busy machine a step is up to several times faster where they do not spin (docs/log.md), so whoever imports amoeba
+On a busy machine a step is up to several times faster where they do not spin (dev/log), so whoever imports amoeba
 before torch has that, in a script as in a command. What the user has set stays.
 """
 

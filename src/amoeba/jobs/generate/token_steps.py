@@ -29,7 +29,7 @@ Kind = Literal["compiled", "captured", "plain"]
 STEPS_WORTH_COMPILING = 20_000
 STEPS_WORTH_LOADING = 2_000
 # Rows of a batch whose experts are streamed that are better interleaved than one batch: with two, 6 to 17 % faster
-# (docs/streaming.md). More were not measured.
+# (docs/benchmarks.md). More were not measured.
 INTERLEAVED_BATCH = 2
 
 

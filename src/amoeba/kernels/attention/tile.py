@@ -33,7 +33,7 @@ class Tile:
         return others | blocks | {"num_warps": self.warps, "num_stages": self.stages}
 
 
-# Hopper: the best of five or six each on an H200, rows of 1024 and 4096 tokens (docs/log.md).
+# Hopper: the best of five or six each on an H200, rows of 1024 and 4096 tokens (dev/log).
 _HOPPER: dict[tuple[Kernel, int], Tile] = {
     ("forward", 64): Tile(64, 64, 4, 3),
     ("forward", 128): Tile(64, 64, 4, 3),

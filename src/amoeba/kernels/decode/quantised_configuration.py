@@ -23,7 +23,7 @@ from amoeba.precision.experts import BlockScaledExperts
 from amoeba.precision.formats import MXFP4, NVFP4
 
 # By slot, by the bits of a number: bytes of weights that a program of the up projection has in flight, and the warps of
-# both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: docs/log.md.
+# both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: dev/log.
 UP_BYTES, WARPS_BY_SLOT = {8: 8192, 4: 4096}, {8: 4, 4: 2}
 DOWN_BYTES = 8192
 WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
@@ -32,23 +32,23 @@ WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
 # the one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
 FEWEST_SLOTS, MOST_SLOTS, WEIGHT_ROWS, WARPS = 8, 32, 64, 2
 # By the bits of a number: bytes of a row in a step, stages, and the order of four-bit ones (`Configuration.by_lanes`),
-# which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (docs/log.md).
+# which takes 0.70 of the integer instructions: 138 us at 64 tokens where pairs of neighbours take 166 (dev/log).
 # That order needs one or two warps: with four, Triton 3.6 pairs numbers with the wrong ones of the rows.
 DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: True}
 # Slots together from which on steps have half that length: both operands take registers. Not where a step lies in one
 # block, whose scale is applied to what it gives: of fp8-128 up and down take 216 us in place of 268 at 256 tokens of
-# that layer (docs/log.md).
+# that layer (dev/log).
 SHORT_ROWS = 32
 # Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
-# these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (docs/log.md).
+# these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (dev/log).
 # Where no other launch hides that one, only where programs would have many ids to look at, each all of them: not timed.
 FEWEST_LISTED, FEWEST_LISTED_ALONE = 128, 1024
 # Tokens up to which up's programs list slots for down's (`Configuration.early`), where slots are fewer than experts:
 # at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less. MXFP8 was not timed. With 12 tokens and
-# more it was slower in most cases, and NVFP4's long steps leave up no registers for it (docs/log.md).
+# more it was slower in most cases, and NVFP4's long steps leave up no registers for it (dev/log).
 MOST_EARLY = 8
 # Numbers of a row in a step of up, of MXFP4 and with FEWEST_SLOTS in a chunk: 62 us in place of the 68 that steps of
-# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (docs/log.md). Of NVFP4 72 for 83 at 8
+# 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (dev/log). Of NVFP4 72 for 83 at 8
 # tokens, and where slots are listed: at 64, up takes 87 us in place of 103.
 LONG_STEP = 256
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was unpacked
@@ -111,7 +111,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
 
 def slots_together(slots: int, experts: int) -> int:
     """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
-    routing. With 12, 16 were faster than 32, and with 16, 32 were (docs/log.md)."""
+    routing. With 12, 16 were faster than 32, and with 16, 32 were (dev/log)."""
     expected = slots / experts
     return min(max(next_power_of_2(ceil(expected + sqrt(expected))), FEWEST_SLOTS), MOST_SLOTS)
 

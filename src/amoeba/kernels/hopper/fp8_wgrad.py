@@ -7,7 +7,7 @@ E experts · B blocks of 128 rows of one expert · M columns of the left side, N
 
 Both sides are transposed copies, see `amoeba.kernels.quantise_transposed`: the left one has a scale for each 128 x 1,
 the right one a scale for each column, which is applied when all blocks are summed. (With 128 x 1 on both sides the
-product took 1.9 times as long: docs/log.md, 2026-11-17.) out may be stored (E, N, M): then it is given transposed. M
+product took 1.9 times as long: dev/log, 2026-11-17.) out may be stored (E, N, M): then it is given transposed. M
 and N are multiples of 64.
 
 A persistent kernel as `amoeba.kernels.hopper.wgrad`: a tile is 128 x 256, one warp fills stages (codes by the bulk
@@ -45,7 +45,7 @@ from amoeba.kernels.quantise_transposed import BLOCK, RowBlocks, Transposed
 
 E4M3 = torch.float8_e4m3fn
 # A tile of the gradient. 3 stages and four buffers for results take 210 KB; with 4 stages and smaller buffers it took
-# 2 to 7 % longer (H200, docs/log.md, 2026-11-17).
+# 2 to 7 % longer (H200, dev/log, 2026-11-17).
 BLOCK_M, BLOCK_N, STAGES, BUFFERS = 128, 256, 3, 2
 # Tiles along M that sweep N together.
 GROUP = 8

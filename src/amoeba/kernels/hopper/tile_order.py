@@ -15,7 +15,7 @@ matrix of depth 7168 are 2 and 4 MB.
 `split_table` makes two lists of one: the tiles whose rows all come from some of the tokens, and the others. Rows of an
 expert are sorted by their tokens: the first and the last row of a tile tell of all of them.
 
-An order changes no bits. On an H200 a step takes 1 to 2 % less time by them, back to back (docs/log.md, 2026-11-17).
+An order changes no bits. On an H200 a step takes 1 to 2 % less time by them, back to back (dev/log, 2026-11-17).
 """
 
 from __future__ import annotations

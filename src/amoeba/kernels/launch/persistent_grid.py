@@ -21,9 +21,9 @@ from functools import cache
 
 import torch
 
-# Programs of a multiprocessor, one after the other, where it is shared. Of 1, 4, 8 and 16: docs/log.md, 2026-11-16.
+# Programs of a multiprocessor, one after the other, where it is shared. Of 1, 4, 8 and 16: dev/log, 2026-11-16.
 TURNS_SHARED = 8
-# Of 0 and 5: docs/log.md, 2026-11-17.
+# Of 0 and 5: dev/log, 2026-11-17.
 HALVINGS_SHARED = 5
 _turns, _halvings = 1, 0
 
