@@ -1,8 +1,8 @@
 """One token after another through streamed layers, beside the same layers resident: right first, then timed.
 
-The routing repeats itself as often as a model's does (stream/synthetic.py). A setting whose numbers are not those of
-the resident layers gets no times. The others are timed in rounds in turns with the resident layers, and
-every token comes by once:
+The routing repeats itself as often as a model's does (stream/cache/synthetic.py). A setting whose numbers are not those
+of the resident layers gets no times. The others are timed in rounds in turns with the resident layers, and every token
+comes by once:
 
     fill ─> compared ─> warm ─> [ahead, timed] [ahead, timed] ... ─> the last token repeated
 """
@@ -24,8 +24,8 @@ from amoeba.bench.workload import relative_error
 from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
 from amoeba.routing.router import Routing
-from amoeba.stream.cache import Counters
-from amoeba.stream.simulate import replay
+from amoeba.stream.cache.expert_cache import Counters
+from amoeba.stream.cache.simulate import replay
 from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
 from benchmarks.stream.place import Place, StreamedMemory

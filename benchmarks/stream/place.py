@@ -24,9 +24,9 @@ from torch import Tensor
 from amoeba.core.replays import Member
 from amoeba.core.torch_internals import occupy_gpu
 from amoeba.stream.bandwidth import copy_rate
+from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.fast_path import spares_of
-from amoeba.stream.memory import ExpertMemory
 from amoeba.stream.store.store import Store
 
 # Requests whose way to the host is timed, and cycles of idling ahead of each: their launch is not part of it.

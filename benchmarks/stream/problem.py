@@ -26,10 +26,10 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.pointers import CPU
 from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import Format, format_named
+from amoeba.stream.cache.synthetic import Locality, synthetic_trace
+from amoeba.stream.cache.trace import LayerShape, Trace
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.layers import LayerEntry, StoredExperts, layer_entry
-from amoeba.stream.synthetic import Locality, synthetic_trace
-from amoeba.stream.trace import LayerShape, Trace
 from amoeba.system.machine import available_memory
 
 Part = Literal["decode", "disk", "lora", "prefetch", "turns"]

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from amoeba.cli import app
-from amoeba.stream.simulate import replay, slots_of_share
-from amoeba.stream.synthetic import Locality, synthetic_trace
-from amoeba.stream.trace import LayerShape, TraceWriter
+from amoeba.stream.cache.simulate import replay, slots_of_share
+from amoeba.stream.cache.synthetic import Locality, synthetic_trace
+from amoeba.stream.cache.trace import LayerShape, TraceWriter
 
 SMALL = "layers=2,tokens=60"
 

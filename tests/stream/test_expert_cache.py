@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from lru import LRU, POLICIES
 
-from amoeba.stream import simulate
-from amoeba.stream.cache import Counters, ExpertCache, Fetch
-from amoeba.stream.policies import Policy
-from amoeba.stream.slots import SlotsInUse
-from amoeba.stream.trace import LayerShape
+from amoeba.stream.cache import simulate
+from amoeba.stream.cache.expert_cache import Counters, ExpertCache, Fetch
+from amoeba.stream.cache.policy import Policy
+from amoeba.stream.cache.slot_table import SlotsInUse
+from amoeba.stream.cache.trace import LayerShape
 
 
 class Machine:

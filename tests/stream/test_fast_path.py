@@ -14,8 +14,8 @@ from served_layers import Served, drawn_ids
 from simulated_device import LiveDevice
 from test_device_memory import E
 
+from amoeba.stream.cache.policy import LFRU
 from amoeba.stream.gpu import fast_path
-from amoeba.stream.policies import LFRU
 from selection import each_value_once, quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")

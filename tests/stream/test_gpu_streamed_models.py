@@ -31,12 +31,12 @@ from amoeba.decoding.refusal import why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching
+from amoeba.stream.cache.trace import read_trace
 from amoeba.stream.gpu import budgets, fast_path
 from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
 from amoeba.stream.store.packing import pack
-from amoeba.stream.trace import read_trace
 from selection import quick, without_a_gpu_thorough
 from tiny_models import EXPERTS, LAYERS
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from amoeba.stream.quotas import least_budget, share_budget
+from amoeba.stream.cache.budget import least_budget, share_budget
+from amoeba.stream.cache.trace import LayerShape
 from amoeba.stream.sizes import parse_size, show_size
-from amoeba.stream.trace import LayerShape
 
 MIB = 1 << 20
 

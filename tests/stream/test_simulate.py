@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from amoeba.stream.policies import LFRU
-from amoeba.stream.simulate import replay, slots_of_share
-from amoeba.stream.synthetic import Locality, synthetic_trace
-from amoeba.stream.trace import LayerShape, Trace, TraceWriter, read_trace
+from amoeba.stream.cache.policy import LFRU
+from amoeba.stream.cache.simulate import replay, slots_of_share
+from amoeba.stream.cache.synthetic import Locality, synthetic_trace
+from amoeba.stream.cache.trace import LayerShape, Trace, TraceWriter, read_trace
 
 LAYERS = [LayerShape(32, 4, 10), LayerShape(16, 2, 3)]
 

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from lru import LRU, POLICIES
 
-from amoeba.stream.policies import LFRU, Policy
-from amoeba.stream.slots import Plan, SlotsInUse, SlotTable
+from amoeba.stream.cache.policy import LFRU, Policy
+from amoeba.stream.cache.slot_table import Plan, SlotsInUse, SlotTable
 
 
 class Model:

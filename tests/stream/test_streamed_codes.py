@@ -29,7 +29,7 @@ from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.sharded_model import load_share
 from amoeba.precision.experts import BlockScaledExperts
 from amoeba.stream import attaching
-from amoeba.stream.memory import READS
+from amoeba.stream.cpu.memory import READS
 from amoeba.stream.store import StoreError, aligned_buffer, index, open_store
 from amoeba.stream.store.packing import Progress, pack
 from quantised_checkpoints import write_fp8, write_mxfp4

@@ -19,7 +19,7 @@ from amoeba.core.weights import LORA_NAMES
 from amoeba.cpu.core import why_no_core
 from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, Format
-from amoeba.stream.memory import ExpertMemory
+from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
 from selection import quick
 
@@ -170,7 +170,7 @@ def test_it_is_explained_and_compiled() -> None:
 
 
 def test_slots_are_one_piece_of_memory_and_nothing_else_is_allocated(monkeypatch) -> None:
-    from amoeba.stream import memory
+    from amoeba.stream.cpu import memory
 
     sizes: list[int] = []
     aligned = memory.aligned_buffer

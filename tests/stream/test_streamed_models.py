@@ -22,12 +22,12 @@ import amoeba
 from amoeba import ExpertWeights, lora
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, hand_over, leave_shapes
-from amoeba.stream.memory import READS
+from amoeba.stream.cache.simulate import replay
+from amoeba.stream.cache.trace import read_trace
+from amoeba.stream.cpu.memory import READS
 from amoeba.stream.placement import STREAMED
-from amoeba.stream.simulate import replay
 from amoeba.stream.store import StoreError, aligned_buffer, open_store, reading
 from amoeba.stream.store.packing import pack
-from amoeba.stream.trace import read_trace
 from selection import quick
 from tiny_models import EXPERTS, LAYERS
 
@@ -221,7 +221,7 @@ def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stored)
 @pytest.mark.parametrize("which", ["folder", "packed"])
 def test_memory_for_experts_stays_within_the_budget(which: str, stored, monkeypatch) -> None:
     """All of it comes from one function; torch's own allocations are watched for anything of an expert's shape."""
-    from amoeba.stream import memory
+    from amoeba.stream.cpu import memory
     from amoeba.stream.store import folder as folder_store
     from amoeba.stream.store import store as any_store
 

@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from amoeba.stream.trace import NOBODY, LayerShape, Recorder, TraceWriter, read_trace
+from amoeba.stream.cache.trace import NOBODY, LayerShape, Recorder, TraceWriter, read_trace
 
 LAYERS = (LayerShape(16, 2, 4096), LayerShape(300, 3), LayerShape(1, 1))
 

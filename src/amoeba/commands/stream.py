@@ -18,8 +18,8 @@ from amoeba.commands.typer_app import Typer
 from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:
-    from amoeba.stream.cache import Counters
-    from amoeba.stream.trace import Trace
+    from amoeba.stream.cache.expert_cache import Counters
+    from amoeba.stream.cache.trace import Trace
 
 stream = Typer(name="stream", help="Tools for experts that do not fit in memory.", no_args_is_help=True)
 
@@ -65,7 +65,7 @@ def simulate(
     """Replay a routing trace with several memory budgets: hit rates, bytes per token, time floor."""
     output = start(verbose)
     with usage():
-        from amoeba.stream.simulate import check_warm_up
+        from amoeba.stream.cache.simulate import check_warm_up
 
         if not (link > 0 and disk > 0):
             raise bad_value("--link and --disk", "more than 0 GB/s", f"{link:g} and {disk:g}", "measured ones are best")
@@ -91,8 +91,8 @@ class Setting(NamedTuple):
 
 def load_trace(path: Path | None, synthetic: str | None, expert_bytes: int | None) -> tuple[Trace, str]:
     """A trace and what to call it."""
-    from amoeba.stream.synthetic import parse_synthetic
-    from amoeba.stream.trace import read_trace
+    from amoeba.stream.cache.synthetic import parse_synthetic
+    from amoeba.stream.cache.trace import read_trace
 
     if (path is None) == (synthetic is None):
         got = "neither" if path is None else "both"
@@ -110,7 +110,7 @@ def load_trace(path: Path | None, synthetic: str | None, expert_bytes: int | Non
 
 
 def choose_budgets(trace: Trace, budget: str | None, vram: str | None, ram: str | None) -> list[Setting]:
-    from amoeba.stream.simulate import slots_of_share
+    from amoeba.stream.cache.simulate import slots_of_share
 
     if vram is None and ram is None:
         shares = (budget or "10%,25%,50%").split(",")
@@ -139,8 +139,8 @@ def run(
     output: Output,
 ) -> dict[str, Any]:
     """link, disk: bytes/s."""
-    from amoeba.stream.simulate import replay
-    from amoeba.stream.synthetic import measure_locality
+    from amoeba.stream.cache.simulate import replay
+    from amoeba.stream.cache.synthetic import measure_locality
 
     locality = measure_locality(trace)
     _say_trace(trace, name, locality, output)
@@ -241,7 +241,7 @@ def _row(found: dict[str, Any], sized: bool) -> dict[str, str]:
 
 
 def _slots(trace: Trace, option: str, size: str, least: int) -> list[int]:
-    from amoeba.stream.quotas import share_budget
+    from amoeba.stream.cache.budget import share_budget
     from amoeba.stream.sizes import parse_size
 
     return share_budget(parse_size(option, size), trace.layers, least=[least] * len(trace.layers), name=option)

@@ -24,7 +24,7 @@ import torch
 from amoeba.jobs.measurement_cache import keep, kept
 from amoeba.stream.attaching import Streamed
 from amoeba.stream.bandwidth import Rate, copy_rate, read_rate
-from amoeba.stream.cache import Counters
+from amoeba.stream.cache.expert_cache import Counters
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.report import Bandwidth, PartOfRun, StreamReport
 from amoeba.stream.store import StoreError, is_store

@@ -27,21 +27,21 @@ from amoeba.cpu.pointers import CPU
 from amoeba.integrations.experts_module import hand_over, router_matrix
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.integrations.quantised_models import unquantised
+from amoeba.stream.cache.budget import least_budget, share_budget
+from amoeba.stream.cache.trace import LayerShape, Recorder
+from amoeba.stream.cpu.memory import READS, ExpertMemory
 from amoeba.stream.gpu.budgets import AUTO_SHARE, share
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.fast_path import spares_of
 from amoeba.stream.gpu.host_compute import check_miss
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.matching import check_match
-from amoeba.stream.memory import READS, ExpertMemory
 from amoeba.stream.placement import MOST_IDS, STREAMED, STREAMED_TO_GPU
-from amoeba.stream.quotas import least_budget, share_budget
 from amoeba.stream.report import StreamReport
 from amoeba.stream.sizes import parse_size, show_size
 from amoeba.stream.store import Store, is_store, open_store
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.timeline import Timeline, time_calls
-from amoeba.stream.trace import LayerShape, Recorder
 from amoeba.system.files import model_folder
 from amoeba.system.machine import available_memory, total_memory
 

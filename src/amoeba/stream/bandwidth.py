@@ -12,8 +12,8 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from amoeba.stream.cpu.memory import READS
 from amoeba.stream.gpu.device import Rate, copy_rate
-from amoeba.stream.memory import READS
 from amoeba.stream.store.buffers import aligned_buffer
 from amoeba.stream.store.store import Store
 

@@ -18,11 +18,11 @@ from amoeba.core.placement import Placement, Tolerance
 from amoeba.core.weights import ExpertWeights
 from amoeba.placements import register_placement
 from amoeba.precision.experts import BlockScaledExperts
-from amoeba.stream.backend import StreamedBackend
+from amoeba.stream.cpu.backend import StreamedBackend
+from amoeba.stream.cpu.memory import ExpertMemory, StreamedExperts
 from amoeba.stream.gpu.backend import GpuStreamedBackend
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory, GpuStreamedExperts
-from amoeba.stream.memory import ExpertMemory, StreamedExperts
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.layers import DTYPES, StoredExperts, layer_entry
 from amoeba.stream.store.store import Store

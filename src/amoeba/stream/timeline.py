@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from amoeba.core.errors import bad_value
+from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.memory import ExpertMemory
 from amoeba.system.files import write_whole
 
 logger = logging.getLogger("amoeba")

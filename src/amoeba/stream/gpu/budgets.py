@@ -8,13 +8,13 @@ import torch
 
 from amoeba.core.errors import bad_value
 from amoeba.cpu.pointers import CPU
+from amoeba.stream.cache.budget import least_budget, share_budget
+from amoeba.stream.cache.trace import LayerShape
+from amoeba.stream.cpu.memory import READS
 from amoeba.stream.gpu.reads import PASSING
 from amoeba.stream.gpu.tiers import LayerTiers
-from amoeba.stream.memory import READS
-from amoeba.stream.quotas import least_budget, share_budget
 from amoeba.stream.sizes import parse_size, show_size
 from amoeba.stream.store.store import Store
-from amoeba.stream.trace import LayerShape
 from amoeba.system.machine import available_memory, total_memory
 
 # Of the memory that is free, `auto` takes this part: the rest is for activations, keys and values, and other programs.

@@ -35,13 +35,13 @@ from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_int8, c_int32, c_uint32, c_uint64, c_void_p
 from typing import Any
 
+from amoeba.stream.cache.policy import LFRU
 from amoeba.stream.gpu.device import LEAST_AT_ONCE
 from amoeba.stream.gpu.host_compute import HostCompute
 from amoeba.stream.gpu.mailbox import Mailbox
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.serve_library import Order, ServedLayer, serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
-from amoeba.stream.policies import LFRU
 
 NOT_THERE, NOT_SERVED, SERVED = range(3)
 SPARES = 2  # of a layer that has slots enough: a token misses one or two experts of a layer

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from amoeba.stream.cache import Fetch
+from amoeba.stream.cache.expert_cache import Fetch
+from amoeba.stream.cache.slot_table import SlotsInUse
+from amoeba.stream.cpu.memory import READS
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.reads import DirectLoad, ExpertReads
 from amoeba.stream.gpu.tiers import Load
-from amoeba.stream.memory import READS
-from amoeba.stream.slots import SlotsInUse
 
 Job = Future  # of nothing: it is done, or it failed
 _Load = tuple[int, int | None, int]  # expert, host slot, slot

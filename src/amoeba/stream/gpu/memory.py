@@ -18,6 +18,8 @@ from torch import Tensor
 
 from amoeba.core.config import RouterConfig
 from amoeba.routing.router import Routing, route
+from amoeba.stream.cache.trace import Recorder
+from amoeba.stream.cpu.memory import show_range
 from amoeba.stream.experts import ExpertsInSlots, of_all
 from amoeba.stream.gpu.device import Device
 from amoeba.stream.gpu.graphs import GpuReplays
@@ -26,10 +28,8 @@ from amoeba.stream.gpu.loader import GroupLoads, Loader
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.reads import DirectLoads, ExpertReads
 from amoeba.stream.gpu.serving import Serving
-from amoeba.stream.memory import show_range
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.store import Store
-from amoeba.stream.trace import Recorder
 
 
 @dataclass(frozen=True, eq=False)

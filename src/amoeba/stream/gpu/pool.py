@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.stream.cache import ExpertCache
+from amoeba.stream.cache.expert_cache import ExpertCache
+from amoeba.stream.cache.trace import LayerShape, Recorder
 from amoeba.stream.gpu.device import Device, Event, Stream
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store.store import Store
-from amoeba.stream.trace import LayerShape, Recorder
 
 BUFFERS = 2
 # Maps on their way to the device: while one is waited for, passes are launched ahead, a group of experts with each.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amoeba.stream.cache import Counters
+from amoeba.stream.cache.expert_cache import Counters
 from amoeba.stream.gpu.pool import SlotPool
 
 logger = logging.getLogger("amoeba")

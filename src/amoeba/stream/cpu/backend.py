@@ -24,7 +24,7 @@ from amoeba.core.layout import build_layout
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.routing.router import Routing
-from amoeba.stream.memory import StreamedExperts
+from amoeba.stream.cpu.memory import StreamedExperts
 from amoeba.stream.store.layers import StoredExperts
 
 

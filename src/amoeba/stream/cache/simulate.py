@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from amoeba.core.errors import bad_value
-from amoeba.stream.cache import Counters, ExpertCache, Fetch
-from amoeba.stream.trace import LayerShape, Trace
+from amoeba.stream.cache.expert_cache import Counters, ExpertCache, Fetch
+from amoeba.stream.cache.trace import LayerShape, Trace
 
 
 def slots_of_share(layers: Sequence[LayerShape], share: float) -> list[int]:

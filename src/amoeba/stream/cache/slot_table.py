@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from amoeba.core.errors import bad_value
-from amoeba.stream.policies import Policy
+from amoeba.stream.cache.policy import Policy
 
 _EMPTY = -1
 

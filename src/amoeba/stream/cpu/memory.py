@@ -18,12 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from amoeba.core.errors import bad_value
-from amoeba.stream.cache import ExpertCache
+from amoeba.stream.cache.expert_cache import ExpertCache
+from amoeba.stream.cache.trace import LayerShape, Recorder
 from amoeba.stream.experts import ExpertsInSlots, of_all
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.buffers import aligned_buffer
 from amoeba.stream.store.store import Store
-from amoeba.stream.trace import LayerShape, Recorder
 
 # Experts that are read at the same time. The store cuts each into reads of a megabyte for threads of its own: two keep
 # them busy, since the last reads of one expert leave threads free for the next.

@@ -30,9 +30,9 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from amoeba.core.errors import bad_value
-from amoeba.stream.policies import LFRU, Policy
-from amoeba.stream.slots import Plan, SlotTable
-from amoeba.stream.trace import LayerShape
+from amoeba.stream.cache.policy import LFRU, Policy
+from amoeba.stream.cache.slot_table import Plan, SlotTable
+from amoeba.stream.cache.trace import LayerShape
 
 
 class Fetch(NamedTuple):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from amoeba.core.cost import expert_bytes
 from amoeba.core.errors import bad_value
-from amoeba.stream.trace import NOBODY, LayerShape, Pass, Trace, check_layers, starts_of
+from amoeba.stream.cache.trace import NOBODY, LayerShape, Pass, Trace, check_layers, starts_of
 
 WINDOW = 8
 _ROUNDING = 1e-9  # ten times 0.1 is a whole one

@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Sequence
 
 from amoeba.core.errors import bad_value
+from amoeba.stream.cache.trace import LayerShape
 from amoeba.stream.sizes import show_size
-from amoeba.stream.trace import LayerShape
 
 
 def least_budget(layers: Sequence[LayerShape], least: Sequence[int]) -> int:

@@ -1,0 +1,1 @@
+"""Experts streamed through slots in the memory of a CPU."""
