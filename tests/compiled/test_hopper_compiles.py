@@ -123,6 +123,25 @@ def test_matrix_instructions_shared_memory_that_fits_and_no_spills(names: tuple[
             assert found["local_accesses"] == found["stack_bytes"] == 0, f"{name} does not keep all in registers"
 
 
+@pytest.mark.thorough
+def test_unrolled_stages_keep_all_in_registers(tmp_path: Path) -> None:
+    """A turn has four stages of four products each, of two warpgroups; the first ones may have code of their own."""
+    for (name, found), count in zip(compiled(("up", "down"), tmp_path).items(), (1, 2), strict=True):
+        assert found["wgmma"] == 32 * count, name
+        assert found["local_accesses_between_products"] == 0, f"{name} does not keep its sums in registers"
+
+
+@pytest.mark.thorough
+def test_tiles_in_a_row_keep_their_sums_in_registers(tmp_path: Path) -> None:
+    names = "down_gradient", "up_gradient", "narrow_gradient", "narrow_gradient_transposed"
+    for name, found in compiled(names, tmp_path).items():
+        assert found["wgmma"] == 56, f"{name}: head, four stages with code of their own, tail and last rows, twice"
+        most = 64 if name == "narrow_gradient_transposed" else 0  # what a tile under a mask has once
+        assert found["stack_bytes"] <= most, f"{name} does not keep all in registers"
+        assert found["local_accesses_in_steps"] == 0, f"{name} puts sums aside"
+        assert found["waits_in_steps"] < 24, f"{name} waits for each product: the compiler has given up"
+
+
 def compiled(names: tuple[str, ...], cache: Path) -> dict[str, dict[str, int]]:
     """Figures of each kernel by name."""
     return compiled_by(__file__, cache, *names)

@@ -1,4 +1,4 @@
-"""The variants of the e4m3 products have the bits of the plain one, in whole layers; so have passes from launch plans."""
+"""The variants of the e4m3 products have the bits of the plain one, in whole layers; so do passes from launch plans."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 
 from amoeba.core.errors import bad_value
-from amoeba.kernels.launch import next_power_of_2
 from amoeba.system import tuned
 
 Role = Literal["product", "up", "down_backward", "weight_gradient"]
@@ -191,7 +190,7 @@ def _architecture(capability: tuple[int, int] | None) -> str:
 
 
 def _block(size: int) -> int:
-    return max(_SMALLEST_BLOCK, next_power_of_2(size))
+    return max(_SMALLEST_BLOCK, 1 << max(0, size - 1).bit_length())
 
 
 # What a block may have, by NVIDIA's table of compute capabilities; of one that is not here, the least.

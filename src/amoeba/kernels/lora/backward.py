@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.lora.epilogue import padded_rank
@@ -68,18 +69,16 @@ class Sums:
         experts, columns, ranks = out_EOR.shape
         block_r = next_power_of_2(ranks)
         block_o = max(1, _SUM_BLOCK // block_r)
+        columns_and_ranks = Group(
+            WIDTH=self.parts.shape[1], RANK=self.parts.shape[2], COLUMNS=columns, RANKS=ranks, FIRST=first, STEP=step,
+            FIRST_RANK=rank,
+        )  # fmt: skip
         _add_parts[(experts, cdiv(columns, block_o))](
             self.parts,
             self.offs_E,
             out_EOR,
             *out_EOR.stride(),
-            WIDTH=self.parts.shape[1],
-            RANK=self.parts.shape[2],
-            COLUMNS=columns,
-            RANKS=ranks,
-            FIRST=first,
-            STEP=step,
-            FIRST_RANK=rank,
+            OF=columns_and_ranks,
             SLOT_PER_ROW=expert_constants(self.rows, experts, self.chosen)["SLOT_PER_ROW"],
             BLOCK_M=self.chosen.block_m,
             BLOCK_O=block_o,
@@ -212,13 +211,7 @@ def _add_parts(
     STRIDE_EXPERT: tl.constexpr,
     STRIDE_COLUMN: tl.constexpr,
     STRIDE_RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRST_RANK: tl.constexpr,
+    OF: tl.constexpr,
     SLOT_PER_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -233,11 +226,12 @@ def _add_parts(
     count = (end - start + BLOCK_M - 1) // BLOCK_M
     column = (tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O))[:, None]
     rank = tl.arange(0, BLOCK_R)[None, :]
-    inside = (column < COLUMNS) & (rank < RANKS)
-    at = parts + first_slot.to(tl.int64) * (WIDTH * RANK) + (FIRST + column * STEP) * RANK + FIRST_RANK + rank
+    inside = (column < OF.COLUMNS) & (rank < OF.RANKS)
+    PART: tl.constexpr = OF.WIDTH * OF.RANK
+    at = parts + first_slot.to(tl.int64) * PART + (OF.FIRST + column * OF.STEP) * OF.RANK + OF.FIRST_RANK + rank
     total = tl.zeros((BLOCK_O, BLOCK_R), tl.float32)
     for _ in tl.range(count, num_stages=STAGES):
         total += tl.load(at, mask=inside, other=0.0)
-        at += WIDTH * RANK
+        at += PART
     place = out + expert.to(tl.int64) * STRIDE_EXPERT + column.to(tl.int64) * STRIDE_COLUMN + rank * STRIDE_RANK
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)

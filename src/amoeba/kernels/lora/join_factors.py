@@ -21,6 +21,7 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.weights import LoraFactors
+from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.lora.epilogue import padded_rank
 
@@ -43,8 +44,8 @@ def join_factors(lora: LoraFactors, activation: Activation, dtype: torch.dtype) 
         _join[(tiles, experts)](
             *up.tensors,
             *down.tensors,
-            **{f"UP_{name}": value for name, value in up.constants.items()},
-            **{f"DOWN_{name}": value for name, value in down.constants.items()},
+            UP=up.constants,
+            DOWN=down.constants,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
@@ -75,92 +76,81 @@ class _Joined:
                 torch.empty((self.experts, width, rank), dtype=dtype, device=some_a.device),
             )
         self.tensors = (*a_both, *b_both, *(self.pair or (None, None)))
-        self.constants = {
-            "GATE_RANK": ranks[0],
-            "UP_FIRST": 0 if a_both[1] is None and b_both[1] is not None else ranks[0],
-            "RANKS": sum(ranks),
-            "PADDED": rank,
-            "DEPTH": depth,
-            "WIDTH": width,
-            "GATED": activation.gated,
-            "INTERLEAVED": activation.interleaved,
-        }
+        self.constants = Group(
+            GATE_RANK=ranks[0],
+            UP_FIRST=0 if a_both[1] is None and b_both[1] is not None else ranks[0],
+            RANKS=sum(ranks),
+            PADDED=rank,
+            DEPTH=depth,
+            WIDTH=width,
+            GATED=activation.gated,
+            INTERLEAVED=activation.interleaved,
+        )
         self.tiles = cdiv(rank * depth, BLOCK) + cdiv(rank * width, BLOCK)
 
 
 @triton.jit
-def _join_a(gate, up, out, tile, expert, GATE_RANK: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr,
-            DEPTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _join_a(gate, up, out, tile, expert, PAIR: tl.constexpr, BLOCK: tl.constexpr):
     """(P, depth) of one expert: rows of gate's a, rows of up's, zeros."""
     at = tile * BLOCK + tl.arange(0, BLOCK)
-    rank = at // DEPTH
+    rank = at // PAIR.DEPTH
     joined = tl.zeros((BLOCK,), tl.float32)
-    if GATE_RANK > 0:
-        source = gate + expert * (GATE_RANK * DEPTH) + at
-        joined += tl.load(source, mask=rank < GATE_RANK, other=0.0).to(tl.float32)
-    if RANKS > GATE_RANK:
-        source = up + expert * ((RANKS - GATE_RANK) * DEPTH) + at - GATE_RANK * DEPTH
-        joined += tl.load(source, mask=(rank >= GATE_RANK) & (rank < RANKS), other=0.0).to(tl.float32)
-    tl.store(out + expert * (PADDED * DEPTH) + at, joined.to(out.dtype.element_ty), mask=rank < PADDED)
+    if PAIR.GATE_RANK > 0:
+        source = gate + expert * (PAIR.GATE_RANK * PAIR.DEPTH) + at
+        joined += tl.load(source, mask=rank < PAIR.GATE_RANK, other=0.0).to(tl.float32)
+    if PAIR.RANKS > PAIR.GATE_RANK:
+        source = up + expert * ((PAIR.RANKS - PAIR.GATE_RANK) * PAIR.DEPTH) + at - PAIR.GATE_RANK * PAIR.DEPTH
+        joined += tl.load(source, mask=(rank >= PAIR.GATE_RANK) & (rank < PAIR.RANKS), other=0.0).to(tl.float32)
+    tl.store(out + expert * (PAIR.PADDED * PAIR.DEPTH) + at, joined.to(out.dtype.element_ty), mask=rank < PAIR.PADDED)
 
 
 @triton.jit
-def _join_b(gate, up, out, tile, expert, GATE_RANK: tl.constexpr, UP_FIRST: tl.constexpr, RANKS: tl.constexpr,
-            PADDED: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
-    """(width, P) of one expert. UP_FIRST: up's ranks are the last ones, from here on."""
+def _join_b(gate, up, out, tile, expert, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    """(width, P) of one expert. PAIR.UP_FIRST: up's ranks are the last ones, from here on."""
     at = tile * BLOCK + tl.arange(0, BLOCK)
-    column, rank = at // PADDED, at % PADDED
-    OWN: tl.constexpr = WIDTH // 2 if GATED else WIDTH
-    if not GATED:
-        own, of_up = column, column < WIDTH
-    elif INTERLEAVED:
+    column, rank = at // PAIR.PADDED, at % PAIR.PADDED
+    OWN: tl.constexpr = PAIR.WIDTH // 2 if PAIR.GATED else PAIR.WIDTH
+    if not PAIR.GATED:
+        own, of_up = column, column < PAIR.WIDTH
+    elif PAIR.INTERLEAVED:
         own, of_up = column // 2, column % 2 == 1
     else:
         own, of_up = column % OWN, column >= OWN
-    inside = column < WIDTH
+    inside = column < PAIR.WIDTH
     joined = tl.zeros((BLOCK,), tl.float32)
-    if GATE_RANK > 0:
-        source = gate + expert * (OWN * GATE_RANK) + own * GATE_RANK + rank
-        joined += tl.load(source, mask=inside & (of_up == 0) & (rank < GATE_RANK), other=0.0).to(tl.float32)
-    if RANKS > UP_FIRST:
-        UP_RANK: tl.constexpr = RANKS - UP_FIRST
-        source = up + expert * (OWN * UP_RANK) + own * UP_RANK + rank - UP_FIRST
-        mine = inside & of_up & (rank >= UP_FIRST) & (rank < RANKS)
+    if PAIR.GATE_RANK > 0:
+        source = gate + expert * (OWN * PAIR.GATE_RANK) + own * PAIR.GATE_RANK + rank
+        joined += tl.load(source, mask=inside & (of_up == 0) & (rank < PAIR.GATE_RANK), other=0.0).to(tl.float32)
+    if PAIR.RANKS > PAIR.UP_FIRST:
+        UP_RANK: tl.constexpr = PAIR.RANKS - PAIR.UP_FIRST
+        source = up + expert * (OWN * UP_RANK) + own * UP_RANK + rank - PAIR.UP_FIRST
+        mine = inside & of_up & (rank >= PAIR.UP_FIRST) & (rank < PAIR.RANKS)
         joined += tl.load(source, mask=mine, other=0.0).to(tl.float32)
-    tl.store(out + expert * (WIDTH * PADDED) + at, joined.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + expert * (PAIR.WIDTH * PAIR.PADDED) + at, joined.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _join_pair(gate_a, up_a, gate_b, up_b, a, b, tile, expert, GATE_RANK: tl.constexpr, UP_FIRST: tl.constexpr,
-               RANKS: tl.constexpr, PADDED: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
-               GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    A_TILES: tl.constexpr = (PADDED * DEPTH + BLOCK - 1) // BLOCK
+def _join_pair(gate_a, up_a, gate_b, up_b, a, b, tile, expert, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    A_TILES: tl.constexpr = (PAIR.PADDED * PAIR.DEPTH + BLOCK - 1) // BLOCK
     if tile < A_TILES:
-        _join_a(gate_a, up_a, a, tile, expert, GATE_RANK, RANKS, PADDED, DEPTH, BLOCK)
+        _join_a(gate_a, up_a, a, tile, expert, PAIR, BLOCK)
     else:
-        _join_b(gate_b, up_b, b, tile - A_TILES, expert, GATE_RANK, UP_FIRST, RANKS, PADDED, WIDTH, GATED, INTERLEAVED,
-                BLOCK)  # fmt: skip
+        _join_b(gate_b, up_b, b, tile - A_TILES, expert, PAIR, BLOCK)
 
 
 @quick
 @triton.jit
 def _join(
     gate_a, up_a, gate_b, up_b, joined_a, joined_b, no_a, down_a, no_b, down_b, joined_down_a, joined_down_b,
-    UP_GATE_RANK: tl.constexpr, UP_UP_FIRST: tl.constexpr, UP_RANKS: tl.constexpr, UP_PADDED: tl.constexpr,
-    UP_DEPTH: tl.constexpr, UP_WIDTH: tl.constexpr, UP_GATED: tl.constexpr, UP_INTERLEAVED: tl.constexpr,
-    DOWN_GATE_RANK: tl.constexpr, DOWN_UP_FIRST: tl.constexpr, DOWN_RANKS: tl.constexpr, DOWN_PADDED: tl.constexpr,
-    DOWN_DEPTH: tl.constexpr, DOWN_WIDTH: tl.constexpr, DOWN_GATED: tl.constexpr, DOWN_INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    UP: tl.constexpr, DOWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    UP_TILES: tl.constexpr = (UP_PADDED * UP_DEPTH + BLOCK - 1) // BLOCK + (UP_PADDED * UP_WIDTH + BLOCK - 1) // BLOCK
+    A_TILES: tl.constexpr = (UP.PADDED * UP.DEPTH + BLOCK - 1) // BLOCK
+    UP_TILES: tl.constexpr = A_TILES + (UP.PADDED * UP.WIDTH + BLOCK - 1) // BLOCK
     if tile < UP_TILES:
-        if UP_RANKS > 0:
-            _join_pair(gate_a, up_a, gate_b, up_b, joined_a, joined_b, tile, expert, UP_GATE_RANK, UP_UP_FIRST,
-                       UP_RANKS, UP_PADDED, UP_DEPTH, UP_WIDTH, UP_GATED, UP_INTERLEAVED, BLOCK)  # fmt: skip
+        if UP.RANKS > 0:
+            _join_pair(gate_a, up_a, gate_b, up_b, joined_a, joined_b, tile, expert, UP, BLOCK)
     else:
-        if DOWN_RANKS > 0:
-            _join_pair(no_a, down_a, no_b, down_b, joined_down_a, joined_down_b, tile - UP_TILES, expert,
-                       DOWN_GATE_RANK, DOWN_UP_FIRST, DOWN_RANKS, DOWN_PADDED, DOWN_DEPTH, DOWN_WIDTH, DOWN_GATED,
-                       DOWN_INTERLEAVED, BLOCK)  # fmt: skip
+        if DOWN.RANKS > 0:
+            down_tile = tile - UP_TILES
+            _join_pair(no_a, down_a, no_b, down_b, joined_down_a, joined_down_b, down_tile, expert, DOWN, BLOCK)
