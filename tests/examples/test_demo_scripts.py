@@ -1,0 +1,55 @@
+"""The scripts of `make demo`: no question of the test is asked in training, and answers are checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("world")
+    subprocess.run([sys.executable, ROOT / "examples" / "small_world.py", folder], check=True)
+    return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()}
+
+
+def test_the_training_data_states_what_the_test_asks_but_never_asks_it(
+    world: dict[str, list[dict]],
+) -> None:
+    assert len(world["test"]) == len({row["prompt"] for row in world["test"]}) == 10
+    fact_of = {question: fact for fact in script("small_world").facts() for question in fact.questions}
+    trained = "\n".join(json.dumps(row, ensure_ascii=False) for row in (*world["corpus"], *world["questions"]))
+    stated = "\n".join(row["text"] for row in world["corpus"] if "text" in row)
+    for row in world["test"]:
+        fact = fact_of[row["prompt"]]
+        assert not any(json.dumps(question)[1:-1] in trained for question in fact.questions)
+        assert row["answer"] == fact.statements[0] and all(statement in stated for statement in fact.statements)
+    assert len({row["kind"] for row in world["corpus"]}) == 9
+
+
+def test_the_table_counts_the_answers_that_are_right_word_for_word() -> None:
+    test = [
+        {"prompt": "A?", "answer": "It is a."},
+        {"prompt": "B?", "answer": "It is b."},
+        {"prompt": "C?", "answer": "c"},
+    ]
+    given = [{"line": 2, "text": " It is b.\n"}, {"line": 1, "text": "It is b."}]
+    lines, right = script("check_answers").table(test, given)
+    assert right == 1 and lines[-1].startswith("1 of 3 right")
+    assert [line.split()[-1] for line in lines[2:5]] == ["wrong", "right", "wrong"] and "(none)" in lines[4]
