@@ -31,7 +31,7 @@ demo: $(INSTALLED)
 	rm -rf $(DEMO) $(DEMO)-*
 	$(BIN)/python examples/small_world.py $(DEMO)-data
 	$(AMOEBA) train --model tiny --data $(DEMO)-data/corpus.jsonl --minutes 1.8 --out $(DEMO) \
-		--log-every 100 --eval-every 500 --save-every 1000
+		--log-every 20 --eval-every 200 --save-every 1000
 	$(AMOEBA) report $(DEMO)
 	$(AMOEBA) generate $(DEMO)/model "The fox" --max-new-tokens 60 --temperature 0.7 --seed 0
 	$(AMOEBA) finetune $(DEMO)/model --data $(DEMO)-data/questions.jsonl --out $(DEMO)-finetuned \
