@@ -115,7 +115,7 @@ class Computing:
         str,
         typer.Option(
             "--miss",
-            help="With --vram, on a cache miss: move (copy the expert to the GPU), cpu (compute it there) or auto.",
+            help="With --vram, on a cache miss: move (copy it to the GPU), cpu (compute it on the CPU) or auto.",
         ),
     ] = "move"
     prefetch: Annotated[
