@@ -308,8 +308,8 @@ def test_infinite_errors_are_still_json():
 def test_one_process_may_go_on_with_what_several_began_and_begins_nothing_over_ranks(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with over_ranks("ranks", NotedOutput(), resume=True) as together:
-        assert together.count == 1 and together.ranks is not None
+    with over_ranks("ranks", NotedOutput(), resume=True) as rank_zero:
+        assert rank_zero.count == 1 and rank_zero.ranks is not None
     with (
         pytest.raises(ValueError, match="--experts ranks: expected several processes, as torchrun starts them"),
         over_ranks("ranks", NotedOutput()),

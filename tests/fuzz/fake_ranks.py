@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 
 
 class _Group:
@@ -35,7 +35,7 @@ def compare(values: list[dict[str, Any]]) -> list[str]:
 
     def check(rank: int) -> str:
         try:
-            Together(FakeRanks(group, rank)).check_same(values[rank])  # type: ignore[arg-type]
+            RankZero(FakeRanks(group, rank)).check_same(values[rank])  # type: ignore[arg-type]
         except ValueError as error:
             return str(error)
         return ""

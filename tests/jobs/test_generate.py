@@ -27,13 +27,12 @@ from amoeba.commands import generate as command
 from amoeba.commands.typer_app import Typer
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import placements as cpu_placements
-from amoeba.data import token_stream
 from amoeba.decoding import Decoder
 from amoeba.integrations import placement
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs import cpu_dtype
 from amoeba.jobs.generate import token_steps
-from amoeba.jobs.generate.generate import GenerationOptions, GenerationReport, generate
+from amoeba.jobs.generate.generate import GenerationOptions, GenerationReport, TokenStream, generate
 from planted_backend import Planted, plant
 from tiny_models import byte_tokenizer, randomise, save_byte_tokenizer, tiny_config
 
@@ -97,7 +96,7 @@ def invoke(*words: object, input: str | None = None):
 
 def streamed(tokenizer, ids: list[int], prompt: int = 3) -> tuple[list[str], str]:
     pieces: list[str] = []
-    stream = token_stream.TokenStream(tokenizer, pieces.append)
+    stream = TokenStream(tokenizer, pieces.append)
     stream.put(torch.zeros(1, prompt, dtype=torch.int64))
     for id in ids:
         stream.put(torch.tensor([id]))
@@ -577,14 +576,14 @@ def test_the_prompt_may_come_from_stdin(folder):
 
 
 def test_ctrl_c_ends_with_the_report_and_130(folder, monkeypatch):
-    original = token_stream.TokenStream.put
+    original = TokenStream.put
 
     def put(self, value):
         original(self, value)
         if len(self.ids) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(token_stream.TokenStream, "put", put)
+    monkeypatch.setattr(TokenStream, "put", put)
     result = invoke(folder, "Once", "--temperature", 0, "--json")
     assert result.exit_code == 130
     document = json.loads(result.stdout.splitlines()[-1])

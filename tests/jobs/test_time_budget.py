@@ -20,7 +20,7 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.train import time_budget
 from amoeba.jobs.train.resume import settings_of
-from amoeba.parallel.together import ALONE
+from amoeba.parallel.rank_zero import ALONE
 from selection import quick
 from tiny_runs import KINDS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
 
@@ -198,7 +198,7 @@ def test_evaluations_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatc
     looks = iter((0.0, 10.0, 17.0))  # when it is made, after three steps, after ten: one second a step
     monkeypatch.setattr(time_budget, "monotonic", lambda: next(looks))
     settings = TrainSettings(minutes=1, warmup_steps=0, eval_every=5)
-    trainer = SimpleNamespace(args=SimpleNamespace(max_steps=STEPS), together=ALONE)
+    trainer = SimpleNamespace(args=SimpleNamespace(max_steps=STEPS), rank_zero=ALONE)
     budget = time_budget.TimeBudget(trainer, settings, lambda said: None)
     budget.on_evaluate(None, None, None, metrics={"eval_runtime": 2.0})
     budget._steps_here = 2

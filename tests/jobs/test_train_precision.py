@@ -21,7 +21,7 @@ from amoeba.commands.run_console import describe
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.train.resume import settings_of
-from amoeba.jobs.train.run_precision import RunPrecision, run_precision
+from amoeba.jobs.train.train import RunPrecision, run_precision
 from amoeba.jobs.train.training_loop import WatchedTrainer
 from amoeba.observe.report import page_data
 from amoeba.observe.run_log import read_run

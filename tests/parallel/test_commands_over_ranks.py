@@ -20,7 +20,7 @@ from amoeba.jobs.sharded_model import load_share
 from amoeba.jobs.train.run_folder import checkpoints
 from amoeba.parallel import Ranks
 from amoeba.parallel.processes import LocalRanks
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.stream.store import Store
 from same_runs import check_same_run, weights
 from selection import quick
@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stop
     parts = sorted(path.name for path in last.glob("optimizer-*"))
     assert parts == [f"optimizer-0000{rank}-of-00004.safetensors" for rank in range(4)]
     settings = tiny_settings(command, tmp_path / "run", inputs, **CHANGED, experts="ranks")
-    tiny_run(settings, Quiet(), resume=True, together=Together(Ranks()))
+    tiny_run(settings, Quiet(), resume=True, rank_zero=RankZero(Ranks()))
     check_same_run(tmp_path / "run", expected, KEPT[command])
 
 

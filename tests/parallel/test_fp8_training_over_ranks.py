@@ -22,10 +22,10 @@ import rank_training
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.sharded_model import shard_model
-from amoeba.jobs.train.run_precision import run_precision
+from amoeba.jobs.train.train import run_precision
 from amoeba.parallel import Ranks
 from amoeba.parallel.processes import LocalRanks
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.precision.recipes import Fp8Experts
 from same_runs import lines
 from selection import quick
@@ -99,7 +99,7 @@ def test_the_command_over_two_ranks_stops_and_goes_on_in_one_process(processes: 
     assert all(report.interrupted and report.steps == STEPS for report in reports)
     (words,) = (text for text in said[0] if text.startswith("experts in fp8: "))
     assert "backend eager" in words and words.endswith("MiB on the first rank")
-    report = tiny_run(over_ranks, Quiet(), resume=True, together=Together(Ranks()))
+    report = tiny_run(over_ranks, Quiet(), resume=True, rank_zero=RankZero(Ranks()))
     assert not report.interrupted and report.steps == over_ranks.steps
     found, expected = (history(tmp_path / name) for name in ("run", "alone"))
     assert_same(found[:STEPS], expected[:STEPS])

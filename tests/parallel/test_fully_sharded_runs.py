@@ -23,8 +23,8 @@ from amoeba.jobs.train.run_folder import checkpoints
 from amoeba.parallel import Owners, Ranks
 from amoeba.parallel.mesh import RankMesh, make_mesh
 from amoeba.parallel.processes import LocalRanks
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.parallel.shards import rows_here
-from amoeba.parallel.together import Together
 from same_runs import check_same_run
 from tiny_models import build
 from tiny_runs import KEPT, Quiet, make_inputs, tiny_run, tiny_settings
@@ -99,7 +99,7 @@ def test_two_by_two_ranks_then_two_then_one_go_on_as_if_the_run_had_never_stoppe
         assert parts == [f"optimizer-0000{rank}-of-0000{count}.safetensors" for rank in range(count)]
     console = Quiet()
     settings = tiny_settings(command, tmp_path / "run", inputs, **CHANGED | GRID)
-    tiny_run(settings, console, resume=True, together=Together(Ranks()))
+    tiny_run(settings, console, resume=True, rank_zero=RankZero(Ranks()))
     assert "the run had its experts over 2 ranks, which do not divide the 1 of now: over all" in console.said
     check_same_run(tmp_path / "run", alone[command], KEPT[command])
 
@@ -171,7 +171,7 @@ def test_one_rank_computes_the_same_with_its_parameters_in_shards(
             mesh = RankMesh(ranks, ranks, *meshes)
             monkeypatch.setattr("amoeba.jobs.train.train.mesh_of", lambda *_, mesh=mesh: mesh)
             settings = tiny_settings("train", tmp_path / name, inputs, **CHANGED, experts="ranks")
-            tiny_run(settings, Quiet(), together=Together(ranks))
+            tiny_run(settings, Quiet(), rank_zero=RankZero(ranks))
     finally:
         torch.distributed.destroy_process_group()
     check_same_run(tmp_path / "shards", tmp_path / "copies", "model")
@@ -195,7 +195,7 @@ def test_a_run_that_cannot_be_divided_leaves_no_folder(inputs: Path, tmp_path: P
     ranks: Any = some_ranks(4)
     ranks.gather_texts = lambda text, what: [text] * 4  # they have the same settings
     with pytest.raises(ValueError, match="a number that divides the 4 ranks"):
-        tiny_run(settings, Quiet(), together=Together(ranks))
+        tiny_run(settings, Quiet(), rank_zero=RankZero(ranks))
     assert not (tmp_path / "run").exists()
 
 

@@ -22,7 +22,7 @@ from amoeba import ExpertWeights, Routing, experts, with_precision
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.processes import first_processes
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.parallel.transports import peers
 
 E, H, I = 5, 16, 24
@@ -229,9 +229,9 @@ def run_job(
                 os.kill(os.getpid(), signal.SIGTERM)
 
     console = Console()
-    together = Together(Ranks(first_processes(count), deadline=60.0))
+    rank_zero = RankZero(Ranks(first_processes(count), deadline=60.0))
     settings = load_settings(None, told, tiny_runs.KINDS[command])
-    return tiny_runs.tiny_run(settings, console, together=together, **options), console.said
+    return tiny_runs.tiny_run(settings, console, rank_zero=rank_zero, **options), console.said
 
 
 def fail_to_write(rank: int, told: dict[str, Any], whose: int = 1) -> str:
@@ -288,11 +288,11 @@ def save_and_load(rank: int, family: str, folder: str) -> dict[str, torch.Tensor
 
     ranks, model = Ranks(first_processes(2), deadline=60.0), build(family)
     shard_model(model, ranks)
-    together, kept = Together(ranks), ShardedModel(RankMesh(ranks, ranks))
+    rank_zero, kept = RankZero(ranks), ShardedModel(RankMesh(ranks, ranks))
     kept.gather(model)
-    with together.all_or_none("saving"):
+    with rank_zero.all_or_none("saving"):
         kept.save(model, Path(folder))
-    with together.all_or_none("the index"):
+    with rank_zero.all_or_none("the index"):
         if rank == 0:
             kept.finish(Path(folder))
     loaded = load_share(folder, None, ranks, trains=True)
@@ -305,21 +305,21 @@ def save_and_load(rank: int, family: str, folder: str) -> dict[str, torch.Tensor
 
 def do_together(rank: int) -> list[Any]:
     """What three ranks find when one decides, one fails, and one has something else."""
-    together = Together(Ranks(first_processes(3), deadline=30.0))
-    found: list[Any] = [together.tell(lambda: {"rank": rank, "text": "é" * 3}), together.tell(lambda: None)]
-    found.append(together.highest(rank * 5, "numbers"))
-    found.append(together.add_up(torch.tensor([2**40 + rank]), "large integers").item())
-    found.append([together.part(4), together.part(2)])
+    rank_zero = RankZero(Ranks(first_processes(3), deadline=30.0))
+    found: list[Any] = [rank_zero.tell(lambda: {"rank": rank, "text": "é" * 3}), rank_zero.tell(lambda: None)]
+    found.append(rank_zero.highest(rank * 5, "numbers"))
+    found.append(rank_zero.add_up(torch.tensor([2**40 + rank]), "large integers").item())
+    found.append([rank_zero.part(4), rank_zero.part(2)])
 
     def fail() -> None:
         if rank == 1:
             raise ValueError("it is wet")
 
     def all_do() -> None:
-        with together.all_or_none("drying"):
+        with rank_zero.all_or_none("drying"):
             fail()
 
-    for attempt in (all_do, lambda: together.check_same({"weather": rank == 2}), lambda: together.tell(decide_badly)):
+    for attempt in (all_do, lambda: rank_zero.check_same({"weather": rank == 2}), lambda: rank_zero.tell(decide_badly)):
         try:
             attempt()
         except (ValueError, RankLost) as error:

@@ -100,10 +100,10 @@ def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
 
 def train_fully_sharded(rank: int, steps: int, family: str, precision: str = "bf16") -> list[tuple[float, float]]:
     """`train_a_model` over two by two ranks: experts placed over two, their shares and all else sharded by FSDP2."""
-    from amoeba.integrations.fully_sharded import shard_fully
     from amoeba.integrations.own_tensors import sharded_modules
     from amoeba.integrations.precision import set_precision
     from amoeba.jobs.sharded_model import shard_model
+    from amoeba.jobs.train.trainer import shard_fully
     from amoeba.parallel import clip_gradients
     from tiny_models import build
 

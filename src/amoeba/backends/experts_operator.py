@@ -16,7 +16,7 @@ x alone with save="inputs". LoRA factors are inputs like the weights; an A that 
 whose gradient a backend gives as one, or as gate's and up's parts.
 
 `torch.ops.amoeba.<name>_onto` has one more argument, to which y is added: for graphs that have their backward already
-(see `integrations.residual_sums`), since it has none.
+(see `integrations.inductor_passes`), since it has none.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ExpertsOperator:
     def __call__(self, problem: Problem, save: Save) -> Tensor:
         lora = problem.lora
         factors = () if lora is None else lora.six()
-        if nobody_watches(problem.x_TH, *problem.weights.tensors(), *factors):
+        if can_skip_dispatcher(problem.x_TH, *problem.weights.tensors(), *factors):
             if save == "nothing":
                 return self.forward(problem, save)[0]
             return _Direct.apply(self, problem, save, *problem.tensors())
@@ -209,7 +209,7 @@ class ExpertsOperator:
         return (y_TH, *(self.traced.fake(problem) if arguments[-1] else self.traced.nothing(x_TH)))
 
 
-def nobody_watches(*tensors: Tensor | None) -> bool:
+def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
     """True where dispatch would change nothing: no tracing, no mode, no transform, no tensor subclass.
 
     Decoding one token on a CPU takes 0.2 ms; the dispatcher's way through Python is 0.03 ms of it. With gradients, its

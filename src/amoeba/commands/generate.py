@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from amoeba.jobs.generate.generate import GenerationReport
     from amoeba.jobs.generate.generate_prompts import PromptsReport
     from amoeba.jobs.generate.options import GenerationOptions
-    from amoeba.parallel.together import Together
+    from amoeba.parallel.rank_zero import RankZero
 
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 
@@ -182,19 +182,19 @@ def generate(
 
         try:
             report: GenerationReport | PromptsReport
-            with over_ranks(options.experts, output) as together:
+            with over_ranks(options.experts, output) as rank_zero:
                 told = {
                     "--prompts": many.prompts is not None,
                     "--batching": many.batching,
                     "--batch-size": many.batch_size,
                 }
-                check_same_job(together, "amoeba generate", options, told, model=model, adapter=adapter)
-                _check_ranks(options.experts, together)
+                check_same_job(rank_zero, "amoeba generate", options, told, model=model, adapter=adapter)
+                _check_ranks(options.experts, rank_zero)
                 if many.prompts is None:
                     assert prompt is not None
-                    report = _one(model, prompt, options, adapter, output, together)
+                    report = _one(model, prompt, options, adapter, output, rank_zero)
                 else:
-                    report = _many(model, many, options, adapter, output, together)
+                    report = _many(model, many, options, adapter, output, rank_zero)
         except KeyboardInterrupt:
             raise interrupted("before the first token") from None
     finish(output, {"document": "amoeba generate", **asdict(report)}, True, json and speaks())
@@ -202,23 +202,25 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _check_ranks(experts: str, together: Together) -> None:
-    if together.count > 1 and experts != "ranks":
+def _check_ranks(experts: str, rank_zero: RankZero) -> None:
+    if rank_zero.count > 1 and experts != "ranks":
         remedy = "start it without torchrun, or add --experts ranks"
-        raise bad_value("generate", "one process, or experts that several share", f"{together.count} processes", remedy)
+        raise bad_value(
+            "generate", "one process, or experts that several share", f"{rank_zero.count} processes", remedy
+        )
 
 
 def _one(
-    model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output, together: Together
+    model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output, rank_zero: RankZero
 ) -> GenerationReport:
     with loading():
         from amoeba.jobs.generate.generate import generate as generate_text
 
-    text = together.tell(lambda: read_prompt(prompt), "the prompt")
-    if not together.first:
-        return generate_text(model, text, options, _nowhere, adapter, together=together)
+    text = rank_zero.tell(lambda: read_prompt(prompt), "the prompt")
+    if not rank_zero.here:
+        return generate_text(model, text, options, _nowhere, adapter, rank_zero=rank_zero)
     report = generate_text(
-        model, text, options, _write, adapter, say=lambda text: output.progress(f"amoeba: {text}"), together=together
+        model, text, options, _write, adapter, say=lambda text: output.progress(f"amoeba: {text}"), rank_zero=rank_zero
     )
     if not report.text.endswith("\n"):
         _write("\n")
@@ -228,7 +230,7 @@ def _one(
 
 
 def _many(
-    model: str, many: ManyPrompts, options: GenerationOptions, adapter: str | None, output: Output, together: Together
+    model: str, many: ManyPrompts, options: GenerationOptions, adapter: str | None, output: Output, rank_zero: RankZero
 ) -> PromptsReport:
     with loading():
         from amoeba.data.prompts import read_prompts
@@ -239,15 +241,15 @@ def _many(
     of = model if adapter is None else f"{model} with {adapter}"
     asked = read_prompts(many.prompts, options.chat)
     content = repr([(each.line, each.content) for each in asked]).encode()
-    together.check_same({"--prompts": hashlib.blake2b(content, digest_size=6).hexdigest()}, "give every rank one file")
+    rank_zero.check_same({"--prompts": hashlib.blake2b(content, digest_size=6).hexdigest()}, "give every rank one file")
     results = Results(None, asked, of, _nowhere)
-    with together.all_or_none("the prompts that are left"):
-        if together.first:
+    with rank_zero.all_or_none("the prompts that are left"):
+        if rank_zero.here:
             results = Results(many.out, asked, of, lambda line: _write(line + "\n"))
-    left = together.tell(lambda: [each.line for each in results.left])
+    left = rank_zero.tell(lambda: [each.line for each in results.left])
     results.left = [each for each in asked if each.line in left]
-    if not together.first:
-        return generate_prompts(model, results, options, batches, adapter, together=together)
+    if not rank_zero.here:
+        return generate_prompts(model, results, options, batches, adapter, rank_zero=rank_zero)
     last = 0.0
 
     def progress(text: str) -> None:
@@ -261,7 +263,7 @@ def _many(
         output.progress(f"amoeba: {text}")
 
     with output.working():
-        report = generate_prompts(model, results, options, batches, adapter, say, progress, together)
+        report = generate_prompts(model, results, options, batches, adapter, say, progress, rank_zero)
     output.progress(summary_of_prompts(report))
     _say_streaming(report, output)
     return report

@@ -1,7 +1,7 @@
 """The processes that torchrun started for a command, of which the first speaks.
 
-with over_ranks(settings.experts, output, resume=resume) as together:
-    console = RunConsole(output) if together.first else Silent()
+with over_ranks(settings.experts, output, resume=resume) as rank_zero:
+    console = RunConsole(output) if rank_zero.here else Silent()
 
 report, first = job_over_ranks(train, settings, output, resume=resume)     # the same around a whole run
 """
@@ -20,15 +20,15 @@ from amoeba.commands.run_console import RunConsole
 from amoeba.core.errors import bad_value
 from amoeba.jobs.train.run_folder import Silent
 from amoeba.parallel.launched import deadline_seconds, is_launched, launched_ranks
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.ranks import Ranks
-from amoeba.parallel.together import ALONE, Together
 from amoeba.system.shell import shell_words
 
 Report = TypeVar("Report")
 
 
 @contextmanager
-def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterator[Together]:
+def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterator[RankZero]:
     """experts: where they are to be; "ranks" for over all of these processes, else each is to have all of them.
     resume: whether what is asked for is in a run's record, and one process may do what several began."""
     if experts != "ranks" and not is_launched():
@@ -50,7 +50,7 @@ def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterato
             ranks = ranks or Ranks()
         if ranks.rank > 0:
             logging.getLogger("amoeba").setLevel(logging.ERROR)  # what is to be said the first says
-        yield Together(ranks)
+        yield RankZero(ranks)
 
 
 def _with_torchrun(words: list[str]) -> str:
@@ -63,7 +63,7 @@ def job_over_ranks(
     job: Callable[..., Report], settings: Any, output: Output, *, resume: bool, **options: Any
 ) -> tuple[Report, bool]:
     """What `job` reports, and whether this process is the one that speaks."""
-    with over_ranks(settings.experts, output, resume=resume) as together, closing(RunConsole(output)) as console:
-        said_by = console if together.first else Silent()
-        report = job(settings, said_by, resume=resume, together=together, **options)
-    return report, together.first
+    with over_ranks(settings.experts, output, resume=resume) as rank_zero, closing(RunConsole(output)) as console:
+        said_by = console if rank_zero.here else Silent()
+        report = job(settings, said_by, resume=resume, rank_zero=rank_zero, **options)
+    return report, rank_zero.here

@@ -45,8 +45,8 @@ class CompiledLayers:
 
 def graph_passes() -> dict[str, Any]:
     """What we change in the compiler's graphs, as its options."""
+    from amoeba.integrations.inductor_passes import KeptSums, SumsIntoExperts
     from amoeba.integrations.joined_linears import JoinedLinears  # which imports the compiler
-    from amoeba.integrations.residual_sums import KeptSums, SumsIntoExperts
 
     return {
         "pre_grad_custom_pass": JoinedLinears(),

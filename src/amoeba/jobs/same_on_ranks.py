@@ -1,7 +1,7 @@
 """What the ranks of a job must have in common, compared before any of it can hang or give wrong numbers in silence.
 
-    check_same_job(together, "amoeba train", settings, {"--resume": False}, model=settings.model)
-    check_same_model(together, model, {"compute dtype": dtype})     # once it is loaded, before the first step
+    check_same_job(rank_zero, "amoeba train", settings, {"--resume": False}, model=settings.model)
+    check_same_model(rank_zero, model, {"compute dtype": dtype})     # once it is loaded, before the first step
 
 The first compares the command, every setting, the environment, the versions of packages and samples of the model's and
 the adapter's files; the second the model in memory. Both raise ValueError on every rank, with the values of all.
@@ -26,7 +26,7 @@ from torch import Tensor
 from amoeba.core.errors import one_line
 from amoeba.integrations.model_folder import ADAPTER_CONFIG, ADAPTER_FOLDER
 from amoeba.integrations.own_tensors import own_tensors
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.system.files import sampled_hash
 from amoeba.system.machine import versions
 
@@ -91,7 +91,7 @@ _NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures")
 
 
 def check_same_job(
-    together: Together,
+    rank_zero: RankZero,
     command: str,
     settings: Any,
     options: Mapping[str, Any],
@@ -100,8 +100,8 @@ def check_same_job(
     adapter: str | Path | None = None,
 ) -> None:
     """settings: a dataclass. options: what the command was told besides, by the names that its user knows."""
-    if together.count > 1:
-        together.check_same(job_facts(command, settings, options, model=model, adapter=adapter))
+    if rank_zero.count > 1:
+        rank_zero.check_same(job_facts(command, settings, options, model=model, adapter=adapter))
 
 
 def job_facts(
@@ -174,11 +174,11 @@ def _source() -> str:
     return found.hexdigest()
 
 
-def check_same_model(together: Together, model: Any, more: Mapping[str, Any] | None = None) -> None:
+def check_same_model(rank_zero: RankZero, model: Any, more: Mapping[str, Any] | None = None) -> None:
     """Of a model with all of its tensors, before anything shards them. more: what was decided on each rank."""
-    if together.count > 1:
+    if rank_zero.count > 1:
         remedy = "give every rank the same files and versions, on machines of one kind"
-        together.check_same({**(more or {}), **model_facts(model)}, remedy)
+        rank_zero.check_same({**(more or {}), **model_facts(model)}, remedy)
 
 
 def model_facts(model: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Backend, Request
-from amoeba.backends.experts_operator import nobody_watches
+from amoeba.backends.experts_operator import can_skip_dispatcher
 from amoeba.backends.registry import backends_of, choose, explain
 from amoeba.core.torch_internals import transformed
 from amoeba.parallel.exchange import combine, copied, dispatch, summed
@@ -80,7 +80,7 @@ class RanksBackend(Backend):
         share = _share(request, x_RH, routing, tokens)
         backend = None if share.weights.num_experts == 0 else choose(_sharded(request).local_backend, share)
         if exchange is not None and (exchange.travels or exchange.straight):
-            if getattr(backend, "overlaps", False) and nobody_watches(*_tensors(share)):
+            if getattr(backend, "overlaps", False) and can_skip_dispatcher(*_tensors(share)):
                 share = replace(share, travel=exchange)
             else:
                 if exchange.travels:

@@ -58,7 +58,7 @@ from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
 
@@ -115,23 +115,23 @@ def finetune(
     resume: bool = False,
     start_from: str | None = None,
     trust_remote_code: bool = False,
-    together: Together = ALONE,
+    rank_zero: RankZero = ALONE,
 ) -> FinetuneReport:
     """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
-    together: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
+    rank_zero: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
     same report."""
     told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
-    check_same_job(together, COMMAND, settings, told, model=settings.model)
+    check_same_job(rank_zero, COMMAND, settings, told, model=settings.model)
     if settings.data is None:
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
-    if together.ranks is None or settings.experts != "ranks":
+    if rank_zero.ranks is None or settings.experts != "ranks":
         check_placement(settings.experts)
     name = check_model(settings.model)
-    _check_streaming(name, settings, together)
+    _check_streaming(name, settings, rank_zero)
     tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
     _check_tokenizer(tokenizer)
-    check_ranks(settings, resume, together)
-    with run_folder(settings.out, resume, console.say, together) as folder, ExitStack() as at_end:
+    check_ranks(settings, resume, rank_zero)
+    with run_folder(settings.out, resume, console.say, rank_zero) as folder, ExitStack() as at_end:
         return _finetune(
             settings,
             console,
@@ -143,7 +143,7 @@ def finetune(
             start_from,
             trust_remote_code,
             at_end,
-            together,
+            rank_zero,
         )
 
 
@@ -158,20 +158,20 @@ def _finetune(
     start_from: str | None,
     trust_remote_code: bool,
     at_end: ExitStack,
-    together: Together,
+    rank_zero: RankZero,
 ) -> FinetuneReport:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the run has one of its own
-    mesh = mesh_of(settings, folder, console, resume, together)
-    kept = AdapterAlone(together.first)
+    mesh = mesh_of(settings, folder, console, resume, rank_zero)
+    kept = AdapterAlone(rank_zero.here)
     if resume and not start_from:
         names = {"adapter": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, FinetuneReport, names)
         if ended is not None:
             console.say(f"already finished after {ended.steps} steps; more steps are a new run, with another --out")
             return ended
-    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, together)
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, rank_zero)
     if earlier and earlier.checkpoint:
         tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint, trust_remote_code=trust_remote_code)
     torch.manual_seed(settings.seed)
@@ -182,7 +182,7 @@ def _finetune(
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed, check=check_answers(tokenizer))
     console.say(f"data: {corpus.description}")
     content = began_with(corpus, weights_of(name))
-    together.check_same(data_facts(content), "give every rank the same --data, --held-out and model")
+    rank_zero.check_same(data_facts(content), "give every rank the same --data, --held-out and model")
     if earlier:
         check_data(earlier, content)
     chat = any(isinstance(document, Conversation) for document in corpus.train)
@@ -191,7 +191,7 @@ def _finetune(
     check_understands(tokenizer, corpus.train)
     rows = _rows(corpus, tokenizer, model_config, settings, console)
 
-    base = _load_base(settings, name, model_config, mesh, together, trust_remote_code, at_end)
+    base = _load_base(settings, name, model_config, mesh, rank_zero, trust_remote_code, at_end)
     model, placed = base.model, base.placed
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
@@ -200,7 +200,7 @@ def _finetune(
     if attached.left_out:
         console.say(f"without factors: {in_one_line(attached.left_out)}")
     text_config(model.config).use_cache = False
-    check_same_model(together, model, {"where the experts are": placed.placement})
+    check_same_model(rank_zero, model, {"where the experts are": placed.placement})
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
@@ -214,8 +214,8 @@ def _finetune(
         f"model: {model.config.model_type} on {base.device} in {str(model.dtype).removeprefix('torch.')}{faster}; "
         f"experts {placed.placement} ({placed.reason})"
     )
-    if mesh is None and together.count > 1:
-        console.say(shared_batches(together))
+    if mesh is None and rank_zero.count > 1:
+        console.say(shared_batches(rank_zero))
     for memory in placed.plans:
         logger.info("%s", memory)
     console.say(
@@ -225,13 +225,13 @@ def _finetune(
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)
-    with together.all_or_none("the description of the run"):
-        if together.first:
+    with rank_zero.all_or_none("the description of the run"):
+        if rank_zero.here:
             began = earlier.began_with if earlier else content
             describe_run(folder, settings.as_dict(), model.config.to_dict(), began)
 
     trainer = make_trainer(
-        model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, together, mesh
+        model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, rank_zero, mesh
     )
     parts = StreamParts(base.streamed)
     parts.begin("training")
@@ -268,7 +268,7 @@ def _load_base(
     name: str,
     model_config: Any,
     mesh: RankMesh | None,
-    together: Together,
+    rank_zero: RankZero,
     trust_remote_code: bool,
     at_end: ExitStack,
 ) -> _Base:
@@ -292,7 +292,7 @@ def _load_base(
         model = load_share(name, choice.dtype, mesh.experts, trust_remote_code=trust_remote_code)
         placed = Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
         return _Base(model, placed, choice, device)
-    tokens = -(-settings.batch_size // together.count) * settings.sequence_length
+    tokens = -(-settings.batch_size // rank_zero.count) * settings.sequence_length
     model, placed = load_placed(
         name,
         choice,
@@ -310,7 +310,7 @@ def _streams(name: str, settings: FinetuneSettings) -> bool:
     return settings.ram is not None or settings.vram is not None or is_store(name)
 
 
-def _check_streaming(name: str, settings: FinetuneSettings, together: Together) -> None:
+def _check_streaming(name: str, settings: FinetuneSettings, rank_zero: RankZero) -> None:
     if not _streams(name, settings):
         return
     if settings.experts != "auto":
@@ -319,9 +319,9 @@ def _check_streaming(name: str, settings: FinetuneSettings, together: Together) 
     if settings.vram is None and torch.cuda.is_available():
         remedy = "add it, for example --vram auto, or hide the GPU: CUDA_VISIBLE_DEVICES= amoeba finetune ..."
         raise bad_value("vram", "a budget on the GPU, where the model trains", "none", remedy)
-    if together.count > 1:
+    if rank_zero.count > 1:
         remedy = "start it without torchrun, or share out the experts of an ordinary checkpoint: --experts ranks"
-        raise bad_value("streamed experts", "one process, whose memory they pass through", together.count, remedy)
+        raise bad_value("streamed experts", "one process, whose memory they pass through", rank_zero.count, remedy)
 
 
 def factor_bytes(store: Store, settings: FinetuneSettings) -> int:

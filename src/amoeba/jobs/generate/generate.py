@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 
-from amoeba.data.token_stream import TokenStream
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import (
     GenerationOptions,
@@ -33,7 +32,7 @@ from amoeba.jobs.generate.options import (
 from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.generate.token_steps import Kind, Steps, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
-from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.report import StreamReport
 from amoeba.system.machine import peak_memory
 
@@ -75,20 +74,20 @@ def generate(
     write: Callable[[str], object],
     adapter: str | Path | None = None,
     say: Callable[[str], object] = lambda text: None,
-    together: Together = ALONE,
+    rank_zero: RankZero = ALONE,
 ) -> GenerationReport:
     """Calls write(piece) for every piece of text; a KeyboardInterrupt while generating ends it with a report.
 
     model_folder: as save_pretrained writes it, or the name of a model on the hub.
     adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
     say: is told in one line, before the first token, what computes; the log has the reasons.
-    together: the ranks over which the experts are; each calls this with the same, and gets the same text.
+    rank_zero: the ranks over which the experts are; each calls this with the same, and gets the same text.
     """
-    found = find_model(model_folder, adapter, options, together)
+    found = find_model(model_folder, adapter, options, rank_zero)
     prompt_ids = tokenise(found.tokenizer, prompt, options.chat)
     most = most_new_tokens(found.config, prompt_ids, options.max_new_tokens)
-    with closing(load(found, options, prompt_ids[0], say, together)) as loaded:
-        return _generate(loaded, prompt_ids, most, options, write, together)
+    with closing(load(found, options, prompt_ids[0], say, rank_zero)) as loaded:
+        return _generate(loaded, prompt_ids, most, options, write, rank_zero)
 
 
 def _generate(
@@ -97,10 +96,10 @@ def _generate(
     most: int,
     options: GenerationOptions,
     write: Callable[[str], object],
-    together: Together,
+    rank_zero: RankZero,
 ) -> GenerationReport:
     model, device = loaded.model, loaded.device
-    seed = seed_for(options, together)
+    seed = seed_for(options, rank_zero)
     sampling = sampling_of(options, model.generation_config)
     set_generation_config(model, loaded.tokenizer, sampling, most)
     logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), most, seed)
@@ -162,3 +161,55 @@ def _stream_tokens(model: Any, steps: Steps, prompt_ids: list[int], most: int, s
         if token in ends:
             break
     stream.end()
+
+
+_REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no character, or not one yet
+
+
+class TokenStream:
+    """The streamer that transformers calls with every token, the prompt's first; `add` is for new tokens alone.
+
+    ids[prefix:read] was written last and is decoded again together with the new tokens, since a tokenizer may drop
+    the space at the start of what it decodes. Text that ends inside a character waits for the rest of it.
+    """
+
+    def __init__(
+        self, tokenizer: Any, write: Callable[[str], object], at_first: Callable[[], object] = lambda: None
+    ) -> None:
+        """at_first: is called when the first token is there."""
+        self.ids: list[int] = []
+        self.pieces: list[str] = []
+        self.first_at = self.last_at = 0.0
+        self._tokenizer, self._write, self._at_first = tokenizer, write, at_first
+        self._prefix = self._read = 0
+        self._seen_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._seen_prompt:
+            self._seen_prompt = True
+            return
+        self.add(value.flatten().tolist())
+
+    def add(self, ids: list[int]) -> None:
+        self.last_at = time.perf_counter()
+        if not self.ids:
+            self.first_at = self.last_at
+            self._at_first()
+        self.ids += ids
+        self._emit(final=False)
+
+    def end(self) -> None:
+        self._emit(final=True)
+
+    def _emit(self, final: bool) -> None:
+        text = self._decode(self.ids[self._prefix :])
+        fresh = text[len(self._decode(self.ids[self._prefix : self._read])) :]
+        if not fresh or (fresh.endswith(_REPLACEMENT) and not final):
+            return
+        # Noted before it is written: an interruption in between must not write it twice
+        self._prefix, self._read = self._read, len(self.ids)
+        self.pieces.append(fresh)
+        self._write(fresh)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -38,7 +38,7 @@ from amoeba.jobs.generate.prompt_batches import Answer, Row, batches_of, continu
 from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.generate.token_steps import Kind, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
-from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.report import StreamReport
 from amoeba.system.machine import peak_memory
 
@@ -98,14 +98,14 @@ def generate_prompts(
     adapter: str | Path | None = None,
     say: Callable[[str], object] = lambda text: None,
     progress: Callable[[str], object] = lambda text: None,
-    together: Together = ALONE,
+    rank_zero: RankZero = ALONE,
 ) -> PromptsReport:
     """A KeyboardInterrupt ends it with a report; what is answered by then is written.
 
     say: is told in one line what computes. progress: after each answer, how far it is.
-    together: the ranks over which the experts are; each calls this with the same prompts left.
+    rank_zero: the ranks over which the experts are; each calls this with the same prompts left.
     """
-    found = find_model(model_folder, adapter, options, together)
+    found = find_model(model_folder, adapter, options, rank_zero)
     rows = []
     for prompt in results.left:
         ids = tokenise(found.tokenizer, prompt.content, options.chat, prompt.place)
@@ -114,8 +114,8 @@ def generate_prompts(
     if not rows:
         say("all prompts are answered already")
         return run.report(None, None, {})
-    with closing(load(found, options, rows[0].ids[0], say, together)) as loaded:
-        return _generate(run, loaded, rows, batches, options, together)
+    with closing(load(found, options, rows[0].ids[0], say, rank_zero)) as loaded:
+        return _generate(run, loaded, rows, batches, options, rank_zero)
 
 
 def _generate(
@@ -124,9 +124,9 @@ def _generate(
     rows: Sequence[Row],
     batches: BatchOptions,
     options: GenerationOptions,
-    together: Together,
+    rank_zero: RankZero,
 ) -> PromptsReport:
-    seed = seed_for(options, together)
+    seed = seed_for(options, rank_zero)
     sampling = sampling_of(options, loaded.model.generation_config)
     set_generation_config(loaded.model, loaded.tokenizer, sampling, options.max_new_tokens)
     logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), options.max_new_tokens, seed)

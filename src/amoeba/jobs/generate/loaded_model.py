@@ -30,7 +30,7 @@ from amoeba.jobs.generate.options import GenerationOptions
 from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
-from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.routing.router import Routing
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import is_store
@@ -75,12 +75,12 @@ class LoadedModel:
 
 
 def find_model(
-    model_folder: str | Path, adapter: str | Path | None, options: GenerationOptions, together: Together = ALONE
+    model_folder: str | Path, adapter: str | Path | None, options: GenerationOptions, rank_zero: RankZero = ALONE
 ) -> FoundModel:
     """model_folder: as save_pretrained writes it, or the name of a model on the hub.
     adapter: a PEFT folder or a run of `amoeba finetune`; its tokenizer, if it has one, is used.
-    together: the ranks over which the experts will be."""
-    if together.ranks is None:
+    rank_zero: the ranks over which the experts will be."""
+    if rank_zero.ranks is None:
         check_placement(options.experts)
     name = check_model(str(model_folder))
     _check_streaming(name, options)
@@ -96,10 +96,10 @@ def load(
     options: GenerationOptions,
     token: int,
     say: Callable[[str], object],
-    together: Together = ALONE,
+    rank_zero: RankZero = ALONE,
 ) -> LoadedModel:
     """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons.
-    together: the ranks over which the experts are. All of them have the same tokens."""
+    rank_zero: the ranks over which the experts are. All of them have the same tokens."""
     streams = _streams(found.name, options)
     device = _choose_device(home_of(options.vram) if streams else options.device)
     started = time.perf_counter()
@@ -112,15 +112,15 @@ def load(
                 streamed, choice = _stream(found, options, choice)
                 model = streamed.model
                 placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
-            elif together.ranks is not None:
+            elif rank_zero.ranks is not None:
                 model = load_share(
                     found.name,
                     choice.dtype,
-                    together.ranks,
+                    rank_zero.ranks,
                     tokens="same",
                     trust_remote_code=options.trust_remote_code,
                 )
-                placed = Placed("ranks", f"over {together.count}")
+                placed = Placed("ranks", f"over {rank_zero.count}")
             else:
                 model, placed = load_placed(
                     found.name,
@@ -134,7 +134,7 @@ def load(
             if found.adapter is not None:
                 lora.load(model, found.adapter)
                 logger.info("adapter %s", found.adapter)
-            check_same_model(together, model)
+            check_same_model(rank_zero, model)
             model.to(device)
             loaded = time.perf_counter()
             backend, reason = _warm_up(model, token)
@@ -157,7 +157,7 @@ def load(
     faster = f" ({choice.reason})" if choice.stored is not None else ""
     # Resident experts are where everybody expects them
     chosen = options.experts == "auto" and streamed is None and placed.placement != "resident"
-    why = f" ({placed.reason})" if together.ranks is not None or chosen else ""
+    why = f" ({placed.reason})" if rank_zero.ranks is not None or chosen else ""
     experts = f"experts {placed.placement}{why}, backend {backend}" if backend else reason
     within = "" if streamed is None else f", {streamed.memory}"
     say(f"{model.config.model_type} on {device} in {done.dtype}{faster}; {experts}{within}")

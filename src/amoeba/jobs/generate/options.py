@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import bad_value
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
     }
 
 
-def seed_for(options: GenerationOptions, together: Together) -> int:
+def seed_for(options: GenerationOptions, rank_zero: RankZero) -> int:
     """The one asked for, or one that is drawn, for all ranks the same."""
-    return together.tell(lambda: secrets.randbelow(2**31)) if options.seed is None else options.seed
+    return rank_zero.tell(lambda: secrets.randbelow(2**31)) if options.seed is None else options.seed
 
 
 def in_words(sampling: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ WORTH_COMPILING = 1e16
 def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
     gpu = _is_on_a_gpu(trainer)
-    over_ranks = trainer.together.count > 1  # which exchange counts and gradients within a pass
+    over_ranks = trainer.rank_zero.count > 1  # which exchange counts and gradients within a pass
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     if compiles and over_ranks:
         say("without decoder layers compiled: several ranks share each batch")

@@ -21,7 +21,7 @@ from amoeba.core.errors import counted
 from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from amoeba.jobs.settings import RunSettings
 from amoeba.observe.router_watch import RouterWatch
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.precision.recipes import UNCHANGED
 from amoeba.routing.router import update_selection_bias_
 from amoeba.system.files import finite, write_whole
@@ -46,13 +46,13 @@ class RunLog(TrainerCallback):
         console: Any,
         model: Any,
         tokens_per_row: float,
-        together: Together,
+        rank_zero: RankZero,
     ) -> None:
         self.settings, self.console, self.path = settings, console, folder / "metrics.jsonl"
-        self.together = together
+        self.rank_zero = rank_zero
         self.watch = RouterWatch(model)
-        if together.count > 1:
-            self.watch.share(lambda counts: together.add_up(counts, "statistics of the routers"))
+        if rank_zero.count > 1:
+            self.watch.share(lambda counts: rank_zero.add_up(counts, "statistics of the routers"))
         self.watch.balance(
             settings.aux_loss_coefficient / settings.accumulation if settings.balance == "aux" else 0.0,
             settings.z_loss_coefficient / settings.accumulation,
@@ -74,17 +74,17 @@ class RunLog(TrainerCallback):
         self._device = next(model.parameters()).device
         self._flops_per_token = training_flops_per_token(model, tokens_per_row)
         self._ceiling = measured_ceiling(self._device)
-        self._writer = _tensorboard(folder) if together.first else None
+        self._writer = _tensorboard(folder) if rank_zero.here else None
 
     def write(self, line: dict[str, Any]) -> None:
-        if not self.together.first:
+        if not self.rank_zero.here:
             return
         with self.path.open("a") as file:
             file.write(json.dumps(finite(line, lambda _: None)) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drops what an interrupted run logged after the checkpoint that it goes on from."""
-        if not self.together.first:
+        if not self.rank_zero.here:
             return
         kept, torn = [], 0
         if not self.path.exists():
@@ -108,7 +108,7 @@ class RunLog(TrainerCallback):
 
     def evaluations(self) -> list[tuple[int, float]]:
         """Steps and held-out losses that are in the log."""
-        return [(step, loss) for step, loss in self.together.tell(self._evaluations)]
+        return [(step, loss) for step, loss in self.rank_zero.tell(self._evaluations)]
 
     def _evaluations(self) -> list[tuple[int, float]]:
         lines = map(json.loads, self.path.read_text().splitlines() if self.path.exists() else [])
@@ -136,7 +136,7 @@ class RunLog(TrainerCallback):
         if state.global_step == state.max_steps:
             control.should_evaluate = True  # before the last checkpoint, which is not written where it is not finite
         # whichever rank was asked first, all stop after the same step
-        self.stopped_by = self.together.highest(self.stopped_by or 0, "whether to stop") or None
+        self.stopped_by = self.rank_zero.highest(self.stopped_by or 0, "whether to stop") or None
         if self.stopped_by is not None:
             control.should_save = control.should_training_stop = True
         if control.should_save:
@@ -154,12 +154,12 @@ class RunLog(TrainerCallback):
             torch.stack([number.to(self._device).float() for number in numbers])
             for numbers in (self._step_losses, self._step_norms)
         )
-        losses = self.together.add_up(losses, "losses")  # a rank's is its tokens' part; a norm is of all already
+        losses = self.rank_zero.add_up(losses, "losses")  # a rank's is its tokens' part; a norm is of all already
         return losses.tolist(), norms.tolist()
 
     def _tokens_since(self) -> int:
         """In the passes since the last line, of all ranks."""
-        return int(self.together.add_up(torch.stack(self.tokens).sum(), "numbers of tokens")) if self.tokens else 0
+        return int(self.rank_zero.add_up(torch.stack(self.tokens).sum(), "numbers of tokens")) if self.tokens else 0
 
     def _check_finite(self, step: int, losses: list[float], norms: list[float]) -> None:
         for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step - len(losses) + 1):

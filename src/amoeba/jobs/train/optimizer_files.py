@@ -2,7 +2,7 @@
 
 E experts
 
-    save_optimizer(optimizer, model, folder, together)      # on every rank
+    save_optimizer(optimizer, model, folder, rank_zero)     # on every rank
     load_optimizer(optimizer, model, folder)                # as many ranks, more, fewer, or a process alone
 
     optimizer.json                          {"groups": [{"lr": ..., "parameters": [names]}]}
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.integrations.own_tensors import OwnTensor, own_tensors, plain_names
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.parallel.shards import local_parameter, rows_here
-from amoeba.parallel.together import Together
 from amoeba.system.files import write_whole
 
 GROUPS, SCHEDULER, WHOLE = "optimizer.json", "scheduler.pt", "optimizer.pt"
@@ -39,7 +39,7 @@ def has_optimizer(folder: Path) -> bool:
     return (folder / GROUPS).is_file()
 
 
-def save_optimizer(optimizer: Any, model: Any, folder: Path, together: Together) -> None:
+def save_optimizer(optimizer: Any, model: Any, folder: Path, rank_zero: RankZero) -> None:
     from safetensors.torch import save_file
 
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around ours
@@ -54,7 +54,7 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, together: Together)
             mine, sharded = own.get(named[parameter]), rows_of[named[parameter]]
             name = named[parameter] if mine is None else mine.name
             names.append(name)
-            if mine is None and sharded is None and not together.first:
+            if mine is None and sharded is None and not rank_zero.here:
                 continue
             for key, value in optimizer.state[parameter].items():
                 value = _as_tensor(value).detach().cpu()
@@ -65,9 +65,9 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, together: Together)
                     rows[f"{name}/{key}"] = sharded.start, sharded.stop
                 tensors[f"{name}/{key}"] = value.contiguous()
         groups.append({key: value for key, value in group.items() if key != "params"} | {"parameters": names})
-    path = folder / _PARTS.format(rank=together.rank, count=together.count)
+    path = folder / _PARTS.format(rank=rank_zero.rank, count=rank_zero.count)
     save_file(tensors, path, metadata={"format": "pt", _EXPERTS: json.dumps(experts), _ROWS: json.dumps(rows)})
-    if together.first:
+    if rank_zero.here:
         write_whole(folder / GROUPS, json.dumps({"groups": groups}, default=float, indent=1) + "\n")
 
 

@@ -30,7 +30,7 @@ from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
 from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
 from amoeba.jobs.train.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
-from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.store.index import INDEX, is_store
 from amoeba.system.files import sampled_hash
 from amoeba.system.shell import shell_command, shell_words
@@ -71,7 +71,7 @@ def go_on(
     command: str,
     resume: bool,
     start_from: str | None,
-    together: Together = ALONE,
+    rank_zero: RankZero = ALONE,
 ) -> Earlier | None:
     """None for a run that begins. start_from: a checkpoint's name or step, in place of the last."""
     if not resume:
@@ -80,8 +80,8 @@ def go_on(
         return None
     record = _read_record(folder)
     _check_settings(settings, record, folder, kept, command)
-    with together.all_or_none("what was left half-written"):
-        if together.first:
+    with rank_zero.all_or_none("what was left half-written"):
+        if rank_zero.here:
             remove_unfinished(folder, kept)
     sealed = "began_with" in record
     found = checkpoints(folder)
@@ -89,8 +89,8 @@ def go_on(
     if chosen is not None:
         if not sealed:
             console.say(f"{folder} is of an older version, without hashes: looking only whether its files can be read")
-        with together.all_or_none("looking whether the checkpoint is whole"):
-            if together.first:
+        with rank_zero.all_or_none("looking whether the checkpoint is whole"):
+            if rank_zero.here:
                 _check_whole(chosen, found, sealed, folder, command)
     return Earlier(folder, command, chosen, record.get("model_config", {}), record.get("began_with"))
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from amoeba.core.errors import bad_value
 from amoeba.jobs.train.manifest import with_digest
-from amoeba.parallel.together import ALONE, Together
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.system.files import put_back, write_whole
 from amoeba.system.shell import shell_words
 
@@ -72,12 +72,12 @@ class Silent:
 
 
 @contextmanager
-def run_folder(out: str, resume: bool, say: Callable[[str], None], together: Together = ALONE) -> Iterator[Path]:
+def run_folder(out: str, resume: bool, say: Callable[[str], None], rank_zero: RankZero = ALONE) -> Iterator[Path]:
     """The folder, which can be written, holds a run if and only if it is to go on, and is this job's alone. Of several
     ranks the first sees to that, before the others go on."""
     with ExitStack() as held:
-        with together.all_or_none("the run's folder"):
-            if together.first:
+        with rank_zero.all_or_none("the run's folder"):
+            if rank_zero.here:
                 held.enter_context(_checked(Path(out), resume, say))
         yield Path(out)
 
@@ -150,7 +150,7 @@ def describe_run(
     precision: dict[str, Any] | None = None,
 ) -> None:
     """What is used, and on which machine. began_with: see `amoeba.jobs.train.resume`; None where an older run has none.
-    precision: of the experts, see `amoeba.jobs.train.run_precision`; None for the run's own dtype."""
+    precision: of the experts, see `amoeba.jobs.train.train`; None for the run's own dtype."""
     from amoeba.system.machine import commit, machine, versions
 
     environment = {

@@ -11,27 +11,29 @@ from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.train.resume import settings_of_run
 from amoeba.jobs.train.run_folder import Console
 from amoeba.parallel.mesh import RankMesh, check_expert_ranks, make_mesh
-from amoeba.parallel.together import Together
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED
 
 
-def check_ranks(settings: RunSettings, resume: bool, together: Together) -> None:
+def check_ranks(settings: RunSettings, resume: bool, rank_zero: RankZero) -> None:
     """ValueError before there is a folder, where a run asks for what its ranks cannot do."""
-    if together.ranks is not None and settings.expert_ranks is not None and not resume:
-        check_expert_ranks(settings.expert_ranks, together.count)
-    if together.count > 1 and getattr(settings, "precision", UNCHANGED) == OF_ALL_TOKENS:
+    if rank_zero.ranks is not None and settings.expert_ranks is not None and not resume:
+        check_expert_ranks(settings.expert_ranks, rank_zero.count)
+    if rank_zero.count > 1 and getattr(settings, "precision", UNCHANGED) == OF_ALL_TOKENS:
         expected = "a recipe whose scales are of single rows, since each rank has a part of the batch"
         raise bad_value("precision", expected, OF_ALL_TOKENS, "take fp8, or start it without torchrun")
 
 
-def shared_batches(together: Together) -> str:
+def shared_batches(rank_zero: RankZero) -> str:
     """Told of a run whose ranks have the whole model each."""
-    return f"{together.count} ranks, each with the whole model, share each batch and add up their gradients"
+    return f"{rank_zero.count} ranks, each with the whole model, share each batch and add up their gradients"
 
 
-def mesh_of(settings: RunSettings, folder: Path, console: Console, resume: bool, together: Together) -> RankMesh | None:
+def mesh_of(
+    settings: RunSettings, folder: Path, console: Console, resume: bool, rank_zero: RankZero
+) -> RankMesh | None:
     """None where each rank has the whole model."""
-    ranks = together.ranks
+    ranks = rank_zero.ranks
     if ranks is None or settings.experts != "ranks":
         return None
     own = settings.expert_ranks

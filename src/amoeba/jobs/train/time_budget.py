@@ -107,7 +107,7 @@ class TimeBudget(TrainerCallback):
             return
         if not self.plan.is_made and self._steps_here <= _UNTIMED:
             return
-        total, self.plan.next_check = self._trainer.together.tell(
+        total, self.plan.next_check = self._trainer.rank_zero.tell(
             lambda: self._checked(step, now), "the number of steps"
         )
         if total is not None:

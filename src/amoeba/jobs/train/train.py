@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
-from amoeba.core.errors import bad_value
+from amoeba.backends import fp8, fp8_choice, fp8_triton
+from amoeba.core import cost
+from amoeba.core.errors import bad_value, counted
 from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import NO_LABEL, PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
+from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.model_limits import check_ids, check_sequence_length
 from amoeba.integrations.own_tensors import sharded_modules
@@ -41,11 +44,11 @@ from amoeba.jobs.train.resume import (
 )
 from amoeba.jobs.train.run_folder import Console, RunReport, describe_run, run_folder
 from amoeba.jobs.train.run_mesh import check_ranks, mesh_of, shared_batches
-from amoeba.jobs.train.run_precision import run_precision
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.together import ALONE, Together
-from amoeba.precision.recipes import UNCHANGED
+from amoeba.parallel.rank_zero import ALONE, RankZero
+from amoeba.precision.formats import FP8_TRAINING
+from amoeba.precision.recipes import AUTO, UNCHANGED, summary_of
 from amoeba.system.shell import shell_command, shell_words
 
 COMMAND = "amoeba train"
@@ -65,13 +68,13 @@ def train(
     resume: bool = False,
     start_from: str | None = None,
     trust_remote_code: bool = False,
-    together: Together = ALONE,
+    rank_zero: RankZero = ALONE,
 ) -> TrainReport:
     """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
-    together: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
+    rank_zero: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
     same report."""
     told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
-    check_same_job(together, COMMAND, settings, told, model=settings.model)
+    check_same_job(rank_zero, COMMAND, settings, told, model=settings.model)
     if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
         find_preset(settings.model)  # says which there are
     config = None
@@ -80,9 +83,9 @@ def train(
         config = load_config(settings.model, trust_remote_code=trust_remote_code)
         check_sequence_length(config, settings.sequence_length)
         _check_unquantised(settings.model, config)
-    check_ranks(settings, resume, together)
-    with run_folder(settings.out, resume, console.say, together) as folder:
-        return _train(settings, console, folder, config, resume, start_from, trust_remote_code, together)
+    check_ranks(settings, resume, rank_zero)
+    with run_folder(settings.out, resume, console.say, rank_zero) as folder:
+        return _train(settings, console, folder, config, resume, start_from, trust_remote_code, rank_zero)
 
 
 def _train(
@@ -93,7 +96,7 @@ def _train(
     resume: bool,
     start_from: str | None,
     trust_remote_code: bool,
-    together: Together,
+    rank_zero: RankZero,
 ) -> TrainReport:
     from transformers.utils import logging as transformers_logging
 
@@ -106,15 +109,15 @@ def _train(
 
     register()
     transformers_logging.disable_progress_bar()  # the run has one of its own
-    mesh = mesh_of(settings, folder, console, resume, together)
-    kept: Artifact = WholeModel(together.first) if mesh is None else ShardedModel(mesh)
+    mesh = mesh_of(settings, folder, console, resume, rank_zero)
+    kept: Artifact = WholeModel(rank_zero.here) if mesh is None else ShardedModel(mesh)
     if resume and not start_from:
         names = {"model": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
         if ended is not None:
             console.say(f"already finished after {ended.steps} steps; to train on: {COMMAND} {_on(ended.model)}")
             return ended
-    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, together)
+    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, rank_zero)
     torch.manual_seed(settings.seed)
 
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed)
@@ -132,7 +135,7 @@ def _train(
     if config is not None:
         check_ids(config, max(train_rows.largest_id(), held_out_rows.largest_id()))
     digests = {"rows to train on": train_rows.digest(), "rows held out": held_out_rows.digest()}
-    together.check_same(data_facts(content) | digests, "give every rank the same --data, --held-out and tokenizer")
+    rank_zero.check_same(data_facts(content) | digests, "give every rank the same --data, --held-out and tokenizer")
     console.say(
         f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out; "
         f"a tokenizer of {len(tokenizer)} tokens"
@@ -142,17 +145,17 @@ def _train(
     if config is not None and type(model.config) is not type(config):
         console.say(f"{type(model).__name__} alone is trained and saved: {settings.model} has other parts than text")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = _compute_dtype(settings, earlier, model, train_rows, console, together)
+    dtype = _compute_dtype(settings, earlier, model, train_rows, console, rank_zero)
     if device == "cuda":
         model.to(dtype)  # the optimizer keeps what bf16 has no room for
     else:
         content["dtype"] = str(dtype).removeprefix("torch.")
     covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
-    check_same_model(together, model, {"dtype of the run": str(dtype)})
+    check_same_model(rank_zero, model, {"dtype of the run": str(dtype)})
     if mesh is not None and not sharded_modules(model):
         shard_model(model, mesh.experts)
-    if mesh is None and together.count > 1:
-        console.say(shared_batches(together))
+    if mesh is None and rank_zero.count > 1:
+        console.say(shared_batches(rank_zero))
     parameters = count_parameters(model, None if mesh is None else mesh.experts)
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
@@ -166,18 +169,18 @@ def _train(
     check_balance(model, settings.balance, settings.z_loss_coefficient)
     if earlier:
         check_model_config(earlier, model.config)
-    with together.all_or_none("the description of the run"):
-        if together.first:
+    with rank_zero.all_or_none("the description of the run"):
+        if rank_zero.here:
             began = earlier.began_with if earlier else content
             about = None if precision is None else asdict(precision)
             describe_run(folder, settings.as_dict(), model.config.to_dict(), began, about)
     documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
     trainer = make_trainer(
-        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, together, mesh
+        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, rank_zero, mesh
     )
     outcome, kept_in = run_to_end(trainer, folder, earlier)
-    if together.ranks is None and not outcome.interrupted:
+    if rank_zero.ranks is None and not outcome.interrupted:
         kinds = corpus.held_out_by_kind.items()
         _note_text_kinds(
             trainer,
@@ -247,7 +250,7 @@ def _compute_dtype(
     model: Any,
     rows: PackedDataset,
     console: Console,
-    together: Together,
+    rank_zero: RankZero,
 ) -> torch.dtype:
     """As it is asked for; else bf16 on a GPU that has it, and on a CPU what the run began with, or what is faster, for
     one process. Ranks would have to measure in step."""
@@ -257,7 +260,66 @@ def _compute_dtype(
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if earlier is not None:
         return getattr(torch, (earlier.began_with or {}).get("dtype", "float32"))
-    if together.ranks is not None:
+    if rank_zero.ranks is not None:
         return torch.float32
     passes = settings.steps * settings.accumulation
     return faster_dtype(model, rows, batch_size=settings.batch_size, passes=passes, say=console.say)
+
+
+@dataclass(frozen=True)
+class RunPrecision:
+    """backend: of all layers, with the reason where it is not that of the kernels; code_bytes: of the weights' codes
+    and scales, which are kept beside the weights; over_ranks: of the experts that the first rank has."""
+
+    precision: str
+    summary: str
+    backend: str
+    code_bytes: int
+    over_ranks: bool = False
+
+    def __str__(self) -> str:
+        said = f"experts in {self.precision}: {self.summary}; backend {self.backend}"
+        if not self.code_bytes:
+            return said
+        at_most = "at most " if self.precision == AUTO else ""
+        where = " on the first rank" if self.over_ranks else ""
+        return f"{said}; the weights' codes take {at_most}{self.code_bytes / 2**20:,.1f} MiB{where}"
+
+
+def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecision:
+    """precision: another than the run's own dtype. device: where the model will be."""
+    sharded = {name: placed for name, (_, placed) in sharded_modules(model).items()}
+    others = (weights_of(module) for name, module in experts_modules(model).items() if name not in sharded)
+    layers = [*(placed.local for placed in sharded.values()), *filter(None, others)]
+    refused = [_why_not(device, weights, precision) for weights in layers]
+    code_bytes = sum(
+        cost.code_bytes(
+            experts=weights.num_experts,
+            hidden=weights.hidden,
+            intermediate=weights.intermediate,
+            gated=weights.activation.gated,
+            format=FP8_TRAINING,
+        )
+        for weights, reason in zip(layers, refused, strict=True)
+        if reason is None or precision != AUTO
+    )
+    return RunPrecision(precision, summary_of(precision), _backends(refused, precision), code_bytes, bool(sharded))
+
+
+def _why_not(device: torch.device, weights: Any, precision: str) -> str | None:
+    """Why the kernels do not take a layer, or None."""
+    if (reason := fp8_triton.why_not_on(device, weights)) is not None:
+        return f"{fp8_triton.BACKEND.name} {reason}"
+    return fp8_choice.too_small(weights) if precision == AUTO else None
+
+
+def _backends(refused: list[str | None], precision: str) -> str:
+    """refused: for each layer why the kernels do not take it, or None."""
+    kernels, torch_alone = (f"{each.BACKEND.name}, {each.BACKEND.summary}" for each in (fp8_triton, fp8))
+    other = "that of the run's dtype, without fp8" if precision == AUTO else torch_alone
+    reasons = list(dict.fromkeys(reason for reason in refused if reason is not None))
+    if not reasons:
+        return kernels
+    because = f"{other} ({', '.join(reasons)})"
+    left = len(refused) - refused.count(None)
+    return because if left == len(refused) else f"{kernels}; for {counted(left, 'layer')} {because}"

@@ -9,25 +9,26 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from amoeba.core.errors import bad_value
 from amoeba.data.token_rows import NO_LABEL, document_arguments
-from amoeba.integrations.compiled_layers import CompiledLayers
-from amoeba.integrations.fully_sharded import shard_fully
-from amoeba.integrations.own_tensors import own_tensors
+from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
+from amoeba.integrations.experts_module import ATTRIBUTE
+from amoeba.integrations.own_tensors import own_tensors, sharded_modules
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.jobs.train.captured_step import CapturedStep, on_stream
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
 from amoeba.parallel.gradients import add_up_gradients, clip_gradients
 from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.shards import hand_over_gradients, is_shard, local_parameter
-from amoeba.parallel.together import ALONE, Together
 
 logger = logging.getLogger("amoeba")
 
@@ -47,7 +48,7 @@ IDLE = "amoeba_idle"  # in a batch: its row is there for the others' sake
 
 class FastTrainer(Trainer):
     optimizer: Any
-    together: Together = ALONE
+    rank_zero: RankZero = ALONE
     mesh: RankMesh | None = None  # how the ranks share the model; None: each has all of it
     rows: Rows
     watch: RouterWatch
@@ -91,8 +92,8 @@ class FastTrainer(Trainer):
     def collate(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
         """This rank's part of a batch that is laid out as one process would have it."""
         batch: dict[str, Any] = self.rows.collate(rows)
-        if self.together.count > 1:
-            mine = self.together.part(len(rows))
+        if self.rank_zero.count > 1:
+            mine = self.rank_zero.part(len(rows))
             idle = mine.start == mine.stop
             # a rank without rows has to pass the experts of others all the same, with one that nobody learns from
             batch = {name: tensor[slice(0, 1) if idle else mine] for name, tensor in batch.items()}
@@ -110,11 +111,11 @@ class FastTrainer(Trainer):
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
         """The loss is divided by the number of tokens that all ranks predict."""
         batches, predicted = super().get_batch_samples(*arguments, **options)
-        if self.together.count > 1:
+        if self.rank_zero.count > 1:
             if not isinstance(predicted, Tensor):
                 remedy = "train it in one process, without torchrun"
                 raise bad_value("ranks", "a model whose loss takes the number of tokens", "one without", remedy)
-            predicted = self.together.add_up(predicted, "numbers of tokens to predict")
+            predicted = self.rank_zero.add_up(predicted, "numbers of tokens to predict")
         return batches, predicted
 
     def as_it_trains(self) -> Any:
@@ -204,10 +205,10 @@ class FastTrainer(Trainer):
         own = self.accelerator.clip_grad_norm_
 
         def clip(parameters: Any, most: float, *others: Any, **options: Any) -> Any:
-            if self.together.ranks is not None:
+            if self.rank_zero.ranks is not None:
                 found = list(parameters)
-                add_up_gradients(found, self.together.ranks)
-                return clip_gradients(found, most, self.together.ranks)
+                add_up_gradients(found, self.rank_zero.ranks)
+                return clip_gradients(found, most, self.rank_zero.ranks)
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             if isinstance(optimizer, AdamW):  # clips in its step
                 return optimizer.note_clipping(most)
@@ -262,3 +263,31 @@ class FastTrainer(Trainer):
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
+
+
+def shard_fully(model: Any, mesh: RankMesh) -> None:
+    """In place. The model is where it trains, and has no gradients yet."""
+    if not mesh.shards:
+        return
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    options = {"reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    layers = sharded_modules(model)
+    apart: set[nn.Parameter] = set()
+    for module, placed in layers.values():
+        if mesh.of_shares is None:
+            apart |= set(module.parameters())
+            continue
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()  # a share of experts that were stored as (E, in, out) is not
+        fully_shard(module, mesh=mesh.of_shares, **options)
+        # what was placed would keep the whole share in memory
+        shards = [module._parameters.get(f"placed_{place}") for place in range(len(placed.tensors()))]
+        module.__dict__[ATTRIBUTE] = replace(module.__dict__[ATTRIBUTE], placed=placed.with_tensors(shards))
+    if mesh.of_dense is not None:
+        for module in (*decoder_layers(model), model):
+            fully_shard(module, mesh=mesh.of_dense, ignored_params=apart, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other

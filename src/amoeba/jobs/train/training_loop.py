@@ -49,8 +49,8 @@ from amoeba.jobs.train.saved_model import Artifact
 from amoeba.jobs.train.time_budget import TimeBudget
 from amoeba.jobs.train.trainer import FastTrainer, Rows
 from amoeba.parallel.mesh import RankMesh
+from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.shards import local_part
-from amoeba.parallel.together import ALONE, Together
 from amoeba.system.files import replace_folder
 from amoeba.system.shell import shell_command, shell_words
 
@@ -105,7 +105,7 @@ class WatchedTrainer(FastTrainer):
         losses = torch.stack([loss for _, loss in self._evaluated]).double()
         # of a batch in which this rank has no row the mean is NaN
         sums = torch.stack((torch.where(counts > 0, counts * losses, 0.0).sum(), counts.sum()))
-        sums = self.together.add_up(sums, "held-out losses")
+        sums = self.rank_zero.add_up(sums, "held-out losses")
         total, predicted = self.accelerator.reduce(sums, "sum").tolist()
         assert output.metrics is not None
         output.metrics["eval_loss"] = total / predicted
@@ -117,7 +117,7 @@ class WatchedTrainer(FastTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
         self.kept.save(self.model, folder)
-        if self.together.first:
+        if self.rank_zero.here:
             self.processing_class.save_pretrained(folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -129,32 +129,32 @@ class WatchedTrainer(FastTrainer):
         what = f"the checkpoint of step {self.state.global_step}"
         try:
             with self._staged(staging / name, self.folder / "checkpoints" / name, what):
-                if self.together.first:
+                if self.rank_zero.here:
                     super()._save_checkpoint(model, trial)
                 else:
                     self._save(str(staging / name))
                     self._save_optimizer_and_scheduler(str(staging / name))
         finally:
             self.args.output_dir = output_dir
-            if self.together.first:
+            if self.rank_zero.here:
                 shutil.rmtree(staging, ignore_errors=True)
-        for old in checkpoints(self.folder)[:-CHECKPOINTS_KEPT] if self.together.first else []:
+        for old in checkpoints(self.folder)[:-CHECKPOINTS_KEPT] if self.rank_zero.here else []:
             shutil.rmtree(old)
 
     @contextmanager
     def _staged(self, staging: Path, target: Path, what: str) -> Iterator[None]:
         """Inside, each rank writes its part of what is kept into a folder beside its place; it gets its name when it is
         whole and on the disk, or not at all."""
-        together, first = self.together, self.together.first
+        rank_zero, first = self.rank_zero, self.rank_zero.here
         self.kept.gather(self.model)
         try:
-            with together.all_or_none(what):
+            with rank_zero.all_or_none(what):
                 if first:
                     shutil.rmtree(staging, ignore_errors=True)
                     staging.mkdir(parents=True)
-            with together.all_or_none(what):
+            with rank_zero.all_or_none(what):
                 yield
-            with together.all_or_none(what):
+            with rank_zero.all_or_none(what):
                 if first:
                     self.kept.finish(staging)
                     seal(staging)
@@ -164,11 +164,11 @@ class WatchedTrainer(FastTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.mesh is None:
-            if self.together.first:
+            if self.rank_zero.here:
                 super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_optimizer(self.optimizer, self.model, Path(output_dir), self.together)
-        if self.together.first:
+        save_optimizer(self.optimizer, self.model, Path(output_dir), self.rank_zero)
+        if self.rank_zero.here:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -188,7 +188,7 @@ class WatchedTrainer(FastTrainer):
         trained = [parameter for parameter in trained if parameter.numel()]
         # the largest number is a NaN or an infinity if any is; of a rank that has none it is 0
         norm = torch.nn.utils.get_total_norm(trained, math.inf).double()
-        largest = float(self.together.add_up(norm, "the largest parameters"))
+        largest = float(self.rank_zero.add_up(norm, "the largest parameters"))
         if not math.isfinite(largest):
             raise NotFinite(f"a parameter is {largest} after step {self.state.global_step}")
 
@@ -242,7 +242,7 @@ class WatchedTrainer(FastTrainer):
             with self._staged(staging, target, str(target)):
                 self._save(str(staging))
         finally:
-            if self.together.first:
+            if self.rank_zero.here:
                 shutil.rmtree(staging, ignore_errors=True)
         return target
 
@@ -263,12 +263,12 @@ def make_trainer(
     autocast: torch.dtype,
     kept: Artifact,
     command: str,
-    together: Together = ALONE,
+    rank_zero: RankZero = ALONE,
     mesh: RankMesh | None = None,
 ) -> WatchedTrainer:
-    """together: the ranks that share each batch of settings.batch_size rows. mesh: how they share the model; None
+    """rank_zero: of the ranks that share each batch of settings.batch_size rows. mesh: how they share the model; None
     where each has all of it."""
-    own_gpu = torch.cuda.current_device() if torch.cuda.is_available() and together.ranks is not None else None
+    own_gpu = torch.cuda.current_device() if torch.cuda.is_available() and rank_zero.ranks is not None else None
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=steps,
@@ -303,7 +303,7 @@ def make_trainer(
         remove_unused_columns=False,
         prediction_loss_only=True,
     )
-    if arguments.device.type == "cuda" and (together.ranks is not None or has_placed_experts(model)):
+    if arguments.device.type == "cuda" and (rank_zero.ranks is not None or has_placed_experts(model)):
         arguments._n_gpu = 1  # a rank has one, however many it sees; and placed experts serve one
     if own_gpu is not None:  # transformers takes the first in each process
         torch.cuda.set_device(own_gpu)
@@ -321,8 +321,8 @@ def make_trainer(
         logger.info("%d routers by our kernels", found)
     trainer.data_collator = trainer.collate
     trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
-    trainer.together, trainer.mesh = together, mesh
-    trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row, together)
+    trainer.rank_zero, trainer.mesh = rank_zero, mesh
+    trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row, rank_zero)
     trainer.watch, trainer.optimizer_states = log.watch, settings.optimizer_states
     clip = trainer.clipping()
 
@@ -365,7 +365,7 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
 
 
 def _set_later_aside(trainer: WatchedTrainer, folder: Path, last: Path | None) -> None:
-    if last is None or not trainer.together.first:
+    if last is None or not trainer.rank_zero.here:
         return
     for later in [path for path in checkpoints(folder) if step_of(path) > step_of(last)]:
         set_aside(later)
@@ -377,7 +377,7 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
     began = time.monotonic()
     last = earlier.checkpoint if earlier else None
     if earlier is not None:
-        with trainer.together.all_or_none("setting later checkpoints aside"):
+        with trainer.rank_zero.all_or_none("setting later checkpoints aside"):
             _set_later_aside(trainer, folder, last)
         log.forget_after(step_of(last) if last else -1)
         say(f"resuming from {last.name}" if last else "no checkpoint was finished: starting anew")
@@ -393,8 +393,8 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     if log.stopped_by is not None:
         again = shell_command(trainer.command, "--resume", folder)
-        if trainer.together.count > 1:
-            again = f"torchrun --nproc-per-node {trainer.together.count} -m {again}, or with any other number of ranks"
+        if trainer.rank_zero.count > 1:
+            again = f"torchrun --nproc-per-node {trainer.rank_zero.count} -m {again}, or with any other number of ranks"
         say(f"stopped at step {trainer.state.global_step}; go on with: {again}")
         final_step, final = log.last_evaluation or losses[-1]
         result = checkpoints(folder)[-1]

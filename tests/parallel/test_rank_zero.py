@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import rank_jobs
 from amoeba.parallel.processes import LocalRanks
-from amoeba.parallel.together import ALONE
+from amoeba.parallel.rank_zero import ALONE
 
 
 def test_one_decides_all_stop_and_a_difference_is_told_to_all(processes: LocalRanks) -> None:
@@ -22,6 +22,6 @@ def test_one_decides_all_stop_and_a_difference_is_told_to_all(processes: LocalRa
 
 
 def test_a_process_alone_waits_for_nobody() -> None:
-    assert ALONE.first and ALONE.tell(lambda: 3) == 3 and ALONE.highest(2, "") == 2
+    assert ALONE.here and ALONE.tell(lambda: 3) == 3 and ALONE.highest(2, "") == 2
     assert ALONE.part(5) == slice(0, 5)
     ALONE.check_same({"anything": object()})

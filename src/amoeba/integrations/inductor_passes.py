@@ -37,7 +37,7 @@ class KeptSums(custom_graph_pass()):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Of this version; compiled code is kept under it."""
-        return "amoeba.integrations.residual_sums.KeptSums 1"
+        return "amoeba.integrations.inductor_passes.KeptSums 1"
 
 
 class SumsIntoExperts(custom_graph_pass()):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class SumsIntoExperts(custom_graph_pass()):  # type: ignore[misc]
                         break
 
     def uuid(self) -> str:
-        return "amoeba.integrations.residual_sums.SumsIntoExperts 1"
+        return "amoeba.integrations.inductor_passes.SumsIntoExperts 1"
 
 
 def _is_gradient_of_output(node: fx.Node) -> bool:

@@ -1,13 +1,13 @@
-"""A job that several processes do together: one of them speaks and decides, and none goes on where another failed.
+"""A job of several processes: rank zero speaks and decides, and none goes on where another failed.
 
-    together = Together(Ranks())
-    steps = together.tell(lambda: how_many_fit())         # rank 0 decides, all know
-    with together.all_or_none("writing the checkpoint"):  # what one cannot do, nobody has done
+    rank_zero = RankZero(Ranks())
+    steps = rank_zero.tell(lambda: how_many_fit())         # rank 0 decides, all know
+    with rank_zero.all_or_none("writing the checkpoint"):  # if one fails, all stop
         write_own_part()
-    together.check_same({"--seed": seed})                 # or ValueError on every rank, with who has what
-    loss = together.add_up(loss)
+    rank_zero.check_same({"--seed": seed})                 # or ValueError on every rank, with who has what
+    loss = rank_zero.add_up(loss)
 
-`ALONE` is the same for a process without others: nothing is sent, and nobody is waited for.
+`ALONE` is the same for a process without others: nothing is sent and nothing waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_DIFFERENCES = 4  # told in one error
 _MOST_CHARACTERS = 80  # of a value in it
 
 
-class Together:
+class RankZero:
     """ranks: the processes that share the job's batches, and perhaps its experts; None for a process by itself."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -35,19 +35,19 @@ class Together:
         self.rank, self.count = (0, 1) if ranks is None else (ranks.rank, ranks.count)
 
     @property
-    def first(self) -> bool:
-        """Whether this process is the one that speaks."""
+    def here(self) -> bool:
+        """Whether this process is rank zero, the one that speaks."""
         return self.rank == 0
 
     def tell(self, decide: Callable[[], Any], what: str = "a decision of rank 0") -> Any:
         """What rank 0 finds, in every rank: numbers, texts, lists of them, or None. Where it fails, all do."""
         found = None
         with self.all_or_none(what):
-            if self.first:
+            if self.here:
                 found = decide()
         if self.ranks is None or self.count == 1:
             return found
-        return json.loads(self.ranks.gather_texts(json.dumps(found) if self.first else "", what)[0])
+        return json.loads(self.ranks.gather_texts(json.dumps(found) if self.here else "", what)[0])
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
@@ -120,4 +120,4 @@ def _shortened(said: str) -> str:
     return said if len(said) <= _MOST_CHARACTERS else f"{said[:half]} ... {said[-half:]}"
 
 
-ALONE = Together()
+ALONE = RankZero()

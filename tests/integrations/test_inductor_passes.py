@@ -13,7 +13,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.backends import triton_rows
 from amoeba.integrations.compiled_layers import graph_passes
-from amoeba.integrations.residual_sums import KeptSums, SumsIntoExperts
+from amoeba.integrations.inductor_passes import KeptSums, SumsIntoExperts
 from amoeba.kernels.combine import combine
 from selection import quick
 from small_layer import H, Layer, kernel_device, normal
