@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends.fp8_codes import codes_of
 from amoeba.backends.fp8_triton import WIDTH
+from amoeba.backends.fp8_weights import codes_of
 from amoeba.backends.low_rank import ByToken
 from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.bench.ceilings import Ceilings, measure_ceilings

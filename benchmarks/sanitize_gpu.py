@@ -98,7 +98,7 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
     """Frozen experts with LoRA factors: forward and backward of many tokens, and one, five, 64 and 120 tokens decoded,
     with the factors and without. many_rows: experts are dequantised, three of them at a time."""
     from amoeba import LoraFactors
-    from amoeba.backends import block_scaled_rows
+    from amoeba.backends import quantised_rows
     from amoeba.core.weights import LORA_NAMES
     from amoeba.kernels.hopper import weight_only_gemm
     from amoeba.precision.experts import quantise_experts
@@ -110,8 +110,8 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
     for each in (weights.gate_up_EJH, weights.down_EHI):
         assert weight_only_gemm.why_not(each.matrix) is None, "or the kernels for Hopper would not be watched"
     if many_rows:
-        block_scaled_rows.MANY_ROWS = block_scaled_rows.MANY_ROWS_OF_NVFP4 = 0
-        block_scaled_rows.DEQUANTISED_BYTES = 3 * 2 * 192 * 320 * 2
+        quantised_rows.MANY_ROWS = quantised_rows.MANY_ROWS_OF_NVFP4 = 0
+        quantised_rows.DEQUANTISED_BYTES = 3 * 2 * 192 * 320 * 2
     shapes = [(8, 16, 320), (8, 192, 16)] * 2 + [(8, 16, 192), (8, 320, 16)]
     drawn = (normal(*shape).float().detach().requires_grad_() for shape in shapes)
     lora = LoraFactors(**dict(zip(LORA_NAMES, drawn, strict=True)), scaling=2.0)

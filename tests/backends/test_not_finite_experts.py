@@ -167,7 +167,7 @@ PLACEMENTS = (RESIDENT, *PLACES, *map(_streamed, (FP8_128, MXFP8, MXFP4, NVFP4))
 SERVING = {
     "ExpertWeights": ("eager", "grouped", "cpu", "triton", "tasks"),
     "Fp8Experts": ("eager", "triton"),
-    "BlockScaledExperts": ("eager", "cpu", "cpu-fused", "triton"),
+    "QuantisedExperts": ("eager", "cpu", "cpu-fused", "triton"),
     "PackedExperts": ("cpu",),
     "StreamedExperts": ("streamed",),
 }
@@ -236,7 +236,7 @@ def _kind(placement):
         return "StreamedExperts"
     if placement.name.startswith("cpu-"):
         return "PackedExperts"
-    return "ExpertWeights" if placement is RESIDENT else "Fp8Experts" if placement.trains else "BlockScaledExperts"
+    return "ExpertWeights" if placement is RESIDENT else "Fp8Experts" if placement.trains else "QuantisedExperts"
 
 
 def _cases():

@@ -82,7 +82,7 @@ def main() -> dict[str, dict[str, int]]:
     from amoeba.core.weights import LoraFactors
     from amoeba.kernels.decode import by_expert, by_slot, decode, low_rank, quantised_configuration, slot_lists
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
-    from amoeba.precision.experts import BlockScaledExperts
+    from amoeba.precision.experts import QuantisedExperts
     from amoeba.precision.quantised import block_counts
 
     E, K, H, I, R = 128, 8, 2048, 768, 16
@@ -127,7 +127,7 @@ def main() -> dict[str, dict[str, int]]:
         )
         tokens = {"early": 8, "one": 1, "many": 256}.get(way, 64)
         with torch.device("meta"):
-            weights = BlockScaledExperts.holding(empty(format, 2 * I, H), empty(format, H, I))
+            weights = QuantisedExperts.holding(empty(format, 2 * I, H), empty(format, H, I))
             x_TH = torch.empty(tokens, H, dtype=torch.bfloat16)
             lora = factors() if (format, way) == (NVFP4, "early") else None
             problem = Problem(x_TH, torch.empty(tokens, K, dtype=torch.int64), torch.empty(tokens, K), weights, lora)

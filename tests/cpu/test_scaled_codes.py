@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
-from amoeba.backends import block_scaled_cpu, cpu_decode, cpu_fused, read_codes
+from amoeba.backends import cpu_decode, cpu_fused, quantised_cpu, read_quantised
 from amoeba.cpu.core import Core, load_core, why_no_core
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
-from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks, dequantise_experts, quantise_experts
+from amoeba.precision.experts import QuantisedExperts, ReadInBlocks, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.proof import conformance
@@ -50,7 +50,7 @@ SHAPES = {
 by_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
-def made(shape: str, dtype: torch.dtype = torch.float32, experts: int = 4) -> BlockScaledExperts:
+def made(shape: str, dtype: torch.dtype = torch.float32, experts: int = 4) -> QuantisedExperts:
     hidden, inner, activation, format = SHAPES[shape]
     generator = torch.Generator().manual_seed(1)
     gate_up = torch.randn(experts, activation.width(inner), hidden, generator=generator) / hidden**0.5
@@ -59,7 +59,7 @@ def made(shape: str, dtype: torch.dtype = torch.float32, experts: int = 4) -> Bl
     return quantise_experts(ExpertWeights(gate_up, down, *biases, activation), format).to(dtype)
 
 
-def inputs(weights: BlockScaledExperts, tokens: int, top_k: int = 3, sentinels: bool = True) -> tuple[Tensor, Routing]:
+def inputs(weights: QuantisedExperts, tokens: int, top_k: int = 3, sentinels: bool = True) -> tuple[Tensor, Routing]:
     generator = torch.Generator().manual_seed(2)
     x_TH = torch.randn(tokens, weights.hidden, generator=generator).to(weights.dtype)
     low, high = (-1, weights.num_experts + 1) if sentinels else (0, weights.num_experts)
@@ -71,7 +71,7 @@ def inputs(weights: BlockScaledExperts, tokens: int, top_k: int = 3, sentinels: 
 def test_every_code_is_the_number_that_torch_makes_of_it(flush: bool) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 8, 32)
     expected = codes[0].view(torch.float8_e4m3fn).to(torch.float32)
-    matrix = read_codes.ScaledCodes(codes, torch.ones(1, 1, 1), (128, 128))
+    matrix = read_quantised.ScaledCodes(codes, torch.ones(1, 1, 1), (128, 128))
     found = torch.empty(8, 32)
     torch.set_flush_denormal(flush)
     try:
@@ -89,7 +89,7 @@ def test_an_expert_is_dequantised_to_the_bits_of_torch(shape: str, dtype: torch.
     for matrix in (weights.gate_up_EJH, weights.down_EHI):
         found = torch.empty(matrix.shape[1:], dtype=dtype)
         for expert in range(2):
-            load_core().dequantise(read_codes.scaled_codes(matrix), expert, out=found)
+            load_core().dequantise(read_quantised.scaled_codes(matrix), expert, out=found)
             assert torch.equal(found, matrix.matrix[expert].dequantise(dtype))
 
 
@@ -109,7 +109,7 @@ def test_every_code_times_every_scale_is_the_number_that_torch_makes_of_it(forma
     matrix_scale = torch.tensor([0.3]) if format.has_matrix_scale else None
     matrix = QuantisedMatrix(every_byte.repeat(1, 256, 1), scales, format, columns, matrix_scale=matrix_scale)
     found, expected = torch.empty(256, columns, dtype=dtype), matrix[0].dequantise(dtype)
-    load_core().dequantise(read_codes.scaled_codes(ReadInBlocks(matrix, dtype)), 0, out=found)
+    load_core().dequantise(read_quantised.scaled_codes(ReadInBlocks(matrix, dtype)), 0, out=found)
     if dtype == torch.bfloat16:  # where instructions round to it, numbers below the normal ones are zeros
         found, expected = (each.masked_fill(each.abs() < 2.0**-126, 0) for each in (found, expected))
     assert same_bits(found, expected)
@@ -122,7 +122,7 @@ def test_nan_stays_nan(format: Format) -> None:
     matrix[0, 3, 35] = torch.nan
     quantised = quantise(matrix, format)
     found = torch.empty(40, 40, dtype=torch.bfloat16)
-    load_core().dequantise(read_codes.scaled_codes(ReadInBlocks(quantised, torch.bfloat16)), 0, out=found)
+    load_core().dequantise(read_quantised.scaled_codes(ReadInBlocks(quantised, torch.bfloat16)), 0, out=found)
     of_block = [[3, 35]] if format.element.bits == 8 else [[3, column] for column in range(32, 40)]
     assert found.isnan().nonzero().tolist() == of_block
 
@@ -146,7 +146,7 @@ def test_many_rows_for_few_experts_are_sorted_and_few_for_each_are_decoded(monke
     decoded = []
     decode = Core.decode
     monkeypatch.setattr(Core, "decode", lambda self, x, *rest: decoded.append(len(x)) or decode(self, x, *rest))
-    weights, rows = made("narrow blocks", experts=40), block_scaled_cpu.DECODE_ROWS
+    weights, rows = made("narrow blocks", experts=40), quantised_cpu.DECODE_ROWS
     for tokens, spread, expected in [
         (rows, 1, True),
         (rows + 1, 1, False),
@@ -194,7 +194,7 @@ def test_experts_that_lie_apart_are_read_where_they_are(shape: str, tokens: int)
         for codes, scales, whole in (weights.stored_gate_up, weights.stored_down)
     ]
     slots = replace(weights, stored_gate_up=stored[0], stored_down=stored[1])
-    assert read_codes.scaled_codes(slots.down_EHI).code_EOI.data_ptr() == stored[1][0].data_ptr()
+    assert read_quantised.scaled_codes(slots.down_EHI).code_EOI.data_ptr() == stored[1][0].data_ptr()
     x_TH, routing = inputs(weights, tokens)
     for backend in ("cpu", "cpu-fused"):
         leaf = x_TH.detach().requires_grad_()

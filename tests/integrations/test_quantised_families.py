@@ -17,7 +17,7 @@ from torch import Tensor
 import amoeba
 from amoeba import lora
 from amoeba.integrations.experts_module import experts_modules, placed_in
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
+from amoeba.precision.experts import QuantisedExperts, dequantise_experts
 from amoeba.stream.store.coded import CodedCheckpoint
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 from quantised_checkpoints import FP8, quantise_saved
@@ -65,7 +65,7 @@ def test_a_family_in_fp8_has_the_numbers_of_its_dequantised_model(family: tuple[
         return
     loaded, told = type(model).from_pretrained(tmp_path, output_loading_info=True, **options)
     placed = [placed_in(module) for module in experts_modules(loaded.eval()).values()]
-    assert placed and all(isinstance(experts, BlockScaledExperts) for experts in placed)
+    assert placed and all(isinstance(experts, QuantisedExperts) for experts in placed)
     assert not told["missing_keys"] and not told["unexpected_keys"]
     with torch.no_grad():
         assert relative(output(loaded), output(twin)) <= 1e-5
@@ -111,9 +111,9 @@ def test_blocks_that_are_not_square_are_refused_in_a_transposed_stack(tmp_path: 
         type(model).from_pretrained(tmp_path, experts_implementation="amoeba")
 
 
-def _first(model: Any) -> BlockScaledExperts:
+def _first(model: Any) -> QuantisedExperts:
     found = placed_in(next(iter(experts_modules(model).values())))
-    assert isinstance(found, BlockScaledExperts)
+    assert isinstance(found, QuantisedExperts)
     return found
 
 

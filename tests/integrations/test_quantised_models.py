@@ -29,7 +29,7 @@ from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.generate.generate import GenerationOptions, generate
 from amoeba.jobs.settings import FinetuneSettings, load_settings
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
+from amoeba.precision.experts import QuantisedExperts, dequantise_experts
 from quantised_checkpoints import write_fp8, write_mxfp4
 from selection import quick
 from tiny_models import build, save_byte_tokenizer, token_ids
@@ -55,9 +55,9 @@ def load(folder: Path, **options: Any) -> Any:
     )
 
 
-def of_experts(model: Any) -> list[BlockScaledExperts]:
+def of_experts(model: Any) -> list[QuantisedExperts]:
     found = [placed_in(module) for module in experts_modules(model).values()]
-    assert found and all(isinstance(each, BlockScaledExperts) for each in found)
+    assert found and all(isinstance(each, QuantisedExperts) for each in found)
     return found  # type: ignore[return-value]
 
 

@@ -27,7 +27,7 @@ from amoeba.integrations.model_folder import check_model
 from amoeba.jobs.convert import quantise as job
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.placements import placement_named
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts
+from amoeba.precision.experts import QuantisedExperts, dequantise_experts
 from selection import quick
 from tiny_models import build, randomise, save_byte_tokenizer, token_ids
 
@@ -73,7 +73,7 @@ def test_a_written_folder_holds_what_placing_the_experts_gives(
     amoeba.place_experts(expected, f"{format}-weights")
     for ours, theirs in zip(experts_modules(found).values(), experts_modules(expected).values(), strict=True):
         one, other = placed_in(ours), placed_in(theirs)
-        assert isinstance(one, BlockScaledExperts) and isinstance(other, BlockScaledExperts)
+        assert isinstance(one, QuantisedExperts) and isinstance(other, QuantisedExperts)
         assert torch.equal(dequantise_experts(one).gate_up_EJH, dequantise_experts(other).gate_up_EJH)
         assert torch.equal(dequantise_experts(one).down_EHI, dequantise_experts(other).down_EHI)
     assert torch.equal(logits(found), logits(expected))
@@ -200,7 +200,7 @@ def test_placing_is_the_same_by_either_name() -> None:
     model = build("qwen3_moe")
     for module in experts_modules(model).values():
         place(module, placement_named("fp8-weights"))
-        assert isinstance(placed_in(module), BlockScaledExperts)
+        assert isinstance(placed_in(module), QuantisedExperts)
 
 
 def test_gpt_oss_with_a_cut_block_is_ours(tmp_path: Path) -> None:

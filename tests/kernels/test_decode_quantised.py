@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
-from amoeba.backends import block_scaled_rows, block_scaled_triton
+from amoeba.backends import quantised_rows, quantised_triton
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.kernels.decode import by_slot, decode, low_rank, quantised_configuration
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.quantised import block_counts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
@@ -226,7 +226,7 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
         wide[:, 0] = tensor
         return wide[:, 0]
 
-    scattered = BlockScaledExperts.of([apart(tensor) for tensor in together.tensors()], together.constants())
+    scattered = QuantisedExperts.of([apart(tensor) for tensor in together.tensors()], together.constants())
     routing = Routing(layer.expert_TK.to(device), named["weight"])
     with torch.no_grad():
         found = [experts(named["x"], routing, weights, backend="triton") for weights in (together, scattered)]
@@ -275,7 +275,7 @@ def test_what_was_faster_is_taken(
         return QuantisedMatrix(data, scales, format, columns, 1, torch.empty(128) if format.has_matrix_scale else None)
 
     with torch.device("meta"):
-        weights = BlockScaledExperts.holding(empty(1536, 2048), empty(2048, 768))
+        weights = QuantisedExperts.holding(empty(1536, 2048), empty(2048, 768))
         x_TH, scale_TK = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 8)
         problem = Problem(x_TH, torch.empty(tokens, 8, dtype=torch.int64), scale_TK, weights)
     chosen = quantised_configuration.configuration_of(problem)
@@ -299,10 +299,10 @@ def test_tiles_whose_products_would_be_wrong_are_refused(device: torch.device) -
 def test_few_tokens_without_gradients_are_decoded_and_no_others(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sorted_rows = block_scaled_rows.BlockScaledRows.dispatch
+    sorted_rows = quantised_rows.QuantisedRows.dispatch
     passes = []
     monkeypatch.setattr(
-        block_scaled_rows.BlockScaledRows,
+        quantised_rows.QuantisedRows,
         "dispatch",
         classmethod(lambda cls, *given: (passes.append(given), sorted_rows(*given))[1]),
     )
@@ -317,14 +317,14 @@ def test_few_tokens_without_gradients_are_decoded_and_no_others(
         experts(named["x"], routing, weights, lora=layer.lora(named), backend="triton")
         return bool(passes)
 
-    most = block_scaled_triton.DECODE_TOKENS
+    most = quantised_triton.DECODE_TOKENS
     assert not sorts(1) and not sorts(most) and not sorts(1, rank=2)
     assert sorts(most + 1) and sorts(1, gradient=True) and sorts(1, rank=2, gradient=True)
-    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
-    most, half = block_scaled_triton.DECODE_SLOTS_PER_EXPERT * E // K, torch.float16
+    monkeypatch.setattr(quantised_triton, "DECODE_TOKENS", 3)
+    most, half = quantised_triton.DECODE_SLOTS_PER_EXPERT * E // K, torch.float16
     assert not sorts(4, dtype=half) and not sorts(most, dtype=half) and not sorts(most, rank=2, dtype=half)
     assert sorts(most + 1, dtype=half) and sorts(4) and sorts(4, dtype=half, gradient=True)
-    monkeypatch.setattr(block_scaled_triton, "DECODE_SLOTS", 10)
+    monkeypatch.setattr(quantised_triton, "DECODE_SLOTS", 10)
     assert not sorts(5, dtype=half) and sorts(6, dtype=half)
 
 

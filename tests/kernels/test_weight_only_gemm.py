@@ -18,14 +18,14 @@ from test_hopper import IS_HOPPER, E, K, Rows, normal, routed
 from torch import Tensor
 
 from amoeba import Activation, Routing, experts
-from amoeba.backends import block_scaled_rows, block_scaled_triton
-from amoeba.backends.block_scaled_rows import BlockScaledRows, HopperBlockScaledRows, why_not_hopper
+from amoeba.backends import quantised_rows, quantised_triton
+from amoeba.backends.quantised_rows import HopperQuantisedRows, QuantisedRows, why_not_hopper
 from amoeba.core.problem import Problem, Saved
 from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.kernels.hopper import gemm, weight_only_gemm
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.precision import E2M1, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix, quantise
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
 from amoeba.proof.reference.experts import activate
 from selection import quick
@@ -238,9 +238,9 @@ LAYERS = {
 
 def dequantise_some_at_a_time(experts: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where experts have many rows. width: bytes of one, gate and up."""
-    monkeypatch.setattr(block_scaled_rows, "MANY_ROWS", 0)
-    monkeypatch.setattr(block_scaled_rows, "MANY_ROWS_OF_NVFP4", 0)
-    monkeypatch.setattr(block_scaled_rows, "DEQUANTISED_BYTES", experts * width)
+    monkeypatch.setattr(quantised_rows, "MANY_ROWS", 0)
+    monkeypatch.setattr(quantised_rows, "MANY_ROWS_OF_NVFP4", 0)
+    monkeypatch.setattr(quantised_rows, "DEQUANTISED_BYTES", experts * width)
 
 
 @on_hopper
@@ -346,7 +346,7 @@ def problem_of(
     x_TH: Any = SimpleNamespace(
         device=torch.device("cuda"), dtype=dtype, shape=(5, hidden), stride=(hidden, 1).__getitem__, data_ptr=lambda: 0
     )
-    weights = BlockScaledExperts.holding(
+    weights = QuantisedExperts.holding(
         matrix_of(format, 2 * inner, hidden, parts=2), matrix_of(format, hidden, inner), dtype=dtype
     )
     expert_TK = torch.zeros(5, K, dtype=torch.int64)
@@ -385,10 +385,10 @@ class TestLayers:
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
             assert "needs a Hopper GPU" in str(why_not_hopper(problem_of()))
 
-    @pytest.mark.parametrize(("dtype", "kind"), [(BF16, HopperBlockScaledRows), (torch.float16, BlockScaledRows)])
+    @pytest.mark.parametrize(("dtype", "kind"), [(BF16, HopperQuantisedRows), (torch.float16, QuantisedRows)])
     def test_rows_are_those_of_the_kernels_that_serve(self, dtype: torch.dtype, kind: type) -> None:
         saved = Saved(*(torch.zeros(1, dtype=torch.int32) for _ in Saved._fields))
-        assert type(BlockScaledRows.dispatch(problem_of(dtype=dtype), saved)) is kind
+        assert type(QuantisedRows.dispatch(problem_of(dtype=dtype), saved)) is kind
 
 
 def stand_in_multiply(
@@ -448,9 +448,9 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(name: str, compute: Callable[..., None]) -> Callable[..., None]:
         return lambda *given, **named: asked.append(name) or compute(*given, **named)
 
-    monkeypatch.setattr(block_scaled_rows, "why_not_hopper", lambda problem: None)
+    monkeypatch.setattr(quantised_rows, "why_not_hopper", lambda problem: None)
     for most in ("DECODE_TOKENS", "DECODE_SLOTS"):
-        monkeypatch.setattr(block_scaled_triton, most, 0)
+        monkeypatch.setattr(quantised_triton, most, 0)
     for module, kind in ((weight_only_gemm, "of codes"), (gemm, "of numbers")):
         monkeypatch.setattr(module, "multiply", noted(f"multiply {kind}", stand_in_multiply))
         monkeypatch.setattr(module, "up", noted(f"up {kind}", stand_in_up))
@@ -502,7 +502,7 @@ def test_a_layer_whose_experts_are_in_slots_has_the_bits_of_one_in_one_piece(for
     stored = [None if tensor is None else apart(tensor.detach()) for tensor in whole.tensors()]
     leaves = [tensor for name, tensor in layer.tensors.items() if name not in ("gate_up", "down")]
     found = []
-    for weights in (whole, BlockScaledExperts.of(stored, whole.constants())):
+    for weights in (whole, QuantisedExperts.of(stored, whole.constants())):
         routing = Routing(layer.expert_TK, layer.tensors["weight"])
         y_TH = experts(layer.tensors["x"], routing, weights, lora=layer.lora(layer.tensors), backend="triton")
         found.append([y_TH.detach(), *torch.autograd.grad(y_TH, leaves, layer.dy_TH)])
@@ -519,13 +519,13 @@ def test_a_layer_whose_experts_are_in_slots_has_the_bits_of_one_in_one_piece(for
 def test_experts_are_dequantised_from_so_many_rows_on(format: Format, rows: int, dequantised: bool) -> None:
     """Of two experts; however the rows are shared among them, which only the GPU knows."""
     asked: Any = SimpleNamespace(order_N=torch.zeros(rows, dtype=torch.int32))
-    assert HopperBlockScaledRows._is_dequantised(asked, matrix_of(format)) == dequantised
+    assert HopperQuantisedRows._is_dequantised(asked, matrix_of(format)) == dequantised
 
 
 def test_experts_in_slots_are_dequantised_however_few_rows_they_have() -> None:
     asked: Any = SimpleNamespace(order_N=torch.zeros(1, dtype=torch.int32))
     for matrix in in_slots(matrix_of(NVFP4)):
-        assert HopperBlockScaledRows._is_dequantised(asked, matrix)
+        assert HopperQuantisedRows._is_dequantised(asked, matrix)
 
 
 def test_tables_of_some_experts_have_the_tiles_of_the_whole_one(device: torch.device) -> None:

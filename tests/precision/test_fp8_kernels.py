@@ -18,7 +18,7 @@ from torch import Tensor
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts, with_precision
-from amoeba.backends import fp8, fp8_codes, fp8_triton
+from amoeba.backends import fp8, fp8_triton, fp8_weights
 from amoeba.backends.fp8_kernel_rows import ROWS
 from amoeba.backends.triton_rows import with_plain_rows
 from amoeba.core.problem import Problem
@@ -139,12 +139,12 @@ def _in_place(weight: Tensor) -> None:
 def test_codes_are_of_the_weight_as_a_pass_finds_it(change: Any) -> None:
     """Also the turned ones, whose last writer was a pass before."""
     weight = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0)).to(kernel_device())
-    codes = fp8_codes.codes_of(weight)
+    codes = fp8_weights.codes_of(weight)
     codes.write(weight, both=True)
     places = codes.matrix.data.data_ptr(), codes.turned(weight).data.data_ptr()
     for both in (True, False):
         change(weight)
-        assert fp8_codes.codes_of(weight) is codes
+        assert fp8_weights.codes_of(weight) is codes
         codes.write(weight, both=both)
         expected = quantise(weight, FP8_TRAINING)
         turned = codes.turned(weight)
@@ -155,7 +155,7 @@ def test_codes_are_of_the_weight_as_a_pass_finds_it(change: Any) -> None:
 
 def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_all_the_same() -> None:
     weight = torch.randn(2, 128, 128, device=kernel_device())
-    codes = fp8_codes.codes_of(weight)
+    codes = fp8_weights.codes_of(weight)
     codes.write(weight, both=False)
     weight.data.mul_(3)
     promise = UnchangedWeights()
@@ -180,9 +180,9 @@ def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_a
 
 def test_a_promise_goes_on_after_a_pass_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(2, 128, 128, device=kernel_device())
-    codes, promise, writes = fp8_codes.codes_of(weight), UnchangedWeights(), []
-    quantise_weights = fp8_codes.quantise_weights
-    monkeypatch.setattr(fp8_codes, "quantise_weights", lambda *args: writes.append(1) or quantise_weights(*args))
+    codes, promise, writes = fp8_weights.codes_of(weight), UnchangedWeights(), []
+    quantise_weights = fp8_weights.quantise_weights
+    monkeypatch.setattr(fp8_weights, "quantise_weights", lambda *args: writes.append(1) or quantise_weights(*args))
     for _ in range(3):  # as rows of a benchmark in turns: the first of them must not undo what the second was promised
         codes.write(weight, both=True)
         with promise:
@@ -192,7 +192,7 @@ def test_a_promise_goes_on_after_a_pass_without_it(monkeypatch: pytest.MonkeyPat
 
 def test_what_a_graph_captures_under_a_promise_is_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(2, 128, 128, device=kernel_device())
-    codes = fp8_codes.codes_of(weight)
+    codes = fp8_weights.codes_of(weight)
     with UnchangedWeights():
         codes.write(weight, both=True)
         weight.data.mul_(4)
@@ -205,11 +205,11 @@ def test_what_a_graph_captures_under_a_promise_is_written_all_the_same(monkeypat
 
 def test_a_view_shares_the_codes_of_its_base_and_they_go_with_it() -> None:
     base = torch.randn(2, 256, 128, device=kernel_device())
-    assert fp8_codes.codes_of(base.mT) is fp8_codes.codes_of(base.mT)
-    assert fp8_codes.codes_of(base.mT) is not fp8_codes.codes_of(base)
-    before = len(fp8_codes._kept)
+    assert fp8_weights.codes_of(base.mT) is fp8_weights.codes_of(base.mT)
+    assert fp8_weights.codes_of(base.mT) is not fp8_weights.codes_of(base)
+    before = len(fp8_weights._kept)
     del base
-    assert len(fp8_codes._kept) == before - 1
+    assert len(fp8_weights._kept) == before - 1
 
 
 def shaped(hidden: int = 128, inner: int = 128, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> ExpertWeights:

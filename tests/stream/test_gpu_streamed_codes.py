@@ -29,11 +29,11 @@ from test_gpu_streamed_experts import (
 
 import amoeba
 from amoeba import ExpertWeights, experts
-from amoeba.backends import block_scaled_triton, sorted_rows
+from amoeba.backends import quantised_triton, sorted_rows
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES
 from amoeba.kernels.decode import Like, quantised_configuration
-from amoeba.precision.experts import BlockScaledExperts, quantise_experts
+from amoeba.precision.experts import QuantisedExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
@@ -47,11 +47,11 @@ FORMATS = {each.name: each for each in (FP8, MXFP8, MXFP4, NVFP4)}
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
-def quantised(format: Format, dtype: torch.dtype = torch.float32, bias: bool = True) -> BlockScaledExperts:
+def quantised(format: Format, dtype: torch.dtype = torch.float32, bias: bool = True) -> QuantisedExperts:
     return quantise_experts(weights_of(dtype, bias), format)
 
 
-def memory_of(resident: BlockScaledExperts, slots: int, host_slots: int = 0) -> DeviceMemory:
+def memory_of(resident: QuantisedExperts, slots: int, host_slots: int = 0) -> DeviceMemory:
     """With slots that hold NaN."""
     found = DeviceMemory(MemoryStore(resident), device(), [slots], [host_slots], MOST_IDS)
     for tensor in found.layers[0].slots.tensors():
@@ -83,7 +83,7 @@ def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch
 def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
     name: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
+    monkeypatch.setattr(quantised_triton, "DECODE_TOKENS", 3)
     monkeypatch.setattr(sorted_rows, "forward", None)  # nothing is sorted
     tiles, asked = quantised_configuration.by_expert, []
     monkeypatch.setattr(
@@ -101,7 +101,7 @@ def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
 
 
 def test_so_many_tokens_of_a_step_are_sorted_as_resident_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_scaled_triton, "DECODE_TOKENS", 3)
+    monkeypatch.setattr(quantised_triton, "DECODE_TOKENS", 3)
     monkeypatch.setattr(quantised_configuration, "by_expert", None)  # nothing is decoded
     dtype = torch.float16
     resident, lora = quantised(MXFP4, dtype), factors(dtype)

@@ -27,7 +27,7 @@ from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.jobs.convert import quantise as quantising
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.sharded_model import load_share
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.stream import attaching
 from amoeba.stream.cpu.memory import READS
 from amoeba.stream.store import StoreError, aligned_buffer, index, open_store
@@ -106,7 +106,7 @@ def test_codes_and_scales_are_those_of_the_resident_experts(name: str, which: st
             for expert in range(entry.experts):
                 store.read(layer, expert, blobs[expert])
             found = entry.weights(blobs)
-            assert isinstance(found, BlockScaledExperts) and isinstance(expected, BlockScaledExperts)
+            assert isinstance(found, QuantisedExperts) and isinstance(expected, QuantisedExperts)
             assert found.constants() == expected.constants()
             for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
                 assert ours is theirs is None or torch.equal(ours, theirs)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor
 from amoeba import Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import format_named
 from amoeba.proof.reference import experts as reference
 from small_layer import E, Layer
@@ -133,7 +133,7 @@ class Laid:
             decoded = experts(self.named["x"][:2], Routing(self.expert_TK[:2], named["weight"][:2]), weights, **call)
         return {"decoded": decoded, "output": y.detach()} | dict(zip(named, gradients, strict=True))
 
-    def _quantised(self, way: str) -> BlockScaledExperts:
+    def _quantised(self, way: str) -> QuantisedExperts:
         _, _, format, *_ = way.split()
         return quantise_experts(self.weights, format_named(format))
 

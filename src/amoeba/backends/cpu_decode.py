@@ -16,7 +16,7 @@ from torch import Tensor
 from amoeba.backends import low_rank
 from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
-from amoeba.backends.read_codes import scaled_codes
+from amoeba.backends.read_quantised import scaled_codes
 from amoeba.core.problem import Problem, Save
 from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.core import load_core

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.backend import RowsApart
-from amoeba.backends.read_codes import scaled_codes
+from amoeba.backends.read_quantised import scaled_codes
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.cpu import node as one_node
 from amoeba.cpu.build import CoreUnavailable

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import fp8_saved
-from amoeba.backends.fp8_codes import codes_of
+from amoeba.backends.fp8_weights import codes_of
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, sorted_maps, with_plain_rows

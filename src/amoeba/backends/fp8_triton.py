@@ -19,8 +19,8 @@ from amoeba.cpu.pointers import place_of
 from amoeba.precision.recipes import Fp8Experts
 
 if TYPE_CHECKING:
-    from amoeba.backends.fp8_codes import WeightCodes  # these import Triton
     from amoeba.backends.fp8_kernel_rows import StraightThroughKernelRows
+    from amoeba.backends.fp8_weights import WeightCodes  # these import Triton
 
 # What H and I have to be multiples of: half of the numbers that share a scale.
 WIDTH = 64
@@ -99,7 +99,7 @@ def _with_rows_here(problem: Problem) -> Problem:
 
 
 def _codes(problem: Problem) -> list[tuple[Tensor, WeightCodes]]:
-    from amoeba.backends.fp8_codes import codes_of
+    from amoeba.backends.fp8_weights import codes_of
 
     return [(weight, codes_of(weight)) for weight in (problem.weights.gate_up_EJH, problem.weights.down_EHI)]
 

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import torch
 
 from amoeba.backends import (
-    block_scaled,
-    block_scaled_cpu,
-    block_scaled_triton,
     cpu,
     eager,
     fp8,
     fp8_triton,
     grouped,
     packed,
+    quantised_cpu,
+    quantised_eager,
+    quantised_triton,
     triton,
 )
 from amoeba.backends.backend import Backend, Request
@@ -39,12 +39,12 @@ _backends: list[Backend] = [
     module.BACKEND
     for module in (
         *(cpu, eager, grouped, triton, packed),
-        *(block_scaled, block_scaled_cpu, block_scaled_triton),
+        *(quantised_eager, quantised_cpu, quantised_triton),
         *(fp8, fp8_triton),
     )
 ]
 # Those that come when they are asked for by name, or because they were measured to be faster: where they register.
-_BY_NAME = {"tasks": "amoeba.backends.tasks", "cpu-fused": "amoeba.backends.block_scaled_fused"}
+_BY_NAME = {"tasks": "amoeba.backends.tasks", "cpu-fused": "amoeba.backends.quantised_cpu_fused"}
 _serving: dict[tuple[type, str], list[Backend]] = {}  # by kind and type of device, the preferred ones first
 _announced: set[str] = set()
 

@@ -97,9 +97,9 @@ class TritonBackend(PassesBackend):
 
 def _rows_of(problem: Problem) -> type[TritonRows]:
     if problem.travel is not None and problem.travel.travels:
-        from amoeba.backends.travelling_rows import TravellingRows
+        from amoeba.backends.overlapped_dispatch import OverlappedRows
 
-        return TravellingRows
+        return OverlappedRows
     from amoeba.backends.triton_rows import TritonRows
 
     return TritonRows

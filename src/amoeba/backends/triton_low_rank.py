@@ -20,27 +20,42 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
-from amoeba.core.problem import Needs
+from amoeba.core.problem import Needs, Problem
 from amoeba.core.weights import LoraFactors
 from amoeba.kernels import grouped_gemm
 from amoeba.kernels.lora.backward import Sums, lora_backward, widest_rank
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.lora.join_factors import Pair, join_factors
 
-if TYPE_CHECKING:
-    from amoeba.backends.triton_rows import TritonRows
+
+class RowsOfPass(Protocol):
+    """What the LoRA side asks of the pass it belongs to (`TritonRows`)."""
+
+    problem: Problem
+    order_N: Tensor
+    offs_E: Tensor
+
+    @property
+    def x(self) -> ByToken: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    def new_rows(self, width: int) -> Tensor: ...
+
+    def factor_gradient(self, grad: Rows, rows: Rows, gradient: Tensor, more: Tensor | None = None) -> Tensor: ...
 
 
 class LowRank:
     def __init__(
-        self, rows: TritonRows, lora: LoraFactors, low_NP: Tensor | None = None, low_down_NP: Tensor | None = None
+        self, rows: RowsOfPass, lora: LoraFactors, low_NP: Tensor | None = None, low_down_NP: Tensor | None = None
     ) -> None:
         """low_NP, low_down_NP: where forward saved them."""
         self._rows = weakref.ref(rows)  # they have this one: in a circle, a pass's tensors would outlive it
@@ -54,7 +69,7 @@ class LowRank:
         self._da_down: Sums | None = None
 
     @property
-    def rows(self) -> TritonRows:
+    def rows(self) -> RowsOfPass:
         rows = self._rows()
         assert rows is not None
         return rows

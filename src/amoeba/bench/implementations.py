@@ -28,7 +28,7 @@ from amoeba.core.weights import AnyExperts, ExpertWeights
 from amoeba.experts import experts
 from amoeba.placements import all_placements
 from amoeba.precision import UnchangedWeights
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.recipes import SUMMARIES, with_precision
 from amoeba.routing.router import Routing
 from amoeba.system.machine import available_memory
@@ -216,7 +216,7 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
         tolerance = None if output is None or gradients is None else {"output": output, "gradient": gradients}
         if placement.represent is not None:
             tolerance = _ROUNDED
-        codes = placed.tensors() if isinstance(placed, BlockScaledExperts) else ()
+        codes = placed.tensors() if isinstance(placed, QuantisedExperts) else ()
         parameters = tuple(tensor for tensor in codes if tensor is not None)
         found.append(Implementation(name, True, run, tolerance, itemsize=placement.itemsize, parameters=parameters))
     return found, left_out

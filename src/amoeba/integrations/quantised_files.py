@@ -3,7 +3,7 @@
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
     with QuantisedFiles(folder, model_on_meta, facts) as files:    # facts: quantization_config of config.json
-        files.experts(name, module, dtype)                         # BlockScaledExperts, as the files have them
+        files.experts(name, module, dtype)                         # QuantisedExperts, as the files have them
         files.rest(dtype)                                          # name -> tensor; what was quantised is dequantised
 
 Layouts: DeepSeek-V3's and Qwen3-FP8's (`experts.3.up_proj.weight` in e4m3 with `weight_scale_inv`), Qwen3-VL's (all
@@ -25,7 +25,7 @@ from torch import Tensor
 from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.formats import E8M0, MXFP4, Format, format_named, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
 
@@ -99,7 +99,7 @@ class QuantisedFiles:
                 check_scaled(name, found[name].dtype, self._file_of)
         return found
 
-    def experts(self, name: str, module: Any, dtype: torch.dtype) -> BlockScaledExperts:
+    def experts(self, name: str, module: Any, dtype: torch.dtype) -> QuantisedExperts:
         found = described(module)
         if found.fused is None:
             expected = "an activation that aMoEba computes itself"
@@ -114,7 +114,7 @@ class QuantisedFiles:
         if found.has_bias:
             names = (_one(self._names, f"{name}.{part}_bias") for part in (found.up_name, "down_proj"))
             up_bias, down_bias = (self._read(each).to(dtype) for each in names)
-        return BlockScaledExperts.holding(gate_up, down, up_bias, down_bias, found.fused, dtype)
+        return QuantisedExperts.holding(gate_up, down, up_bias, down_bias, found.fused, dtype)
 
     def __enter__(self) -> QuantisedFiles:
         return self

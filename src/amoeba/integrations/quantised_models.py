@@ -21,7 +21,7 @@ import torch
 from amoeba.integrations.experts_module import described, experts_modules, hand_over
 from amoeba.integrations.quantised_files import QuantisedFiles, check_no_codes, check_readable, format_of
 from amoeba.integrations.without_experts import experts_left_out
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.formats import E8M0, fp8_blocks
 from amoeba.precision.placements import placement_of
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
@@ -152,7 +152,7 @@ def _device_beside(model: Any, name: str) -> torch.device:
     return next(devices, model.device)
 
 
-def experts_of_fp8_module(module: Any, dtype: torch.dtype) -> BlockScaledExperts:
+def experts_of_fp8_module(module: Any, dtype: torch.dtype) -> QuantisedExperts:
     """The weights of transformers' own FP8Experts, where a model was loaded with another implementation."""
     found = described(module)
     stored = [(getattr(module, name), getattr(module, f"{name}_scale_inv")) for name in (found.up_name, "down_proj")]
@@ -165,4 +165,4 @@ def experts_of_fp8_module(module: Any, dtype: torch.dtype) -> BlockScaledExperts
         whole = values.shape[1:] == block_counts(rows, columns, format)
         matrices.append(QuantisedMatrix(weight.detach().view(torch.uint8), values, format, columns, 1 if whole else 2))
     gate_up, down = matrices
-    return BlockScaledExperts.holding(gate_up, down, activation=found.fused, dtype=dtype)
+    return QuantisedExperts.holding(gate_up, down, activation=found.fused, dtype=dtype)

@@ -49,8 +49,8 @@ def _read(stored: Stored, format: Format, columns: int, parts: int) -> Quantised
 
 
 @dataclass(frozen=True, eq=False)
-class BlockScaledExperts:
-    """Made by `quantise_experts`, or of the matrices of a file by `BlockScaledExperts.holding`.
+class QuantisedExperts:
+    """Made by `quantise_experts`, or of the matrices of a file by `QuantisedExperts.holding`.
 
     parts: of gate_up, see `QuantisedMatrix`.
     dtype: of x and y; products are computed in it.
@@ -79,7 +79,7 @@ class BlockScaledExperts:
         down_bias_EH: Tensor | None = None,
         activation: Activation | None = None,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> BlockScaledExperts:
+    ) -> QuantisedExperts:
         """gate_up: of shape (E, J, H). down: (E, H, I), in the same format."""
         activation = activation or Activation()
         experts, hidden, intermediate = down.shape if len(down.shape) == 3 else (0, 0, 0)
@@ -132,7 +132,7 @@ class BlockScaledExperts:
     def takes(self, device: torch.device) -> bool:
         return device == self.device
 
-    def to(self, dtype: torch.dtype) -> BlockScaledExperts:
+    def to(self, dtype: torch.dtype) -> QuantisedExperts:
         """The same experts for x in another dtype."""
         return replace(self, dtype=dtype)
 
@@ -152,7 +152,7 @@ class BlockScaledExperts:
         return (self.format.name, self.hidden, self.intermediate, self.parts, dtype, *activation)
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> BlockScaledExperts:
+    def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> QuantisedExperts:
         format, hidden, intermediate, parts, dtype, *activation = constants
         gate_up, down, (gate_up_bias, down_bias) = tuple(tensors[:3]), tuple(tensors[3:6]), tensors[6:]
         return cls(
@@ -208,11 +208,11 @@ class ReadInBlocks:
         return found.t() if self.transposed else found
 
 
-def quantise_experts(weights: ExpertWeights, format: Format) -> BlockScaledExperts:
+def quantise_experts(weights: ExpertWeights, format: Format) -> QuantisedExperts:
     """Gate and up have blocks of their own, unless their rows take turns. The weights may go afterwards."""
     activation = weights.activation
     parts = 2 if activation.gated and not activation.interleaved else 1
-    return BlockScaledExperts.holding(
+    return QuantisedExperts.holding(
         quantise(weights.gate_up_EJH, format, parts=parts),
         quantise(weights.down_EHI, format),
         weights.gate_up_bias_EJ,
@@ -222,7 +222,7 @@ def quantise_experts(weights: ExpertWeights, format: Format) -> BlockScaledExper
     )
 
 
-def dequantise_experts(weights: BlockScaledExperts, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+def dequantise_experts(weights: QuantisedExperts, dtype: torch.dtype = torch.float32) -> ExpertWeights:
     """As resident weights, all of them in memory: what block-scaled experts are compared with."""
     biases = weights.stored_gate_up_bias, weights.stored_down_bias
     gate_up_bias, down_bias = (None if bias is None else bias.detach().to(dtype) for bias in biases)

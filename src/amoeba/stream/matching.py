@@ -21,7 +21,7 @@ from torch import nn
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import described, experts_modules, layout_of, placed_in, resident
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.stream.experts import ExpertsInSlots
 from amoeba.stream.store import FolderStore, PackedStore, aligned_buffer
 from amoeba.stream.store.layers import LayerEntry, StoredExperts
@@ -95,12 +95,12 @@ def _experts_of(entry: LayerEntry, module: Any, store: PackedStore | FolderStore
         got = f"{experts.placement} ones ({entry.name})"
         raise bad_value("model", "experts as the checkpoint has them", got, "load the model without a placement")
     kept_as = (
-        experts.format.name if isinstance(experts, BlockScaledExperts) else str(experts.dtype).removeprefix("torch.")
+        experts.format.name if isinstance(experts, QuantisedExperts) else str(experts.dtype).removeprefix("torch.")
     )
     if kept_as != entry.numbers:
         got = f"{entry.numbers} in {store.folder}"
         raise bad_value("store", f"experts in {kept_as}, as the model has them ({entry.name})", got, _OWN)
-    if isinstance(experts, BlockScaledExperts):
+    if isinstance(experts, QuantisedExperts):
         _check_activation(entry, experts.activation)
         if experts.parts != entry.row_parts:
             got = f"blocks of {entry.row_parts}"

@@ -17,7 +17,7 @@ from amoeba.core.errors import bad_value
 from amoeba.core.placement import Placement, Tolerance
 from amoeba.core.weights import ExpertWeights
 from amoeba.placements import register_placement
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.stream.cpu.backend import StreamedBackend
 from amoeba.stream.cpu.memory import ExpertMemory, StreamedExperts
 from amoeba.stream.gpu.backend import GpuStreamedBackend
@@ -38,7 +38,7 @@ class MemoryStore(Store):
         if weights.dtype not in DTYPES.values():
             raise bad_value("experts", f"one of {', '.join(DTYPES)}", weights.dtype, "keep them resident")
         activation, format, row_parts = replace(weights.activation, interleaved=False), None, 1
-        if isinstance(weights, BlockScaledExperts):
+        if isinstance(weights, QuantisedExperts):
             activation, format, row_parts = weights.activation, weights.format, weights.parts
         sizes = weights.num_experts, weights.hidden, weights.intermediate
         has_bias = weights.gate_up_bias_EJ is not None

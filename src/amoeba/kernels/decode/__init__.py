@@ -16,7 +16,7 @@ by expert   up and down: one program per (touched expert, columns), the expert's
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
 
-Quantised weights (`BlockScaledExperts`) go the same two ways, and the time is the reading of their bytes: see `weights`
+Quantised weights (`QuantisedExperts`) go the same two ways, and the time is the reading of their bytes: see `weights`
 for what kernels are told of either kind. With LoRA factors two small launches are added, see `low_rank`.
 
 Slots whose id lies outside [0, E) are sentinels: their rows of the buffers are neither written nor read, and they

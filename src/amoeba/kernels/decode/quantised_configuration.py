@@ -2,7 +2,7 @@
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate
 
-    chosen = configuration_of(problem)          # of BlockScaledExperts
+    chosen = configuration_of(problem)          # of QuantisedExperts
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from amoeba.kernels.decode.configuration import (
     goes_by_slot,
 )
 from amoeba.kernels.launch import next_power_of_2
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.formats import MXFP4, NVFP4
 
 # By slot, by the bits of a number: bytes of weights that a program of the up projection has in flight, and the warps of
@@ -66,7 +66,7 @@ def _own(problem: Problem) -> Like:
 
 
 def by_slot(problem: Problem) -> Configuration:
-    weights: BlockScaledExperts = problem.weights
+    weights: QuantisedExperts = problem.weights
     bits, rows = weights.format.element.bits, 2 if weights.activation.gated else 1
     up_depth = _piece(weights.hidden, WIDEST_PIECE)
     down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece has the `a` of all slots beside it
@@ -81,7 +81,7 @@ def by_slot(problem: Problem) -> Configuration:
 
 
 def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
-    weights: BlockScaledExperts = problem.weights
+    weights: QuantisedExperts = problem.weights
     tokens, experts = like or _own(problem)
     slots = tokens * problem.expert_TK.shape[1]
     rows, height, warps = slots_together(slots, experts), WEIGHT_ROWS, WARPS

@@ -23,12 +23,12 @@ from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Tile
 from amoeba.kernels.dequantise import block_constants
 from amoeba.kernels.tile_sizes import capability_of
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.quantised import QuantisedMatrix
 
 
 def is_quantised(weights: Any) -> bool:
-    return isinstance(weights, BlockScaledExperts)
+    return isinstance(weights, QuantisedExperts)
 
 
 def stored(weights: Any, x_TH: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from amoeba.backends import block_scaled_triton, triton
+from amoeba.backends import quantised_triton, triton
 from amoeba.core.problem import Gradients, Needs, Problem
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 from amoeba.stream.store.layers import StoredExperts
 
 if TYPE_CHECKING:
@@ -71,20 +71,20 @@ class _PlainKernels(SlotKernels):
 
 class _CodeKernels(SlotKernels):
     def decodes(self, problem: Problem) -> bool:
-        return block_scaled_triton.is_few(problem)
+        return quantised_triton.is_few(problem)
 
     def decodes_all(self, problem: Problem) -> bool:
-        return block_scaled_triton.is_few_of_each(problem, problem.weights.num_experts)
+        return quantised_triton.is_few_of_each(problem, problem.weights.num_experts)
 
     def sorted(self, problem: Problem) -> Tensor:
-        return block_scaled_triton.BACKEND.forward_sorted(problem, "nothing")[0]
+        return quantised_triton.BACKEND.forward_sorted(problem, "nothing")[0]
 
     def backward(self, problem: Problem, dy_TH: Tensor, needs: Needs) -> Gradients:
-        return block_scaled_triton.BACKEND.backward(problem, None, dy_TH, needs)
+        return quantised_triton.BACKEND.backward(problem, None, dy_TH, needs)
 
 
 _PLAIN, _CODES = _PlainKernels(), _CodeKernels()
 
 
 def kernels_of(slots: StoredExperts) -> SlotKernels:
-    return _CODES if isinstance(slots, BlockScaledExperts) else _PLAIN
+    return _CODES if isinstance(slots, QuantisedExperts) else _PLAIN

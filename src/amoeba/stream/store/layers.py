@@ -24,7 +24,7 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import ExpertWeights
-from amoeba.precision.experts import BlockScaledExperts, Stored
+from amoeba.precision.experts import QuantisedExperts, Stored
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised import block_counts
 
@@ -137,7 +137,7 @@ class LayerEntry:
             return ExpertWeights(stacks["gate_up_JH"], stacks["down_HI"], *biases, self.activation)
         gate_up, down = (_stored(stacks, name) for name in ("gate_up", "down"))
         sizes = self.hidden, self.intermediate, self.row_parts
-        return BlockScaledExperts(gate_up, down, *biases, self.format, *sizes, self.activation, self.dtype)
+        return QuantisedExperts(gate_up, down, *biases, self.format, *sizes, self.activation, self.dtype)
 
     def parts_of(self, weights: StoredExperts) -> dict[str, Tensor]:
         """Stacks of each part by its name: what `weights_of` takes, of experts that are kept as these are."""
@@ -157,7 +157,7 @@ class LayerEntry:
         return {name: stack.view(self.dtype_of(name)) for name, stack in parts.items()}
 
 
-StoredExperts = ExpertWeights | BlockScaledExperts
+StoredExperts = ExpertWeights | QuantisedExperts
 
 
 def _stored(stacks: Mapping[str, Tensor], name: str) -> Stored:

@@ -14,23 +14,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import cpu_fused, read_codes
+from amoeba.backends import cpu_fused, read_quantised
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import constant_when_traced
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 
 
-class BlockScaledFusedBackend(PassesBackend):
+class QuantisedFusedBackend(PassesBackend):
     name, summary, kinds = (
         "cpu-fused",
         "the C++ core's fused passes, which pack codes as they go",
-        (BlockScaledExperts,),
+        (QuantisedExperts,),
     )
-    operator_name = "block_scaled_fused"
+    operator_name = "quantised_cpu_fused"
     traced = SavedRows(has_maps=lambda problem: False)
 
     def preference(self, device: torch.device) -> int:
@@ -39,7 +39,7 @@ class BlockScaledFusedBackend(PassesBackend):
     def why_not(self, request: Request) -> str | None:
         if request.weights.dtype != torch.bfloat16:
             return f"computes in bf16, x is {request.weights.dtype}"
-        return read_codes.why_not(request.weights) or _why_no_node()
+        return read_quantised.why_not(request.weights) or _why_no_node()
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         return cpu_fused.forward(problem, save)
@@ -57,4 +57,4 @@ def _why_no_node() -> str | None:
     return None
 
 
-BACKEND = BlockScaledFusedBackend()
+BACKEND = QuantisedFusedBackend()

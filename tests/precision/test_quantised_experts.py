@@ -17,7 +17,7 @@ import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
 from amoeba.core.weights import LORA_NAMES
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
-from amoeba.precision.experts import BlockScaledExperts, dequantise_experts, quantise_experts
+from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
 from amoeba.precision.quantised import quantise
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
@@ -198,7 +198,7 @@ def test_the_choice_is_explained() -> None:
     )
     reason = "cpu reads blocks of powers of two, 16 columns or more, these are 128 x 8"
     assert str(amoeba.explain(request)) == f"eager, experts dequantised one after the other ({reason})"
-    with pytest.raises(ValueError, match=r"one that serves block-scaled weights \(BlockScaledExperts\); got grouped"):
+    with pytest.raises(ValueError, match=r"one that serves block-scaled weights \(QuantisedExperts\); got grouped"):
         run(layer, request.weights, backend="grouped")
 
 
@@ -232,13 +232,11 @@ def test_a_module_that_holds_them_may_be_cast_copied_and_pickled(format: Format)
 def test_errors_say_what_was_expected() -> None:
     up, down = torch.zeros(2, 48, 16), torch.zeros(2, 16, 24)
     with pytest.raises(ValueError, match=r"expected gate_up \(2, 24, 16\).*got \(2, 48, 16\) in mxfp4"):
-        BlockScaledExperts.holding(
-            quantise(up, MXFP4), quantise(down, MXFP4), activation=Activation("relu", gated=False)
-        )
+        QuantisedExperts.holding(quantise(up, MXFP4), quantise(down, MXFP4), activation=Activation("relu", gated=False))
     with pytest.raises(ValueError, match=r"in mxfp4 and \(2, 16, 24\) in mxfp8"):
-        BlockScaledExperts.holding(quantise(up, MXFP4), quantise(down, MXFP8))
+        QuantisedExperts.holding(quantise(up, MXFP4), quantise(down, MXFP8))
     with pytest.raises(ValueError, match=r"bias: expected shape \(2, 48\); got \(2, 3\)"):
-        BlockScaledExperts.holding(quantise(up, MXFP4), quantise(down, MXFP4), torch.zeros(2, 3))
+        QuantisedExperts.holding(quantise(up, MXFP4), quantise(down, MXFP4), torch.zeros(2, 3))
 
 
 def test_bytes_of_a_parameter() -> None:

@@ -16,12 +16,12 @@ from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.torch_rows import TorchRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 
 
-class BlockScaledBackend(PassesBackend):
-    name, summary, kinds = "eager", "experts dequantised one after the other", (BlockScaledExperts,)
-    operator_name = "block_scaled_eager"
+class QuantisedEagerBackend(PassesBackend):
+    name, summary, kinds = "eager", "experts dequantised one after the other", (QuantisedExperts,)
+    operator_name = "quantised_eager"
     traced = SavedRows()
     waits_on_gpu = True
 
@@ -41,4 +41,4 @@ class BlockScaledBackend(PassesBackend):
         return sorted_rows.backward(problem, saved, dy_TH, needs, TorchRows)
 
 
-BACKEND = BlockScaledBackend()
+BACKEND = QuantisedEagerBackend()

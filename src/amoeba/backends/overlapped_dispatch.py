@@ -35,7 +35,7 @@ def why_not_travelling(problem: Problem) -> str | None:
     return why_not_hopper(problem)
 
 
-class TravellingRows(HopperRows):
+class OverlappedRows(HopperRows):
     _part: Tensor | None = None  # the tiles of the product that is to be launched; None: all
 
     @classmethod

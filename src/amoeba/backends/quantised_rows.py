@@ -34,14 +34,14 @@ MANY_ROWS, MANY_ROWS_OF_NVFP4 = 640, 320
 DEQUANTISED_BYTES = 512 << 20
 
 
-class BlockScaledRows(TritonRows):
+class QuantisedRows(TritonRows):
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
         problem = with_plain_rows(problem)
         kept = saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)
         if why_not_hopper(problem) is not None:
             return cls(problem, *kept)
-        return HopperBlockScaledRows(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
+        return HopperQuantisedRows(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor:
         return self._multiply_x_then_activate(h_NJ, a_NI, addend)
@@ -72,7 +72,7 @@ class BlockScaledRows(TritonRows):
         return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, needs)
 
 
-class HopperBlockScaledRows(HopperRows):
+class HopperQuantisedRows(HopperRows):
     """By Gluon's kernels: codes are decoded on their way to the matrix unit, once for each tile of rows; where experts
     have many rows, or lie in slots with something between them, some of them are dequantised at a time, to the same
     bits."""

@@ -15,7 +15,7 @@ from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
-from amoeba.precision.experts import BlockScaledExperts
+from amoeba.precision.experts import QuantisedExperts
 
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64
@@ -25,11 +25,11 @@ DECODE_TOKENS = 64
 DECODE_SLOTS_PER_EXPERT, DECODE_SLOTS = 32, 4096
 
 
-class BlockScaledTritonBackend(PassesBackend):
+class QuantisedTritonBackend(PassesBackend):
     """Importing this file does not import Triton: the first pass does."""
 
-    name, summary, kinds = "triton", "our kernels on the GPU, which dequantise as they load", (BlockScaledExperts,)
-    operator_name = "block_scaled_triton"
+    name, summary, kinds = "triton", "our kernels on the GPU, which dequantise as they load", (QuantisedExperts,)
+    operator_name = "quantised_triton"
     traced = SavedRows(map_dtype=torch.int32, low_ranks=triton.low_ranks)
 
     def preference(self, device: torch.device) -> int:
@@ -50,20 +50,20 @@ class BlockScaledTritonBackend(PassesBackend):
 
     def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         """However few rows there are."""
-        from amoeba.backends.block_scaled_rows import BlockScaledRows
+        from amoeba.backends.quantised_rows import QuantisedRows
         from amoeba.kernels.launch.plan import planned
 
         what = ("forward", self.operator_name, save, *_pass_constants(problem))
         tensors = triton.pass_tensors(problem)
-        return planned(what, tensors, lambda: sorted_rows.forward(problem, save, BlockScaledRows))
+        return planned(what, tensors, lambda: sorted_rows.forward(problem, save, QuantisedRows))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        from amoeba.backends.block_scaled_rows import BlockScaledRows
+        from amoeba.backends.quantised_rows import QuantisedRows
         from amoeba.kernels.launch.plan import planned
 
         what = ("backward", self.operator_name, needs, saved is None, graph_is_freed(), *_pass_constants(problem))
         tensors = (*triton.pass_tensors(problem), dy_TH, *(saved or ()))
-        return planned(what, tensors, lambda: sorted_rows.backward(problem, saved, dy_TH, needs, BlockScaledRows))
+        return planned(what, tensors, lambda: sorted_rows.backward(problem, saved, dy_TH, needs, QuantisedRows))
 
 
 def is_few(problem: Problem) -> bool:
@@ -82,4 +82,4 @@ def _pass_constants(problem: Problem) -> tuple:
     return *triton.pass_constants(problem), problem.weights.constants()
 
 
-BACKEND = BlockScaledTritonBackend()
+BACKEND = QuantisedTritonBackend()

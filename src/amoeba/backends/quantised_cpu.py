@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import cpu, cpu_decode, cpu_fused, read_codes, sorted_rows
+from amoeba.backends import cpu, cpu_decode, cpu_fused, read_quantised, sorted_rows
 from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.cpu import CoreGroups, CoreRows
 from amoeba.backends.experts_operator import SavedRows
@@ -22,7 +22,7 @@ from amoeba.backends.torch_rows import Groups
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import CPU
-from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
+from amoeba.precision.experts import QuantisedExperts, ReadInBlocks
 from amoeba.system.cpu_features import compute_dtype
 
 # Up to so many routed rows in any routing, and up to so many for each expert that is visited, a pass without gradients
@@ -39,9 +39,9 @@ DECODE_ROWS = 64
 DECODE_ROWS_PER_EXPERT = 8
 
 
-class BlockScaledCpuBackend(PassesBackend):
-    name, summary, kinds = "cpu", "the C++ core, which reads codes", (BlockScaledExperts,)
-    operator_name = "block_scaled_cpu"
+class QuantisedCpuBackend(PassesBackend):
+    name, summary, kinds = "cpu", "the C++ core, which reads codes", (QuantisedExperts,)
+    operator_name = "quantised_cpu"
     traced = SavedRows(has_maps=lambda problem: not cpu_fused.serves(problem))
 
     def preference(self, device: torch.device) -> int:
@@ -51,7 +51,7 @@ class BlockScaledCpuBackend(PassesBackend):
         dtype = request.weights.dtype
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the C++ core takes fp32 and bf16, x is {dtype}"
-        return read_codes.why_not(request.weights) or why_no_core()
+        return read_quantised.why_not(request.weights) or why_no_core()
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         """Decoding rounds the factors that it meets, as for resident experts."""
@@ -86,7 +86,7 @@ def _decodes(problem: Problem) -> bool:
 
 
 def _dequantised_by_core(problem: Problem) -> Problem:
-    return problem._replace(weights=read_codes.read_by_core(problem.weights))
+    return problem._replace(weights=read_quantised.read_by_core(problem.weights))
 
 
 class CodedRows(CoreRows):
@@ -134,4 +134,4 @@ def _sorted_apart() -> RowsApart:
 
 
 _SORTED_APART = _sorted_apart()
-BACKEND = BlockScaledCpuBackend()
+BACKEND = QuantisedCpuBackend()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba.backends import sorted_rows, travelling_rows
-from amoeba.backends.travelling_rows import TravellingRows
+from amoeba.backends import overlapped_dispatch, sorted_rows
+from amoeba.backends.overlapped_dispatch import OverlappedRows
 from amoeba.backends.triton_rows import HopperRows, with_plain_rows
 from amoeba.core.problem import Needs, Problem, Saved, Travel
 from amoeba.core.weights import ExpertWeights
@@ -117,7 +117,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "multiply", multiply)
     monkeypatch.setattr(gemm, "up", up)
     monkeypatch.setattr(HopperRows, "weight_gradient", weight_gradient)
-    monkeypatch.setattr(travelling_rows, "why_not_hopper", lambda problem: None)
+    monkeypatch.setattr(overlapped_dispatch, "why_not_hopper", lambda problem: None)
 
 
 def problem_of(seed: int = 0) -> tuple[Problem, Tensor]:
@@ -152,7 +152,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
     there = kind(problem.x_TH.clone())
     travelling = problem._replace(x_TH=there.coming, travel=there)
     with poisoned_memory():
-        found, also_saved = sorted_rows.forward(travelling, "h", TravellingRows)
+        found, also_saved = sorted_rows.forward(travelling, "h", OverlappedRows)
     assert torch.equal(found, y_TH)
     others = torch.ones(T, dtype=torch.bool)
     others[OWN] = False
@@ -163,7 +163,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
     assert also_saved is not None
     with poisoned_memory():
         gradients = sorted_rows.backward(
-            travelling._replace(x_TH=problem.x_TH, travel=back), also_saved, back.coming, needs, TravellingRows
+            travelling._replace(x_TH=problem.x_TH, travel=back), also_saved, back.coming, needs, OverlappedRows
         )
     for name, one, other in zip(Needs._fields, gradients, expected, strict=True):
         assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
@@ -172,10 +172,10 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
 
 def test_what_reads_rows_ahead_of_the_products_waits_for_all_of_them(without_gpu: None) -> None:
     problem, _ = problem_of()
-    assert travelling_rows.why_not_travelling(problem) is None
+    assert overlapped_dispatch.why_not_travelling(problem) is None
     transposed = problem.weights.gate_up_EJH.mT.contiguous().mT
     other = problem._replace(weights=ExpertWeights(transposed, problem.weights.down_EHI, activation=SILU))
-    assert travelling_rows.why_not_travelling(other) == "the up projection and its activation are two passes"
+    assert overlapped_dispatch.why_not_travelling(other) == "the up projection and its activation are two passes"
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1500), (200, 1300), (1499, 1500), (700, 701)])

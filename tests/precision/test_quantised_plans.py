@@ -10,10 +10,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
-from amoeba.backends import block_scaled_rows, block_scaled_triton, sorted_rows
+from amoeba.backends import quantised_rows, quantised_triton, sorted_rows
 from amoeba.kernels.launch import plan as launch_plan
 from amoeba.precision import FP8_128, MXFP4, NVFP4, Format
-from amoeba.precision.experts import BlockScaledExperts, quantise_experts
+from amoeba.precision.experts import QuantisedExperts, quantise_experts
 from repeated_steps import check_elsewhere
 from selection import quick
 from small_layer import Layer, kernel_device
@@ -25,7 +25,7 @@ FORMATS = (FP8_128, MXFP4, NVFP4)
 @pytest.fixture(autouse=True)
 def nothing_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     for most in ("DECODE_TOKENS", "DECODE_SLOTS"):
-        monkeypatch.setattr(block_scaled_triton, most, 0)  # which would take the forward that saves nothing
+        monkeypatch.setattr(quantised_triton, most, 0)  # which would take the forward that saves nothing
     launch_plan.forget_plans()
 
 
@@ -85,9 +85,9 @@ def test_two_formats_of_the_same_sizes_are_two_kinds() -> None:
 def test_repeated_passes_on_a_gpu_in_a_graph_and_on_another_stream(
     format: Format, many_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_scaled_rows, "MANY_ROWS", many_rows)
-    monkeypatch.setattr(block_scaled_rows, "MANY_ROWS_OF_NVFP4", many_rows)
-    monkeypatch.setattr(block_scaled_rows, "DEQUANTISED_BYTES", 3 * 512 * 256 * 2)  # of eight experts three at a time
+    monkeypatch.setattr(quantised_rows, "MANY_ROWS", many_rows)
+    monkeypatch.setattr(quantised_rows, "MANY_ROWS_OF_NVFP4", many_rows)
+    monkeypatch.setattr(quantised_rows, "DEQUANTISED_BYTES", 3 * 512 * 256 * 2)  # of eight experts three at a time
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -95,7 +95,7 @@ def test_repeated_passes_on_a_gpu_in_a_graph_and_on_another_stream(
 
     x_TH, dy_TH = normal(300, 256), normal(300, 256)
     weights = quantise_experts(ExpertWeights(normal(8, 512, 256), normal(8, 256, 256)), format)
-    assert isinstance(weights, BlockScaledExperts)
+    assert isinstance(weights, QuantisedExperts)
     expert_TK = torch.randint(0, 8, (300, 2), generator=generator, device="cuda")
     weight_TK = torch.rand(300, 2, generator=generator, device="cuda")
     shapes = [(8, 16, 256), (8, 256, 16)] * 3

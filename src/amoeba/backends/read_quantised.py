@@ -18,14 +18,14 @@ from amoeba.core.weights import AnyExperts
 from amoeba.cpu.codes import ScaledCodes, has_whole_experts, why_not_codes
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU
-from amoeba.precision.experts import BlockScaledExperts, ReadInBlocks
+from amoeba.precision.experts import QuantisedExperts, ReadInBlocks
 from amoeba.precision.formats import E2M1, E4M3, E8M0, ScaleKind
 from amoeba.system.cpu_features import compute_dtype
 
 
 def why_not(weights: AnyExperts) -> str | None:
     """Why the core does not read these block-scaled experts, or None."""
-    assert isinstance(weights, BlockScaledExperts)
+    assert isinstance(weights, QuantisedExperts)
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"
     return why_not_codes(weights.format.block, weights.parts)
@@ -54,11 +54,11 @@ def _scale_values(kind: ScaleKind) -> Tensor:
     return E8M0.decode(every_byte) if kind == "e8m0" else E4M3.decode(every_byte)
 
 
-def read_by_core(weights: BlockScaledExperts) -> BlockScaledExperts:
+def read_by_core(weights: QuantisedExperts) -> QuantisedExperts:
     return _ReadByCore(**{each.name: getattr(weights, each.name) for each in fields(weights)})
 
 
-class _ReadByCore(BlockScaledExperts):
+class _ReadByCore(QuantisedExperts):
     @property
     def gate_up_EJH(self) -> ReadInBlocks:
         return _DequantisedByCore(super().gate_up_EJH.matrix, self.dtype)
