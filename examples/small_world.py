@@ -38,7 +38,7 @@ OPPOSITES = (("hot", "cold"), ("big", "small"), ("long", "short"), ("fast", "slo
 NUMBERS = range(1, 7)
 # How often each kind of text is drawn: more often where more has to be remembered.
 WEIGHTS = {
-    "animals": 2, "countries": 2, "dictionary": 4, "arithmetic": 3, "Python": 3, "questions": 16,
+    "animals": 2, "countries": 4, "dictionary": 5, "arithmetic": 4, "Python": 4, "questions": 14,
     "stories": 1, "German": 1, "French": 1,
 }  # fmt: skip
 
