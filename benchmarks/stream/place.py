@@ -182,7 +182,7 @@ class GpuPlace(LinkedPlace):
                 Member(passes, partial(launch_of, feed, graph, stream), stream)
                 for feed, (passes, graph, stream) in zip(feeds, captured, strict=True)
             ]
-            replays.in_turns(members, steps)
+            replays.interleave(members, steps)
 
         return repeat
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from amoeba import lora
-from amoeba.decoding import Decoder, Sampling, regions
+from amoeba.decoding import Decoder, Sampling, compiled_layers
 from amoeba.decoding import decoder as decoder_module
 from selection import each_value_once, quick
 from tiny_models import VOCABULARY, build
@@ -142,8 +142,8 @@ def test_a_compiled_layer_is_one_graph_for_all_layers(monkeypatch, tmp_path, ada
         return graph.forward
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiled = torch.compile(regions._run, dynamic=False, fullgraph=True, backend=backend)
-    monkeypatch.setattr(regions, "_compiled", lambda: compiled)
+    compiled = torch.compile(compiled_layers._run, dynamic=False, fullgraph=True, backend=backend)
+    monkeypatch.setattr(compiled_layers, "_compiled", lambda: compiled)
     model = endless("qwen3_moe")
     if adapted:
         lora.attach(model, r=2, alpha=8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from amoeba.decoding import compiled_code
+from amoeba.decoding import compiled_layers
 from amoeba.decoding import decoder as decoders
 from amoeba.jobs.generate import token_steps
 from amoeba.jobs.generate.token_steps import choose_steps
@@ -64,11 +64,11 @@ def test_many_steps_are_compiled_and_fewer_where_the_code_is_there(model, prepar
 
 
 def test_code_of_another_model_is_not_taken_for_this_ones(model):
-    compiled_code.note(model, 1, 512)
-    assert compiled_code.is_there(model, 1, 512)
-    assert not compiled_code.is_there(model, 1, 1024)
-    assert not compiled_code.is_there(build("qwen3_moe", num_experts_per_tok=1), 1, 512)
-    assert not compiled_code.is_there(model.double(), 1, 512)
+    compiled_layers.note(model, 1, 512)
+    assert compiled_layers.is_there(model, 1, 512)
+    assert not compiled_layers.is_there(model, 1, 1024)
+    assert not compiled_layers.is_there(build("qwen3_moe", num_experts_per_tok=1), 1, 512)
+    assert not compiled_layers.is_there(model.double(), 1, 512)
 
 
 def test_what_is_asked_for_is_done(model, prepared):

@@ -58,7 +58,7 @@ class SimulatedPlace(place.LinkedPlace):
                 Member(step.passes, partial(step.launch, feed), device.compute)
                 for step, feed in zip(steps, feeds, strict=True)
             ]
-            memory.replays.in_turns(members, count)
+            memory.replays.interleave(members, count)
 
         return repeat
 

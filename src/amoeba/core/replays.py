@@ -6,10 +6,10 @@
     replays.replay(passes, graph.replay)                    # and serves it; returns when nothing is left to serve
     replays.check()                                         # behind a wait for the step, before its results are used
 
-Steps of several groups may be replayed in turns: while one waits for its experts, another one computes.
+Steps of several groups may be interleaved: while one waits for its experts, another one computes.
 
     with replays.as_group(0, 2): ...                        # around rehearsing and capturing a step of the first of two
-    replays.in_turns([Member(passes, launch, stream), ...], steps=16)
+    replays.interleave([Member(passes, launch, stream), ...], steps=16)
 
 A kind of weights that can do this has an attribute `replays`. Whoever captures does not ask where the experts are.
 """
@@ -47,9 +47,9 @@ class Replays(Protocol):
         """launch: enqueues what was captured, once."""
 
     def as_group(self, number: int, groups: int) -> AbstractContextManager[None]:
-        """Around both of the above: of one of several groups. CannotCapture where these cannot take turns."""
+        """Around both of the above: of one of several groups. CannotCapture where these cannot be interleaved."""
 
-    def in_turns(self, members: Sequence[Member], steps: int) -> None:
+    def interleave(self, members: Sequence[Member], steps: int) -> None:
         """So many steps of each. The current stream then waits for all of them."""
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.core.replays import Member
+from amoeba.core.replays import CannotCapture, Member
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Rows, Step, replays_in
@@ -32,6 +32,7 @@ AHEAD = 4  # steps on their way to the GPU before one is waited for
 SHORTEST_CACHE = 512  # lengths are rounded up to powers of two from here, so that compiled code is found again
 CAPTURED_PROMPT = 512  # tokens of all rows; above it the GPU is busy long enough for the host to keep up
 SHORTEST_PIECE = 16
+STEPS = 16  # interleaved ones at a time: at both ends of them nobody computes while another one waits
 PIECE = 8192  # tokens of all rows of a longer prompt that are read at once
 
 
@@ -186,6 +187,71 @@ class Decoder:
             step.prepare(self.capture)
             self._prompt_steps[size] = step
         return self._prompt_steps[size]
+
+
+class InterleavedDecoder:
+    """As a Decoder, for experts that come while a step runs: a batch in groups whose captured steps are interleaved, so
+    that while one waits for its experts, another one computes.
+
+    Each group is a Decoder of its own, with its cache and a stream of its own. The tokens are those of the groups one
+    after the other. Steps are called for a few tokens at a time: a caller that stops early has computed those for
+    nothing.
+    """
+
+    is_interleaved = True
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch: int,
+        length: int,
+        sampling: Sampling | None = None,
+        compiled: bool = False,
+        groups: int = 2,
+    ) -> None:
+        if not 1 < groups <= batch:
+            raise bad_value("groups", f"2 to {batch}, the rows", groups, "one group is a Decoder")
+        replays = replays_in(model)
+        if replays is None:
+            raise CannotCapture("the experts are all there: nobody waits for them")
+        self._replays, self.batch = replays, batch
+        self._sizes = [batch // groups + (number < batch % groups) for number in range(groups)]
+        options: dict[str, Any] = {"length": length, "sampling": sampling, "compiled": compiled}
+        self._groups = [Decoder(model, batch=size, **options) for size in self._sizes]
+        self.cache = self._groups[0].cache  # the others are as long
+        self._streams = [torch.cuda.Stream() for _ in self._groups]
+
+    def prepare(self, prompt_tokens: int) -> None:
+        for number, group in enumerate(self._groups):
+            with self._replays.as_group(number, len(self._groups)):
+                group.prepare(prompt_tokens)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0) -> Iterator[list[int]]:
+        """The new tokens of all rows, step by step; who has enough stops asking."""
+        if len(prompts) != self.batch:
+            raise bad_value("prompts", str(self.batch), len(prompts), "make one for as many rows as there are prompts")
+        self.prepare(max(len(prompt) for prompt in prompts))
+        outlets, left = [], list(prompts)
+        for number, (group, size) in enumerate(zip(self._groups, self._sizes, strict=True)):
+            # another group's random numbers are others
+            outlets.append(group.read(left[:size], max_new_tokens, seed + number * 1_000_003))
+            left = left[size:]
+        return self._tokens(outlets, max_new_tokens)
+
+    def _tokens(self, outlets: list[Outlet], count: int) -> Iterator[list[int]]:
+        members: list[Member] = []
+        for group, stream, out in zip(self._groups, self._streams, outlets, strict=True):
+            out.reserve(STEPS)  # ahead of steps that wait: memory may not be taken then
+            members.append(group.member(stream, out.send))
+        yield [token for out in outlets for token in out.receive()]
+        for first in range(1, count, STEPS):
+            steps = min(STEPS, count - first)
+            self._replays.interleave(members, steps)
+            for _ in range(steps):
+                tokens = [token for out in outlets for token in out.receive()]
+                self._replays.check()
+                yield tokens
 
 
 class Outlet:

@@ -24,7 +24,7 @@ from torch import Tensor
 from amoeba.core.replays import Member, Replays, replays_of
 from amoeba.decoding.attention import decoding_attention
 from amoeba.decoding.cache import FixedCache
-from amoeba.decoding.regions import compiled_layers
+from amoeba.decoding.compiled_layers import compiled_layers
 from amoeba.decoding.sampling import Sampler
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers

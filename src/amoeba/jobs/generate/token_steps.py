@@ -86,12 +86,12 @@ def why_plain(model: Any) -> str | None:
 
 def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -> list[tuple[bool, str]]:
     """Compiled or not with the reason, the first choice first."""
-    from amoeba.decoding import compiled_code
+    from amoeba.decoding import compiled_layers
     from amoeba.decoding.decoder import cache_length
 
     if asked is not None:
         return [(True, "as asked"), (False, "")] if asked else [(False, "not compiled: as asked")]
-    known = compiled_code.is_there(model, batch, cache_length(length))
+    known = compiled_layers.is_there(model, batch, cache_length(length))
     least = STEPS_WORTH_LOADING if known else STEPS_WORTH_COMPILING
     if steps >= least:
         return [(True, f"{steps} steps are worth {'loading compiled code' if known else 'compiling'}"), (False, "")]
@@ -106,17 +106,16 @@ def _prepared(
     prompt_tokens: int,
     compiled: bool,
 ) -> Any:
-    from amoeba.decoding import compiled_code
-    from amoeba.decoding.decoder import Decoder
+    from amoeba.decoding import compiled_layers
+    from amoeba.decoding.decoder import Decoder, InterleavedDecoder
     from amoeba.decoding.sampling import Sampling
     from amoeba.decoding.step import replays_in
-    from amoeba.decoding.turns import TurnsDecoder
 
     options: dict[str, Any] = {"batch": batch, "length": length, "sampling": Sampling(**sampling), "compiled": compiled}
-    decoder: Decoder | TurnsDecoder | None = None
+    decoder: Decoder | InterleavedDecoder | None = None
     if batch == INTERLEAVED_BATCH and replays_in(model) is not None:
         try:
-            decoder = TurnsDecoder(model, **options)
+            decoder = InterleavedDecoder(model, **options)
             decoder.prepare(prompt_tokens)
         except CannotCapture as refused:
             logger.info("steps are not interleaved: %s", refused)
@@ -126,7 +125,7 @@ def _prepared(
         decoder = Decoder(model, **options)
         decoder.prepare(prompt_tokens)
     if compiled:
-        compiled_code.note(model, batch, decoder.cache.length)
+        compiled_layers.note(model, batch, decoder.cache.length)
     return decoder
 
 

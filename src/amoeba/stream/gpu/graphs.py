@@ -260,7 +260,7 @@ class GpuReplays:
                 self._give_up()
                 raise
 
-    def in_turns(self, members: Sequence[Member], steps: int) -> None:
+    def interleave(self, members: Sequence[Member], steps: int) -> None:
         """So many steps of each group, one waiting while another computes."""
         interleaved = Interleaved(self._pool, self._loads, self.serving, self.groups, members, steps)
         self._check_ready()

@@ -4,7 +4,7 @@
         with replays.as_group(number, 2):
             with replays.rehearsing(): step()
             with replays.capturing() as passes, torch.cuda.graph(graph): step()
-    replays.in_turns([Member(passes, graph.replay, stream), ...], steps=16)
+    replays.interleave([Member(passes, graph.replay, stream), ...], steps=16)
 
     stream of A     layer 4 | request 5 ··· waits ··· | layer 5 | request 6 ··· waits ···
     stream of B     request 3 ··· waits ··· | layer 3 | request 4 ··· waits ····· | layer 4

@@ -157,7 +157,7 @@ class InTurns:
     def run(self, ids: list[list[list[list[int]]]]) -> None:
         """ids: of each group, of each step, of each layer."""
         self.ids = [list(each) for each in ids]
-        self.memory.replays.in_turns(self.members, len(ids[0]))
+        self.memory.replays.interleave(self.members, len(ids[0]))
 
     def ended(self) -> None:
         self.device.record(self.device.compute).wait()
@@ -326,7 +326,7 @@ def test_what_cannot_be_in_turns_is_refused() -> None:
     with closing(InTurns(0, 4, 0)) as given:
         given.capture()
         with pytest.raises(CannotCapture, match="the first, the second"):
-            given.memory.replays.in_turns(given.members[::-1], 1)
+            given.memory.replays.interleave(given.members[::-1], 1)
         given.memory.replays.predict_by([None] * 3)
         with pytest.raises(CannotCapture, match="copied when they are asked for"), given.memory.replays.as_group(0, 2):
             pass

@@ -1,6 +1,6 @@
 """On a GPU: CUDA graphs of several groups in turns give the numbers of resident experts at every step.
 
-tests/stream/test_turns.py has the same on threads that stand for a GPU, at any speed.
+tests/stream/test_interleaved.py has the same on threads that stand for a GPU, at any speed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_every_step_of_every_group_gives_the_resident_bits(slots: int, host_slot
     with closing(DeviceMemory(SameLayers(resident, LAYERS), CudaDevice(DEVICE), *each, MOST_IDS)) as memory:
         made = [Group(memory, number, groups) for number in range(groups)]
         for part in (STEPS // 4, STEPS - STEPS // 4):  # one behind the other
-            memory.replays.in_turns([group.member for group in made], part)
+            memory.replays.interleave([group.member for group in made], part)
         torch.cuda.synchronize()
         memory.replays.check()
         for group in made:
@@ -92,10 +92,10 @@ def test_nothing_synchronises_the_device_while_groups_take_turns() -> None:
     each = [16] * LAYERS, [COUNT] * LAYERS
     with closing(DeviceMemory(SameLayers(resident, LAYERS), CudaDevice(DEVICE), *each, MOST_IDS)) as memory:
         made = [Group(memory, number, 2) for number in range(2)]
-        memory.replays.in_turns([group.member for group in made], 10)
+        memory.replays.interleave([group.member for group in made], 10)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            memory.replays.in_turns([group.member for group in made], 20)
+            memory.replays.interleave([group.member for group in made], 20)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
