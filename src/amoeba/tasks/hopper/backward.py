@@ -186,6 +186,27 @@ class Plan:
         warps = min(4, self.BLOCK // (8 * lanes))
         return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4 // warps, warps], [1, 0])
 
+    @property
+    def ROW_LAYOUT(self) -> Any:
+        """Of a stage's rows in shared memory, as of all below for both dtypes of 16 bits."""
+        return shared_layout((BLOCK_M, BLOCK_K), torch.bfloat16)
+
+    @property
+    def MATRIX_LAYOUT(self) -> Any:
+        return shared_layout(_RIGHT, torch.bfloat16)
+
+    @property
+    def LEFT_LAYOUT(self) -> Any:
+        return shared_layout(_LEFT, torch.bfloat16)
+
+    @property
+    def LINES_LAYOUT(self) -> Any:
+        return shared_layout((self.LINES, self.BLOCK), torch.bfloat16)
+
+    @property
+    def OUT_LAYOUT(self) -> Any:
+        return shared_layout(_STAGED, torch.bfloat16)
+
     def layout(self, tokens: int, rows: int, programs: int) -> Layout:
         """programs: so many draw tickets."""
         tiling = tiling_of(Sizes(self.H, self.I, self.EXPERTS, self.TOP_K), rows, programs, self.SMALL)
@@ -260,7 +281,7 @@ def hopper_backward(
     if arrival is not None:
         found = found._replace(x=arrival.room_for_dx())
     lines = (plan.LINES, plan.BLOCK)
-    _bound(plan, x_TH.dtype)[(programs,)](
+    _bound(plan)[(programs,)](
         descriptor(down_EHI.view(-1, intermediate), _RIGHT),
         descriptor(gate_up_EJH.view(-1, hidden), _RIGHT),
         descriptor(dh_NJ, (BLOCK_M, BLOCK_K)),
@@ -307,13 +328,5 @@ def plan_of(
 
 
 @cache
-def _bound(plan: Plan, dtype: torch.dtype) -> Any:
-    return backward_kernel.bound(
-        PLAN=Constants(plan),
-        ROW_LAYOUT=shared_layout((BLOCK_M, BLOCK_K), dtype),
-        MATRIX_LAYOUT=shared_layout(_RIGHT, dtype),
-        LEFT_LAYOUT=shared_layout(_LEFT, dtype),
-        LINES_LAYOUT=shared_layout((plan.LINES, plan.BLOCK), dtype),
-        OUT_LAYOUT=shared_layout(_STAGED, dtype),
-        num_warps=4,
-    )
+def _bound(plan: Plan) -> Any:
+    return backward_kernel.bound(PLAN=Constants(plan), num_warps=4)

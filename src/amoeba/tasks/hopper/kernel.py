@@ -164,19 +164,17 @@ def backward_kernel(
     d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
     slot_row, offs_E, heaviest_E, records, counters, peers, trace, tokens, rows, intermediate, wave, late, behind,
     bundle, PLAN: gl.constexpr,
-    ROW_LAYOUT: gl.constexpr, MATRIX_LAYOUT: gl.constexpr, LEFT_LAYOUT: gl.constexpr, LINES_LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = da.dtype.element_ty
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rowwise: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], ROW_LAYOUT)
-    left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], LEFT_LAYOUT)
-    buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], OUT_LAYOUT)  # two of each warpgroup, which take turns
-    matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], MATRIX_LAYOUT)
-    da_bufs = reinterpret(row_bufs, dtype, [STAGES, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
-    h_bufs = reinterpret(matrix_bufs, dtype, [STAGES * 2, PLAN.LINES, PLAN.BLOCK], LINES_LAYOUT)
+    row_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], PLAN.ROW_LAYOUT)
+    left_bufs = reinterpret(row_bufs, dtype, [STAGES * 2, 64, 64], PLAN.LEFT_LAYOUT)
+    buffers = gl.allocate_shared_memory(dtype, [4, 64, 64], PLAN.OUT_LAYOUT)  # two of each warpgroup, which take turns
+    matrix_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], PLAN.MATRIX_LAYOUT)
+    da_bufs = reinterpret(row_bufs, dtype, [STAGES, PLAN.LINES, PLAN.BLOCK], PLAN.LINES_LAYOUT)
+    h_bufs = reinterpret(matrix_bufs, dtype, [STAGES * 2, PLAN.LINES, PLAN.BLOCK], PLAN.LINES_LAYOUT)
     token_bufs = reinterpret(matrix_bufs, dtype, [STAGES, BLOCK_K, BLOCK_N], rowwise)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
