@@ -280,12 +280,12 @@ def _travel(setting: str) -> None:
     x_RH, _, weight_RK = exchange.dispatch(x_TH.detach(), routing.weight_TK.detach())
     exchange.room(None)
     exchange.wait()
-    if exchange.travels:
+    if exchange.under_way:
         exchange.leave(x_RH)
     exchange.give_back(x_RH, "sums of the experts")
     dy_RH = exchange.send(dy_TH, "gradients of sums")
     exchange.wait()
-    if exchange.travels:
+    if exchange.under_way:
         exchange.leave(dy_RH, weight_RK)
     exchange.give_back(dy_RH, "gradients of tokens")
     exchange.rows_read()

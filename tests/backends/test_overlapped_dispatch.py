@@ -14,7 +14,7 @@ from torch import Tensor
 from amoeba.backends import overlapped_dispatch, sorted_rows
 from amoeba.backends.overlapped_dispatch import OverlappedRows
 from amoeba.backends.triton_rows import HopperRows, with_plain_rows
-from amoeba.core.problem import Needs, Problem, Saved, Travel
+from amoeba.core.problem import Needs, OverlappedDispatch, Problem, Saved
 from amoeba.core.weights import ExpertWeights
 from amoeba.kernels.combine import combine
 from amoeba.kernels.hopper import gemm
@@ -29,7 +29,7 @@ T, K, E, H, I = 440, 2, 2, 16, 8
 OWN = slice(60, 400)
 
 
-class Watched(Travel):
+class Watched(OverlappedDispatch):
     """The others' rows of `coming` are NaN until they are waited for."""
 
     def __init__(self, coming: Tensor) -> None:
@@ -150,7 +150,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
     expected = sorted_rows.backward(problem, Saved(*(each.clone() for each in saved)), dy_TH, needs, Whole)
 
     there = kind(problem.x_TH.clone())
-    travelling = problem._replace(x_TH=there.coming, travel=there)
+    travelling = problem._replace(x_TH=there.coming, overlapped=there)
     with poisoned_memory():
         found, also_saved = sorted_rows.forward(travelling, "h", OverlappedRows)
     assert torch.equal(found, y_TH)
@@ -163,7 +163,7 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
     assert also_saved is not None
     with poisoned_memory():
         gradients = sorted_rows.backward(
-            travelling._replace(x_TH=problem.x_TH, travel=back), also_saved, back.coming, needs, OverlappedRows
+            travelling._replace(x_TH=problem.x_TH, overlapped=back), also_saved, back.coming, needs, OverlappedRows
         )
     for name, one, other in zip(Needs._fields, gradients, expected, strict=True):
         assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name

@@ -161,7 +161,7 @@ class TestALayer:
             "most_rows": 1000,
             "onto_TH": torch.ones_like(usual.x_TH),
         }
-        assert {*changes, "travel"} == set(Problem._fields)  # passes with travel have no plan
+        assert {*changes, "overlapped"} == set(Problem._fields)  # passes with it have no plan
         for count, change in enumerate(({}, *({name: value} for name, value in changes.items())), 1):
             problem = usual._replace(**change)
             expected = sorted_rows.forward(problem, "h", TritonRows)[0]

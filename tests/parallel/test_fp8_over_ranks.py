@@ -148,7 +148,7 @@ def with_stand_ins(
     dispatch = StraightThroughKernelRows.dispatch.__func__  # type: ignore[attr-defined]
 
     def compute(kind: Any, problem: Any, saved: Any) -> Any:
-        told.extend(["compute"] if problem.travel is not None else [])
+        told.extend(["compute"] if problem.overlapped is not None else [])
         return dispatch(kind, problem, saved)
 
     def telling(word: str, function: Any) -> Any:

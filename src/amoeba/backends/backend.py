@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.experts_operator import ExpertsOperator, SavedRows
-from amoeba.core.problem import Gradients, Needs, Problem, Save, Travel
+from amoeba.core.problem import Gradients, Needs, OverlappedDispatch, Problem, Save
 from amoeba.core.weights import AnyExperts, LoraFactors
 from amoeba.routing.router import Routing
 
@@ -32,7 +32,7 @@ class Request:
 
     lora:      low-rank updates of the projections.
     recompute: save x alone for backward and compute the up projection again there.
-    travel:    of rows of x that are not there yet.
+    overlapped:    of rows of x that are not there yet.
     """
 
     x_TH: Tensor
@@ -40,7 +40,7 @@ class Request:
     weights: AnyExperts
     lora: LoraFactors | None = None
     recompute: bool = False
-    travel: Travel | None = None
+    overlapped: OverlappedDispatch | None = None
 
 
 class RowsApart(NamedTuple):
@@ -101,7 +101,7 @@ class PassesBackend(Backend):
     operator_name: of `torch.ops.amoeba`; the backend's own name, unless it is taken.
     traced:        what forward saves in a traced graph; None: backward calls forward again there.
     adds_onto:     whether forward adds to a problem's onto_TH.
-    overlaps:      whether its passes begin before all rows are there (see `Travel`).
+    overlaps:      whether its passes begin before all rows are there (see `OverlappedDispatch`).
     """
 
     operator_name: ClassVar[str | None] = None
@@ -136,7 +136,7 @@ class PassesBackend(Backend):
         routing = request.routing
         problem = Problem(
             request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora, routing.most_rows,
-            travel=request.travel,
+            overlapped=request.overlapped,
         )  # fmt: skip
         gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in problem.tensors())
         save: Save = "nothing" if not gradient else "inputs" if request.recompute else "h"

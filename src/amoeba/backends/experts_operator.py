@@ -243,9 +243,9 @@ class _Direct(torch.autograd.Function):
         weights, lora = problem.weights, problem.lora
         ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
         ctx.scaling = None if lora is None else lora.scaling
-        ctx.travel, ctx.most_rows = problem.travel, problem.most_rows
-        if problem.travel is not None:
-            ctx.most_rows = problem.travel.room(problem.most_rows)
+        ctx.overlapped, ctx.most_rows = problem.overlapped, problem.most_rows
+        if problem.overlapped is not None:
+            ctx.most_rows = problem.overlapped.room(problem.most_rows)
         # a handle does not keep alive what it stands for
         ctx.owner = weights if isinstance(weights, ExpertsByHandle) else None
         ctx.save_for_backward(*tensors, *kept)
@@ -262,14 +262,14 @@ class _Direct(torch.autograd.Function):
         structure, rest = ctx.saved_structure, kept[ctx.inputs :]
         saved = Saved(*rest) if structure is Saved else _with_tensors(structure, rest)
         problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
-        problem = problem._replace(most_rows=ctx.most_rows, travel=ctx.travel)
+        problem = problem._replace(most_rows=ctx.most_rows, overlapped=ctx.overlapped)
         needs = operator.needs(ctx.needs_input_grad[others:])
-        if problem.travel is not None:
+        if problem.overlapped is not None:
             needs = _that_are_taken(ctx, needs)
         refuse_batched(f"amoeba::{operator.name}", dy_TH)
         if torch.is_grad_enabled() or transformed():  # second derivatives, or a transform: it says why not
-            if problem.travel is not None:
-                problem.travel.wait()
+            if problem.overlapped is not None:
+                problem.overlapped.wait()
             found = operator.dispatched_backward(problem, saved, dy_TH, needs)
         else:
             found = operator.backward(problem, saved, dy_TH.contiguous(), needs)

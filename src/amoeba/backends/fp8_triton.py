@@ -84,18 +84,18 @@ def _stays(problem: Problem) -> bool:
     (Those that begin at no multiple of 16 bytes are copied by each pass.)"""
     weights = problem.weights
     at = (place_of(weights.gate_up_EJH), place_of(weights.down_EHI))
-    return problem.rows > 0 and problem.travel is None and not any(place % 16 for place in at)
+    return problem.rows > 0 and problem.overlapped is None and not any(place % 16 for place in at)
 
 
 def _with_rows_here(problem: Problem) -> Problem:
     """Rows of other processes have come, and are counted: x and dy are quantised as a whole, and codes and scales of
     saved rows lie in one tensor, which cannot be cut shorter."""
-    travel = problem.travel
-    if travel is None:
+    overlapped = problem.overlapped
+    if overlapped is None:
         return problem
-    if travel.travels:
-        travel.wait()
-    return problem._replace(most_rows=travel.room(problem.most_rows))
+    if overlapped.under_way:
+        overlapped.wait()
+    return problem._replace(most_rows=overlapped.room(problem.most_rows))
 
 
 def _codes(problem: Problem) -> list[tuple[Tensor, WeightCodes]]:

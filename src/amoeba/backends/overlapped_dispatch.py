@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.triton_rows import HopperRows, TritonRows, sorted_maps, why_not_hopper, with_plain_rows
-from amoeba.core.problem import Problem, Saved, Travel
+from amoeba.core.problem import OverlappedDispatch, Problem, Saved
 from amoeba.kernels.combine import combine
 from amoeba.kernels.lora.epilogue import Addend
 
@@ -43,8 +43,8 @@ class OverlappedRows(HopperRows):
         problem = with_plain_rows(problem)
         if why_not_travelling(problem) is None:  # rows came into memory of our own, in one piece
             return cls(problem, *(saved[1:] if saved else sorted_maps(problem)))
-        assert problem.travel is not None
-        problem.travel.wait()
+        assert problem.overlapped is not None
+        problem.overlapped.wait()
         return TritonRows.dispatch(problem, saved)
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
@@ -63,12 +63,12 @@ class OverlappedRows(HopperRows):
     def _as_rows_come(self) -> Iterator[Tensor]:
         own, rest = self._parts
         yield own
-        self._travel.wait()
+        self._overlapped.wait()
         yield rest
 
     def _gathered(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         if isinstance(rows, ByToken) and self._part is not None and self._part is self._parts[0]:
-            own_TH = self._travel.own_rows(rows.rows_TW)
+            own_TH = self._overlapped.own_rows(rows.rows_TW)
             if own_TH is not None:
                 return own_TH, self._order_of_own_N
         return super()._gathered(rows)
@@ -76,24 +76,24 @@ class OverlappedRows(HopperRows):
     @cached_property
     def _order_of_own_N(self) -> Tensor:
         """Of the tiles of own rows alone, whose slots are counted from the first own token; elsewhere it is nothing."""
-        first = self._travel.own.start * self.top_k
+        first = self._overlapped.own.start * self.top_k
         return self.order_N - first if first else self.order_N
 
     def sums_to_travel(self, a_NI: Any) -> Tensor:
         problem, weights = self.problem, self.problem.weights
         y_NH = self.new_rows(weights.hidden)
         own, rest = self._parts
-        if self._travel.straight:
+        if self._overlapped.straight:
             return self._straight(a_NI, y_NH)
         y_TH = torch.empty_like(problem.x_TH)
-        tokens = self._travel.own
+        tokens = self._overlapped.own
         for self._part, ranges in ((rest, (slice(0, tokens.start), slice(tokens.stop, None))), (own, (tokens,))):
             self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH)
             for each in ranges:
                 slots_TK, weight_TK = self.slot_row_TK[each], problem.weight_TK[each]
                 combine(y_NH, slots_TK, weight_TK, y_TH[each], sentinel=problem.rows)
             if self._part is rest:
-                self._travel.leave(y_TH)
+                self._overlapped.leave(y_TH)
         self._part = None
         return y_TH
 
@@ -103,14 +103,14 @@ class OverlappedRows(HopperRows):
         for self._part in (rest, own):
             self._multiply(a_NI, weights.down_EHI, y_NH, bias_EO=weights.down_bias_EH)
             if self._part is rest:
-                self._travel.send_sums(*given)
+                self._overlapped.send_sums(*given)
         self._part = None
-        return self._travel.add_sums(*given)
+        return self._overlapped.add_sums(*given)
 
     @property
-    def _travel(self) -> Travel:
-        assert self.problem.travel is not None
-        return self.problem.travel
+    def _overlapped(self) -> OverlappedDispatch:
+        assert self.problem.overlapped is not None
+        return self.problem.overlapped
 
     @property
     def table(self) -> Tensor:
@@ -130,5 +130,5 @@ class OverlappedRows(HopperRows):
     def _parts(self) -> tuple[Tensor, Tensor]:
         from amoeba.kernels.hopper.tile_order import split_table
 
-        own = self._travel.own
+        own = self._overlapped.own
         return split_table(self._all_tiles, self.order_N, own.start * self.top_k, own.stop * self.top_k)

@@ -84,15 +84,15 @@ class SortedRows(ABC):
     def sums_to_travel(self, a_NI: Any) -> Tensor:
         """y of each token, where those of other processes leave."""
         y_TH = self.combine(self.down(a_NI), weighted=True)
-        assert self.problem.travel is not None
-        self.problem.travel.leave(y_TH)
+        assert self.problem.overlapped is not None
+        self.problem.overlapped.leave(y_TH)
         return y_TH
 
     def gradients_to_travel(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
         """dx of each token, where those of other processes leave."""
         d_x = self.combine(dx_NH, weighted=False)
-        assert self.problem.travel is not None
-        self.problem.travel.leave(d_x, d_weight_TK)
+        assert self.problem.overlapped is not None
+        self.problem.overlapped.leave(d_x, d_weight_TK)
         return d_x
 
     @abstractmethod
@@ -131,8 +131,8 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
         y_TH = torch.zeros_like(problem.x_TH) if problem.onto_TH is None else problem.onto_TH.clone()
     else:
         h_NJ, a_NI = rows.up(save == "h")
-        if problem.travel is not None:
-            if (room := problem.travel.room(problem.most_rows)) != problem.most_rows:
+        if problem.overlapped is not None:
+            if (room := problem.overlapped.room(problem.most_rows)) != problem.most_rows:
                 assert room is not None
                 rows, h_NJ, a_NI = _with_room(room, problem, rows_type, rows, h_NJ, a_NI)
             y_TH = rows.sums_to_travel(a_NI)
@@ -181,8 +181,8 @@ def backward(
     problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, rows_type: type[SortedRows]
 ) -> Gradients:
     if problem.rows == 0:
-        if problem.travel is not None:
-            problem.travel.rows_read()
+        if problem.overlapped is not None:
+            problem.overlapped.rows_read()
         return Gradients.zeros(problem, needs)
     rows, weights = rows_type.dispatch(problem, saved), problem.weights
     dy = rows.gather(dy_TH)
@@ -203,8 +203,8 @@ def backward(
     if needs.down_bias:
         found["down_bias"] = rows.bias_gradient(dy, weights.down_bias_EH, weighted=True)
     del dy
-    if problem.travel is not None:
-        problem.travel.rows_read()
+    if problem.overlapped is not None:
+        problem.overlapped.rows_read()
     if needs.gate_up and rows.weights_first:
         found["gate_up"] = rows.weight_gradient(dh_NJ, rows.x, weights.gate_up_EJH)
     if needs.gate_up_bias:
@@ -212,7 +212,7 @@ def backward(
     dx_NH, of_factors = rows.up_backward(dh_NJ, needs)
     found |= of_factors
     if dx_NH is not None:
-        if problem.travel is not None:
+        if problem.overlapped is not None:
             d_x = rows.gradients_to_travel(dx_NH, d_weight)
         else:
             d_x = rows.combine(dx_NH, weighted=False)

@@ -35,7 +35,7 @@ _no_room: dict[torch.device, int] = {}  # of each, the extra bytes for which the
 
 class TasksBackend(TritonBackend):
     name, summary, kinds = "tasks", "our kernels, the backward as one scheduled kernel", (ExpertWeights,)
-    overlaps, starts_early = False, True  # rows of dy alone, and not by a `Travel`
+    overlaps, starts_early = False, True  # rows of dy alone, and not by an `OverlappedDispatch`
 
     def preference(self, device: torch.device) -> int:
         return -1  # behind every other: `eager` serves all there is

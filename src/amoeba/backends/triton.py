@@ -63,7 +63,7 @@ class TritonBackend(PassesBackend):
         return problem
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        if problem.travel is not None:
+        if problem.overlapped is not None:
             return self._forward(problem, save)
         if save != "h" and _is_few(problem):
             from amoeba.kernels.decode import decode
@@ -80,7 +80,7 @@ class TritonBackend(PassesBackend):
         return planned(what, pass_tensors(problem), lambda: self._forward(problem, save))
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        if problem.travel is not None:  # what it launches is not its own alone, and cannot be repeated as such
+        if problem.overlapped is not None:  # what it launches is not its own alone, and cannot be repeated as such
             return self._backward(problem, saved, dy_TH, needs)
         from amoeba.kernels.launch.plan import planned
 
@@ -96,7 +96,7 @@ class TritonBackend(PassesBackend):
 
 
 def _rows_of(problem: Problem) -> type[TritonRows]:
-    if problem.travel is not None and problem.travel.travels:
+    if problem.overlapped is not None and problem.overlapped.under_way:
         from amoeba.backends.overlapped_dispatch import OverlappedRows
 
         return OverlappedRows

@@ -152,19 +152,19 @@ class TritonRows(SortedRows):
         return out_TH
 
     def sums_to_travel(self, a_NI: Any) -> Tensor:
-        travel = self.problem.travel
-        if travel is None or not travel.straight:
+        overlapped = self.problem.overlapped
+        if overlapped is None or not overlapped.straight:
             return super().sums_to_travel(a_NI)
         y_NH = self.down(a_NI)
-        travel.send_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
-        return travel.add_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
+        overlapped.send_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
+        return overlapped.add_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
 
     def gradients_to_travel(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
-        travel = self.problem.travel
-        if travel is None or not travel.straight:
+        overlapped = self.problem.overlapped
+        if overlapped is None or not overlapped.straight:
             return super().gradients_to_travel(dx_NH, d_weight_TK)
-        travel.send_sums(dx_NH, self.slot_row_TK, None)
-        return travel.keep_sums(dx_NH, self.slot_row_TK, d_weight_TK)
+        overlapped.send_sums(dx_NH, self.slot_row_TK, None)
+        return overlapped.keep_sums(dx_NH, self.slot_row_TK, d_weight_TK)
 
     @property
     def slot_row_TK(self) -> Tensor:

@@ -22,16 +22,16 @@ from amoeba.core.weights import LORA_NAMES, LoraFactors
 Save = Literal["h", "inputs", "nothing"]
 
 
-class Travel(ABC):
+class OverlappedDispatch(ABC):
     """Of a pass that begins while rows of other processes are under way to it, and whose sums for them go back early.
 
     own:      the tokens whose rows are there from the beginning: of x in forward, of dy in backward; see `own_rows`.
-    travels:  whether those of the others are still under way when the pass begins, until `wait`.
+    under_way:  whether those of the others are still under way when the pass begins, until `wait`.
     straight: whether rows are given to it before they are summed, to `send_sums` and what follows, and not to `leave`.
     """
 
     own: slice
-    travels: bool = True
+    under_way: bool = True
     straight: bool = False
 
     def room(self, most_rows: int | None) -> int | None:
@@ -80,7 +80,7 @@ class Problem(NamedTuple):
     lora: LoraFactors | None = None
     most_rows: int | None = None  # see `Routing`
     onto_TH: Tensor | None = None  # y is this and the experts' sum; for operators that have it, and without a gradient
-    travel: Travel | None = None  # of rows that are not there yet; for backends that overlap
+    overlapped: OverlappedDispatch | None = None  # of rows that are not there yet; for backends that overlap
 
     @property
     def rows(self) -> int:

@@ -58,7 +58,8 @@ class RanksBackend(Backend):
         assert transport is not None
         exchange = transport.plan(sharded, x_TH, routing, _trains(request))
         x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
-        most_rows = None if exchange.slots is None else max(exchange.slots, 1)  # it may be a guess, see `Travel.room`
+        # it may be a guess, see `OverlappedDispatch.room`
+        most_rows = None if exchange.slots is None else max(exchange.slots, 1)
         mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)
         y_RH = self._compute_share(request, x_RH, mine, exchange.tokens, exchange)
         return combine(exchange, y_RH, _starts_early(sharded, x_RH))
@@ -79,14 +80,14 @@ class RanksBackend(Backend):
         """tokens: of all ranks."""
         share = _share(request, x_RH, routing, tokens)
         backend = None if share.weights.num_experts == 0 else choose(_sharded(request).local_backend, share)
-        if exchange is not None and (exchange.travels or exchange.straight):
+        if exchange is not None and (exchange.under_way or exchange.straight):
             if getattr(backend, "overlaps", False) and can_skip_dispatcher(*_tensors(share)):
-                share = replace(share, travel=exchange)
+                share = replace(share, overlapped=exchange)
             else:
-                if exchange.travels:
+                if exchange.under_way:
                     exchange.wait()
-                exchange.travels = exchange.straight = False
-        if exchange is not None and (share.travel is None or share.lora is not None):  # whose rows are saved, too
+                exchange.under_way = exchange.straight = False
+        if exchange is not None and (share.overlapped is None or share.lora is not None):  # whose rows are saved, too
             share = replace(share, routing=replace(routing, most_rows=exchange.room(routing.most_rows)))
         return _Nothing.apply(x_RH, *_tensors(share)[1:]) if backend is None else backend.run(share)
 

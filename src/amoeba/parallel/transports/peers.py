@@ -61,9 +61,9 @@ class Peers(Transport):
         exchange = planned(
             PeerExchange, symmetric_buffer_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients
         )
-        exchange.travels = sharded.overlap
+        exchange.under_way = sharded.overlap
         exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
-        exchange.leaves_early = exchange.travels or exchange.straight
+        exchange.leaves_early = exchange.under_way or exchange.straight
         exchange.guesses = exchange.counts and exchange.leaves_early
         return exchange
 
@@ -233,7 +233,7 @@ class PeerExchange(Exchange):
                 "lie: exchanges within the backward of other experts are not foreseen. Take straight=False for these"
             )
         with self.buffer.beside():
-            if self.travels:
+            if self.under_way:
                 copy_there(peers, self.plan, rows_TH)
                 if rows_TH.data_ptr() % 16 == 0:  # else the products could not read them there
                     copy_own(peers, self.plan, rows_TH, out_RH)
@@ -255,7 +255,7 @@ class PeerExchange(Exchange):
         if self._under_way is None:
             own_rows(peers, self.plan, rows_TH, out_RH, self.comes_R)
             mark("rows: own ones copied")
-        if not self.travels:
+        if not self.under_way:
             self.buffer.join()
             if self._stays:
                 wait_for_all(peers, ROWS)

@@ -18,24 +18,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from amoeba.core.problem import Travel
+from amoeba.core.problem import OverlappedDispatch
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.routing.router import Routing
 
 
-class Exchange(Travel):
+class Exchange(OverlappedDispatch):
     """Of one pass of one layer. Rows arrive by source, then by token.
 
     tokens:  of all ranks together, or the most that they may be.
     slots:   of the rows received, so many have an expert here, at most; None where the host does not know.
-    travels: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.
+    under_way: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.
     leaves_early: whether sums may leave before they are given back, on any of the ranks: the same on all of them.
     """
 
     tokens: int
     slots: int | None = None
-    travels = straight = leaves_early = False
+    under_way = straight = leaves_early = False
 
     def wait(self) -> None:
         """Rows have come."""
