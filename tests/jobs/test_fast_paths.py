@@ -15,7 +15,7 @@ from torch import nn
 from amoeba.integrations import fused_attention
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
 from amoeba.integrations.randomness import draws_random_numbers
-from amoeba.jobs.finetune.finetune import finetune
+from amoeba.jobs.finetune import finetune
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train.captured_step import CapturedStep
 from amoeba.jobs.train.trainer import FastTrainer

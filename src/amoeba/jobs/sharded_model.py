@@ -137,7 +137,7 @@ def count_parameters(model: nn.Module, ranks: Ranks | None, *, trained: bool = F
 
 
 class ShardedModel:
-    """What a run over ranks keeps, see `jobs.kept_model.Artifact`."""
+    """What a run over ranks keeps, see `jobs.train.saved_model.Artifact`."""
 
     name = MODEL_FOLDER
 
