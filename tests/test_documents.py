@@ -64,6 +64,16 @@ def test_a_page_shows_names_that_python_finds(page: Path) -> None:
     assert not unknown
 
 
+def test_the_api_pages_show_names_that_python_finds() -> None:
+    unknown = []
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for path in re.findall(r"^::: (amoeba[\w.]*)$", page.read_text(), re.MULTILINE):
+            module, _, name = path.rpartition(".")
+            if not hasattr(importlib.import_module(module), name):
+                unknown.append(f"{page.name}: {path}")
+    assert not unknown
+
+
 def test_every_environment_variable_of_ours_is_listed() -> None:
     named = re.compile(r"\"(AMOEBA_[A-Z_]+)\"")
     used = {name for path in (ROOT / "src").rglob("*.py") for name in named.findall(path.read_text())}
