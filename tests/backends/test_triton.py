@@ -274,7 +274,8 @@ class TestRegistry:
 
     def test_it_is_the_first_choice_on_a_gpu_and_the_last_on_a_cpu(self) -> None:
         assert backends_of(ExpertWeights, CUDA)[0].name == "triton"
-        assert backends_of(ExpertWeights, torch.device("cpu"))[-1].name == "triton"
+        names = [backend.name for backend in backends_of(ExpertWeights, torch.device("cpu"))]
+        assert [name for name in names if name != "tasks"][-1] == "triton"  # tasks: once it was asked for by name
 
     def test_on_a_cpu_it_needs_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
