@@ -3,6 +3,8 @@
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
 """
 
+from __future__ import annotations
+
 import math
 import re
 
@@ -11,10 +13,12 @@ import torch
 
 from amoeba import Activation, ExpertWeights, MoEConfig, RouterConfig, Routing, experts
 from amoeba.backends.registry import backends_of
-from amoeba.core.errors import bad_value
+from amoeba.core.errors import bad_value, counted
 from amoeba.core.weights import LoraFactors
 
 T, K, E, H, I = 3, 2, 4, 8, 16
+
+
 ROUTER = RouterConfig(num_experts=E, top_k=K)
 
 
@@ -110,6 +114,8 @@ def weights(dtype=torch.float32, device="cpu", **changed):
 
 
 HALF, META = torch.bfloat16, {"device": "meta"}
+
+
 WEIGHT_ERRORS = [
     ({"gate_up_EJH": torch.zeros(2 * I, H)}, "expert weights", "gate_up (E, J, H)", "(32, 8)", "Stack the experts"),
     ({"down_EHI": torch.zeros(H, I)}, "expert weights", "down (E, H, I)", "(8, 16)", "Stack the experts"),
@@ -372,3 +378,8 @@ def test_one_bad_weight_among_good_ones_is_found_and_placed():
     good.weight_TK[2, 1] = math.nan
     with pytest.raises(ValueError, match="1 bad of 6, the first at token 2, slot 1: nan"):
         experts(X, good, weights())
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
+def test_one_thing_is_not_told_in_the_plural(number, words):
+    assert counted(number, "row") == words

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
-from amoeba.backends import cpu_decode, cpu_fused, quantised_cpu, read_quantised
+from amoeba.backends import cpu_decode, cpu_fused, read_quantised
 from amoeba.cpu.core import Core, load_core, why_no_core
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
 from amoeba.precision.experts import QuantisedExperts, ReadInBlocks, dequantise_experts, quantise_experts
@@ -140,26 +140,6 @@ def test_few_rows_are_decoded_from_the_codes(shape: str, tokens: int, monkeypatc
     assert (found - truth).norm() <= 2e-6 * truth.norm()
     halves = experts(x_TH.bfloat16(), Routing(routing.expert_TK, routing.weight_TK), weights.to(torch.bfloat16))
     assert (halves - truth).norm() <= 1e-2 * truth.norm()
-
-
-def test_many_rows_for_few_experts_are_sorted_and_few_for_each_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = []
-    decode = Core.decode
-    monkeypatch.setattr(Core, "decode", lambda self, x, *rest: decoded.append(len(x)) or decode(self, x, *rest))
-    weights, rows = made("narrow blocks", experts=40), quantised_cpu.DECODE_ROWS
-    for tokens, spread, expected in [
-        (rows, 1, True),
-        (rows + 1, 1, False),
-        (4 * rows, 40, True),
-        (6 * rows, 40, False),
-    ]:
-        decoded.clear()
-        x_TH, _ = inputs(weights, tokens)
-        expert_TK = (torch.arange(tokens) % spread).view(tokens, 1)
-        routing = Routing(expert_TK, torch.ones(tokens, 1))
-        found = experts(x_TH, routing, weights)
-        assert bool(decoded) == expected, (tokens, spread)
-        torch.testing.assert_close(found, experts(x_TH, routing, weights, backend="eager"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +19,22 @@ from peft_adapters import (
     MODELS,
     RANK,
     TARGETS,
+    V4_NAMES,
     assert_same_factors,
+    change_config,
     change_tensors,
     layouts,
     make_adapter,
+    make_v4_adapter,
     merged_logits,
     peft_logits,
     random_factors,
 )
 from safetensors.torch import load_file
+from torch import Tensor
 
+import amoeba.lora.peft_files as peft_files
+from amoeba.integrations.experts_module import ExpertsLayout
 from amoeba.lora.adapter_config import alpha_for
 from amoeba.lora.factors import LoraFactors, from_peft, to_peft
 from amoeba.lora.peft_files import Adapter, read_adapter, write_adapter
@@ -31,9 +42,6 @@ from selection import each_value_once, quick
 from tiny_models import EXPERTS, HIDDEN, TOLERANCE, relative
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-# What PEFT writes
 
 
 @quick(lambda model_type, targets: model_type == MODELS[0] or targets == "both")
@@ -134,9 +142,6 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     assert_same_factors(read_adapter(tmp_path / "ours"), adapter)
 
 
-# Factors of ours that PEFT has no form for
-
-
 @each_value_once()
 @quick(lambda model_type, ranks: model_type == "gpt_oss" or ranks in ({"gate": 2}, {"gate": 1, "up": 4, "down": 2}))
 @pytest.mark.parametrize(
@@ -208,3 +213,256 @@ def test_conversion_goes_there_and_back(interleaved: bool, gate_rank: int | None
     assert there.gate_rank == gate_rank
     back = from_peft(there.gate_up, there.down, EXPERTS, interleaved=interleaved, gate_rank=there.gate_rank)
     assert_same_factors(Adapter({"m.experts": back}), Adapter({"m.experts": factors}))
+
+
+# ---- Adapter folders that cannot be read or written are refused in words, and a failed write leaves the old one
+
+
+def drop(part: str) -> Any:
+    return lambda tensors: {key: value for key, value in tensors.items() if part not in key}
+
+
+CONFIG_ERRORS = {
+    "peft_type": ({"peft_type": "IA3"}, "peft_type: expected LORA; got 'IA3'"),
+    "dora": ({"use_dora": True}, "use_dora: expected False or None; got True"),
+    "bias": ({"bias": "all"}, "bias: expected 'none' or None; got 'all'"),
+    "lora_bias": ({"lora_bias": True}, "lora_bias"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: .*got 'pissa_niter_4'"),
+    "rank 0": ({"r": 0}, "r of .*: expected a whole number above 0; got 0"),
+    "no rank": ({"r": None}, "r of .*expected a whole number above 0; got None"),
+    "rank 0 by pattern": ({"rank_pattern": {"down_proj": 0}}, "r of .*experts.down_proj.*got 0"),
+    "alpha NaN": ({"lora_alpha": math.nan}, "lora_alpha of .*expected a finite number, not 0; got nan"),
+    "alpha infinite": ({"alpha_pattern": {"down_proj": math.inf}}, "lora_alpha of .*experts.down_proj.*got inf"),
+    "alpha a word": ({"lora_alpha": "16"}, "lora_alpha of .*got 16"),
+    "another rank": ({"rank_pattern": {"down_proj": 4}}, r"lora_A \(E·4, in\).*got \(18, 24\) and \(32, 18\)"),
+    "ranks of different layers": (
+        {"rank_pattern": {"down_proj": 9}},
+        r"as many experts in both parameters; got \[2, 6\]",
+    ),
+    "rank of attention": ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A.weight: expected rank 2.*got \(3, 32\)"),
+    "no such parameter": ({"target_parameters": ["experts.down_proj"]}, "lora_A and lora_B for each of .'down_proj'"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIG_ERRORS)
+def test_configs_that_are_refused(tmp_path: Path, case: str) -> None:
+    make_adapter(tmp_path, "qwen3_moe", BOTH)
+    changes, message = CONFIG_ERRORS[case]
+    change_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tmp_path, layouts("qwen3_moe"))
+
+
+TENSOR_ERRORS = {
+    "no B": (drop("experts.lora_B"), "lora_A and lora_B for each of"),
+    "no inner": (drop("base_layer"), r"for each of \['gate_up_proj', 'down_proj'\]"),
+    "unknown": (
+        lambda tensors: tensors | {"m.experts.fc1.lora_A.weight": torch.ones(1, 1)},
+        "m.experts.fc1.lora_A.weight: ",
+    ),
+    "half the rows": (
+        lambda tensors: {key: value[:9] if "experts.lora_A" in key else value for key, value in tensors.items()},
+        r"got \(9, 24\) and \(32, 18\)",
+    ),
+}
+
+
+@each_value_once()
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("case", TENSOR_ERRORS)
+def test_tensors_that_are_refused(tmp_path: Path, case: str, with_model: bool) -> None:
+    make_adapter(tmp_path, "qwen3_moe", BOTH)
+    change, message = TENSOR_ERRORS[case]
+    change_tensors(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tmp_path, layouts("qwen3_moe") if with_model else None)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path, targets: str) -> None:
+    make_adapter(tmp_path, "qwen3_moe", TARGETS[targets])
+    change_config(tmp_path, base_model_name_or_path="their/model")
+    message = "expected those for 6 experts of hidden 32 and intermediate 48; got .*18.*their/model"
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tmp_path, layouts("mixtral"))
+    with pytest.raises(ValueError, match="in one of none"):
+        read_adapter(tmp_path, {})
+    more = {name: ExpertsLayout(9, HIDDEN, 24) for name in layouts("qwen3_moe")}
+    with pytest.raises(ValueError, match=r"lora_a: expected shape \(9, 3, \d+\) for 9 experts.*got \(6, 3, \d+\)"):
+        read_adapter(tmp_path, more)
+
+
+def test_per_expert_files_that_are_refused(tmp_path: Path) -> None:
+    make_v4_adapter(tmp_path, "qwen3_moe", {"gate": RANK, "up": RANK})
+    with pytest.raises(ValueError, match=r"expected shape \(6, 48, 3\)"):
+        read_adapter(tmp_path, layouts("mixtral"))
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts: expected one of m.experts; got no such experts"):
+        read_adapter(tmp_path, {"m.experts": ExpertsLayout(6, 32, 24)})
+    change_config(tmp_path, rank_pattern={"experts.3.up_proj": 2})
+    with pytest.raises(ValueError, match=r"experts.3.up_proj: lora_A and lora_B: expected \(2, in\)"):
+        read_adapter(tmp_path)
+    change_config(tmp_path, rank_pattern={})
+    change_tensors(tmp_path, drop("experts.4.up_proj.lora_A"))
+    with pytest.raises(ValueError, match=r"none for 4.up_proj.lora_A"):
+        read_adapter(tmp_path)
+
+
+def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json: expected the config of a PEFT adapter"):
+        read_adapter(tmp_path)
+    make_adapter(tmp_path, "qwen3_moe", BOTH)
+    tensors = tmp_path / "adapter_model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="a whole safetensors file"):
+        read_adapter(tmp_path)
+    tensors.rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError, match="is a pickle and not read"):
+        read_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match="expected JSON"):
+        read_adapter(tmp_path)
+
+
+def test_adapters_that_are_not_written(tmp_path: Path) -> None:
+    factors = random_factors("qwen3_moe", {"gate": 2})
+    bad = {
+        "factors of at least one layer": Adapter({}),
+        "a finite number, not 0; got nan": Adapter({"m.experts": LoraFactors(**factors.tensors(), scaling=math.nan)}),
+        "both factors": Adapter({"m.experts": LoraFactors(gate_lora_a=factors.gate_lora_a)}),
+        "none for experts without a gate": Adapter({"m.experts": factors}, gated=False),
+    }
+    for message, adapter in bad.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            write_adapter(tmp_path / "adapter", adapter)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_write_that_fails_leaves_the_old_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_adapter(tmp_path, "qwen3_moe", BOTH)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(tensors: Any, path: str, metadata: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_adapter(tmp_path, read_adapter(tmp_path))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_new_tensors_never_stand_beside_an_old_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_adapter(tmp_path, "qwen3_moe", BOTH)
+    adapter = read_adapter(tmp_path)
+
+    def fail(path: Path, text: str) -> None:
+        raise OSError("power cut")
+
+    monkeypatch.setattr(peft_files, "write_whole", fail)
+    with pytest.raises(OSError, match="power cut"):
+        write_adapter(tmp_path, adapter)
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
+        read_adapter(tmp_path)
+
+
+OLD_PEFT = os.environ.get("AMOEBA_OLD_PEFT")  # a folder: pip install --no-deps --target FOLDER 'peft==0.18.*'
+
+
+def swap(tensors: dict[str, Tensor], experts: int = EXPERTS) -> dict[str, Tensor]:
+    """What PEFT 0.18 would have written for the same update of weights stored as (E, out, in)."""
+    swapped = dict(tensors)
+    for key, a in tensors.items():
+        if ".experts." in key and key.endswith("lora_A.weight"):
+            other = key.replace("lora_A", "lora_B")
+            b = tensors[other]
+            swapped[key] = b.reshape(b.shape[0], -1, experts).permute(2, 1, 0).reshape(-1, b.shape[0])
+            swapped[other] = a.reshape(experts, -1, a.shape[1]).permute(2, 1, 0).reshape(a.shape[1], -1)
+    return swapped
+
+
+@each_value_once()
+@quick(lambda version, targets, with_model: with_model == (version is None) or targets == next(iter(TARGETS)))
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("version", ["0.18.1", None, "0.18.2.dev0@main"])
+def test_files_with_a_and_b_in_each_others_place(tmp_path: Path, version: Any, targets: str, with_model: bool) -> None:
+    make_adapter(tmp_path, "qwen3_moe", TARGETS[targets])
+    expected = read_adapter(tmp_path, layouts("qwen3_moe"))
+    change_tensors(tmp_path, swap)
+    change_config(tmp_path, peft_version=version)
+    found = read_adapter(tmp_path, layouts("qwen3_moe") if with_model else None)
+    assert_same_factors(found, expected)
+    write_adapter(tmp_path, found)
+    assert_same_factors(read_adapter(tmp_path), expected)
+
+
+def test_shapes_are_believed_before_versions(tmp_path: Path) -> None:
+    make_adapter(tmp_path, "gpt_oss", BOTH)
+    expected = read_adapter(tmp_path, layouts("gpt_oss"))
+    change_config(tmp_path, peft_version="0.18.1")  # which left (E, in, out) as it was
+    assert_same_factors(read_adapter(tmp_path, layouts("gpt_oss")), expected)
+
+
+@pytest.mark.parametrize(
+    ("version", "transposed", "swapped"), [("0.18.0", False, True), ("0.18.0", True, False), ("0.19.0", False, False)]
+)
+def test_square_weights_go_by_the_version(tmp_path: Path, version: str, transposed: bool, swapped: bool) -> None:
+    factors = LoraFactors(up_lora_a=torch.randn(2, 3, 8), up_lora_b=torch.randn(2, 8, 3))
+    write_adapter(tmp_path, Adapter({"m.experts": factors}, gated=False))
+    if swapped:
+        change_tensors(tmp_path, lambda tensors: swap(tensors, 2))
+    change_config(tmp_path, peft_version=version)
+    found = read_adapter(tmp_path, {"m.experts": ExpertsLayout(2, 8, 8, gated=False, transposed=transposed)})
+    assert torch.equal(found.experts["m.experts"].up_lora_a, factors.up_lora_a)
+    assert torch.equal(found.experts["m.experts"].up_lora_b, factors.up_lora_b)
+
+
+@pytest.mark.skipif(OLD_PEFT is None, reason="needs AMOEBA_OLD_PEFT, the folder of another peft, 0.18 or later")
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_files_that_an_older_peft_made(tmp_path: Path, model_type: str, targets: str) -> None:
+    tests = Path(__file__).parent
+    program = f"""
+import sys
+sys.path[:0] = [{OLD_PEFT!r}, {str(tests)!r}, {str(tests.parent / "support")!r}]  # before the newer one
+import torch, peft
+assert peft.__file__.startswith({OLD_PEFT!r}), peft.__file__
+from peft_adapters import make_adapter
+from pathlib import Path
+torch.save(make_adapter(Path({str(tmp_path)!r}), {model_type!r}, {TARGETS[targets]!r}), {str(tmp_path / "logits")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    adapter = read_adapter(tmp_path, layouts(model_type))
+    expected = torch.load(tmp_path / "logits")
+    assert relative(merged_logits(model_type, adapter), expected) < TOLERANCE
+    write_adapter(tmp_path, adapter)
+    assert relative(peft_logits(tmp_path, model_type), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", V4_NAMES)
+def test_one_lora_per_expert_as_in_transformers_4(tmp_path: Path, model_type: str) -> None:
+    expected = make_v4_adapter(tmp_path / "v4", model_type, {"gate": RANK, "up": RANK, "down": RANK})
+    adapter = read_adapter(tmp_path / "v4", layouts(model_type))
+    assert_same_factors(adapter, expected)
+    assert_same_factors(read_adapter(tmp_path / "v4"), expected)
+    write_adapter(tmp_path / "ours", adapter)
+    logits = peft_logits(tmp_path / "v4", model_type)  # PEFT converts them itself
+    assert relative(merged_logits(model_type, adapter), logits) < TOLERANCE
+    assert torch.equal(peft_logits(tmp_path / "ours", model_type), logits)
+
+
+def test_per_expert_files_that_peft_no_longer_loads(tmp_path: Path) -> None:
+    """Dropout, and gate without up: PEFT 0.21 refuses both on stacked experts."""
+    make_v4_adapter(tmp_path, "qwen3_moe", {"gate": RANK, "down": RANK}, lora_dropout=0.1)
+    adapter = read_adapter(tmp_path, layouts("qwen3_moe"))
+    write_adapter(tmp_path, adapter)
+    assert relative(peft_logits(tmp_path, "qwen3_moe"), merged_logits("qwen3_moe", adapter)) < TOLERANCE
+
+
+def test_scaling_of_single_experts_moves_into_b(tmp_path: Path) -> None:
+    pattern = {"experts.2.down_proj": 2 * ALPHA}
+    expected = make_v4_adapter(tmp_path, "qwen3_moe", {"gate": RANK, "down": RANK}, alpha_pattern=pattern)
+    for factors in expected.experts.values():
+        factors.down_lora_b[2] *= 2
+    assert_same_factors(read_adapter(tmp_path), expected)

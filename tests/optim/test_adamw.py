@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import numpy as np
 import pytest
 import torch
-from optimizers import SHAPES, by_kernels, everything, gradients, groups, parameters, same, set_gradients, train
+from optimizers import by_kernels, everything, gradients, groups, parameters, same, set_gradients, train
 from torch.nn import Parameter
 
 from amoeba.optim import AdamW, torch_step
@@ -14,7 +18,11 @@ from amoeba.optim.split_master import split
 from selection import each_value_once, quick
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
 STATES = pytest.mark.parametrize("states", ["float32", "bfloat16"])
+
+
 needs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
@@ -214,9 +222,6 @@ def test_chunks_do_not_show(monkeypatch):
     assert same(*results)
 
 
-# Clipping
-
-
 def test_clipping_is_that_of_torch_and_leaves_the_gradients_as_they_are():
     ours, theirs = parameters(torch.float32), parameters(torch.float32)
     (values,) = gradients(ours, 1)
@@ -254,19 +259,6 @@ def test_a_norm_below_the_limit_changes_nothing():
     assert same(optimizer, other)
 
 
-def test_the_norm_of_bf16_gradients_has_the_digits_of_fp32():
-    """torch's own is rounded to bf16, gradient by gradient."""
-    of = parameters(torch.bfloat16)
-    optimizer = AdamW(of)
-    (values,) = gradients(of, 1)
-    set_gradients(of, values)
-    exact = torch.cat([value.double().flatten() for value in values]).norm()
-    assert abs(optimizer.note_clipping(1.0).double() / exact - 1) < 1e-5
-
-
-# Averages in bf16
-
-
 def test_the_average_of_squares_follows_in_bf16_what_it_would_not_if_it_were_rounded_to_nearest():
     (parameter,) = parameters(torch.bfloat16, shapes=[(4096,)])
     optimizer = AdamW([parameter], lr=0.0, betas=(0.9, 0.999), states="bfloat16")
@@ -295,6 +287,191 @@ def test_two_trainings_are_bitwise_equal_and_another_seed_shows_in_bf16_averages
     assert same(*runs[1:]) == (states == "float32")
 
 
-def test_shapes_cover_what_they_should():
-    sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    assert 0 in sizes and 1 in sizes and max(sizes) > 16384
+# ---- What AdamW cannot work with is refused in words
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"lr": torch.tensor(1.0)}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"betas": 0.9}, "betas"),
+        ({"states": "float16"}, "states"),
+        ({"states": torch.bfloat16}, "states"),
+        ({"seed": 0.5}, "seed"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, name):
+    of = parameters(torch.float32)
+    with pytest.raises(ValueError, match=f"{name}: expected .* got "):
+        AdamW(of, **options)
+    optimizer = AdamW(of[:1])
+    with pytest.raises(ValueError, match=f"{name}: expected .* got "):
+        optimizer.add_param_group({"params": of[1:], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("parameter", "said"),
+    [
+        (Parameter(torch.ones(3, dtype=torch.float16)), "expected bfloat16 or float32; got torch.float16"),
+        (Parameter(torch.ones(3, dtype=torch.float64)), "expected bfloat16 or float32; got torch.float64"),
+        (Parameter(torch.ones(3, 8)[:, :4]), "dense memory"),
+        (Parameter(torch.ones(3, 1).expand(3, 4)), "dense memory"),
+    ],
+)
+def test_parameters_it_cannot_train_are_refused(parameter, said):
+    with pytest.raises(ValueError, match=said):
+        AdamW([parameter])
+
+
+def test_gradients_it_cannot_take_are_refused():
+    (parameter,) = parameters(torch.float32, shapes=[(4, 3)])
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones(4, 3).to_sparse()
+    with pytest.raises(ValueError, match=r"gradient: expected a dense one .* got sparse"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="gradient: expected a dense one"):
+        optimizer.note_clipping(1.0)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_a_norm_to_clip_to_is_a_number_of_at_least_0(max_norm):
+    of = parameters(torch.float32)
+    train(optimizer := AdamW(of), of, steps=1)
+    with pytest.raises(ValueError, match="max_norm: expected"):
+        optimizer.note_clipping(max_norm)
+
+
+def test_clipping_without_gradients_is_refused():
+    with pytest.raises(ValueError, match="gradients: expected at least one"):
+        AdamW(parameters(torch.float32)).note_clipping(1.0)
+
+
+def test_a_state_of_other_parameters_is_refused_and_says_so():
+    of = parameters(torch.float32)
+    train(first := AdamW(of[:1]), of[:1], steps=1)
+    with pytest.raises(ValueError, match=r"exp_avg: expected a state of AdamW of shape \(3, 347\); got \(2, 512\)"):
+        AdamW(of[1:2]).load_state_dict(first.state_dict())
+    momentum = torch.optim.SGD(of[:1], lr=1e-3, momentum=0.9)
+    train(momentum, of[:1], steps=1)
+    with pytest.raises(ValueError, match="expected a state of AdamW"):
+        AdamW(of[:1]).load_state_dict(momentum.state_dict())
+
+
+def test_a_state_on_another_device_than_its_parameter_is_refused():
+    (parameter,) = parameters(torch.float32, shapes=[(4,)])
+    train(optimizer := AdamW([parameter]), [parameter], steps=1)
+    optimizer.state[parameter]["exp_avg"] = torch.zeros(4, device="meta")
+    with pytest.raises(ValueError, match="state of the optimizer: expected it on cpu"):
+        optimizer.step()
+
+
+# ---- What AdamW keeps: checkpoints that go on bit for bit, copies, the state of torch's AdamW, steps counted
+
+
+def stored(state_dict):
+    """Through a file, as a checkpoint is."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@BOTH
+@STATES
+def test_a_training_resumed_from_a_checkpoint_goes_on_bit_for_bit(dtype, states):
+    whole = parameters(dtype)
+    train(expected := AdamW(groups(whole), states=states, seed=5), whole, steps=3)
+    halfway = stored({"optimizer": expected.state_dict(), "parameters": [parameter.detach() for parameter in whole]})
+    resumed = [Parameter(parameter) for parameter in halfway["parameters"]]
+    optimizer = AdamW(groups(resumed), states=states)
+    optimizer.load_state_dict(halfway["optimizer"])
+    assert same(optimizer, expected)
+    for of, by in ((whole, expected), (resumed, optimizer)):
+        train(by, of, steps=3, seed=7)
+    assert same(optimizer, expected)
+    state = optimizer.state[resumed[0]]
+    assert state["step"] == 6 and state["exp_avg"].dtype == getattr(torch, states)
+    assert ("remainder" in state) == (dtype == torch.bfloat16)
+
+
+def test_loading_copies():
+    of = parameters(torch.float32)
+    train(first := AdamW(of), of, steps=1)
+    second = AdamW(of)
+    second.load_state_dict(first.state_dict())
+    assert second.state[of[0]]["exp_avg"] is not first.state[of[0]]["exp_avg"]
+    before = first.state[of[0]]["exp_avg"].clone()
+    train(second, of, steps=1)
+    assert torch.equal(first.state[of[0]]["exp_avg"], before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_of_an_optimizer_goes_on_like_it(duplicate):
+    of = parameters(torch.bfloat16)
+    train(optimizer := AdamW(of, states="bfloat16"), of, steps=2)
+    again = duplicate(optimizer)
+    train(optimizer, of, steps=2)
+    train(again, again.param_groups[0]["params"], steps=2)
+    assert same(optimizer, again)
+
+
+def test_the_state_of_torchs_adamw_is_taken_up():
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    train(other := torch.optim.AdamW(groups(theirs), lr=1e-2), theirs, steps=3)
+    with torch.no_grad():
+        for parameter, value in zip(ours, theirs, strict=True):
+            parameter.copy_(value)
+    optimizer = AdamW(groups(ours))
+    optimizer.load_state_dict(stored(other.state_dict()))
+    assert optimizer.param_groups[2]["lr"] == 1e-2
+    for of, by in ((ours, optimizer), (theirs, other)):
+        train(by, of, steps=3, seed=9)
+    for parameter, expected in zip(ours, theirs, strict=True):
+        assert torch.allclose(parameter, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_the_optimizer_decides_what_averages_are_stored_in_not_the_checkpoint():
+    of = parameters(torch.bfloat16)
+    train(first := AdamW(of), of, steps=1)
+    second = AdamW(of, states="bfloat16")
+    second.load_state_dict(first.state_dict())
+    assert second.state[of[0]]["exp_avg"].dtype == torch.bfloat16
+    train(second, of, steps=1)
+
+
+def test_a_parameter_without_a_gradient_waits_and_counts_its_own_steps():
+    of = parameters(torch.bfloat16)
+    optimizer = AdamW(of)
+    first, others = of[0], of[1:]
+    train(optimizer, of, steps=1)
+    before = first.detach().clone()
+    first.grad = None
+    optimizer.step()
+    assert torch.equal(first, before)
+    assert [optimizer.state[parameter]["step"] for parameter in of] == [1] + [2] * len(others)
+    train(optimizer, of, steps=1)
+    assert [optimizer.state[parameter]["step"] for parameter in of] == [2] + [3] * len(others)
+
+
+def test_learning_rates_are_scheduled_and_a_closure_is_called():
+    (parameter,) = parameters(torch.bfloat16, shapes=[(6,)])
+    optimizer = AdamW([parameter], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.zero_grad()
+
+    def closure():
+        loss = (parameter.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    expected = (parameter.detach().float() ** 2).sum()
+    assert torch.equal(optimizer.step(closure), expected)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5

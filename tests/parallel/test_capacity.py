@@ -4,6 +4,8 @@ product has been launched. Interpreted, over real processes."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -62,48 +64,42 @@ def test_more_rows_than_were_guessed_are_computed_anew_and_no_bit_changes(
 ) -> None:
     options = {"straight": True} | options
     found = processes.run(guessing, [(rank, steps, options) for rank in range(2)])
-    for equal, guesses, late, _ in found:
+    for equal, guessed, _ in found:
         assert len(equal) == 5 * len(steps) and all(equal)
-        assert guesses == [step > 0 and any(tokens[:2]) for step, tokens in enumerate(steps)]
-        assert late == [guess for guess in guesses if guess]  # first the product, then the number
+        assert guessed == sum(step > 0 and any(tokens[:2]) for step, tokens in enumerate(steps))
     assert [again for *_, again in found] == ([1, 0] if len(steps) == 2 else [1, 1])
 
 
-def guessing(rank: int, steps: list[tuple[int, ...]], options: dict) -> tuple[list[bool], list[bool], list[bool], int]:
-    """Whether outputs and gradients of the steps have the bits of `collective`; in which steps the host guessed, and
-    whether a product was launched before it waited there; how often it guessed too low."""
-    from amoeba.backends import triton_rows
+def guessing(rank: int, steps: list[tuple[int, ...]], options: dict) -> tuple[list[bool], int, int]:
+    """Whether outputs and gradients of the steps have the bits of `collective`; in how many the host guessed, and how
+    often too low."""
+    guesses: list[int | None] = []
+    guess = CapacityEstimate.guess
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapacityEstimate, "guess", lambda *given: guesses.append(guess(*given)) or guesses[-1])
+        options = {"straight": True} | options
+        equal, again = by_both_transports(rank, steps, options, experts)
+    return equal, sum(room is not None for room in guesses), again
+
+
+def by_both_transports(rank: int, steps: list[tuple[int, ...]], options: dict, run: Any) -> tuple[list[bool], int]:
     from amoeba.kernels import peer_rows
 
+    equal, again, put_back = [], list[int](), peer_rows.put_back
     layers = {name: replace(rank_jobs.sharded_layer(2, transport=name), local_backend="triton") for name in WAYS}
     layers["peers"] = replace(layers["peers"], **options)
-    equal, told, again = [], list[str](), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         _know_nothing(patch)
-        _watch(patch, buffer.SymmetricBuffer, "ask", lambda: told.append("asked"), lambda: told.append("waited"))
-        _watch(
-            patch,
-            rooms.CapacityEstimate,
-            "guess",
-            lambda: None,
-            given_back=lambda guess: told.append(str(guess is not None)),
-        )
-        _watch(patch, triton_rows.TritonRows, "up", lambda: told.append("up"))
-        _watch(patch, peer_rows, "put_back", lambda: again.append(step))
+        patch.setattr(peer_rows, "put_back", lambda *given: again.append(1) or put_back(*given))
         for step, (*tokens, share) in enumerate(steps):
             found = []
-            for name, layer in layers.items():
+            for layer in layers.values():
                 x_TH, routing, dy_TH = drawn(rank, step, tokens[rank], share)
                 wanted = [x_TH, routing.weight_TK, *_trained(layer)]
-                told.append(name)
-                y_TH = experts(x_TH, routing, layer)
+                y_TH = run(x_TH, routing, layer)
                 found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
             equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
-    passes = [words.split() for words in " ".join(told).split("peers")[1:]]
-    passes = [words[: words.index("collective")] for words in passes]
-    guessed = ["True" in words for words in passes]
-    late = [words.index("up") < words.index("waited") for words in passes if "True" in words]
-    return equal, guessed, late, len(again)
+    return equal, len(again)
 
 
 WAYS = ("peers", "collective")
@@ -118,20 +114,6 @@ def _know_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rooms, "_TILE", 1)
     for each in buffer._buffers.values():
         each.capacity = CapacityEstimate()
-
-
-def _watch(patch: pytest.MonkeyPatch, owner, name: str, called, when_awaited=None, given_back=None) -> None:
-    """when_awaited: called when that is called which the function gives back."""
-    function = getattr(owner, name)
-
-    def watched(*given, **named):
-        called()
-        found = function(*given, **named)
-        if given_back is not None:
-            given_back(found)
-        return found if when_awaited is None else lambda: when_awaited() or found()
-
-    patch.setattr(owner, name, watched)
 
 
 def drawn(rank: int, step: int, tokens: int, share: int) -> tuple[torch.Tensor, Routing, torch.Tensor]:
@@ -156,23 +138,8 @@ def test_backward_has_the_room_that_forward_found(processes: LocalRanks, way: st
 def in_other_ways(rank: int, way: str) -> tuple[list[bool], int]:
     """Of three passes, of which the second has more rows on rank 0 and the third on rank 1; and how often a guess was
     too low."""
-    from amoeba.kernels import peer_rows
-
-    equal, again = [], []
-    layers = {name: replace(rank_jobs.sharded_layer(2, transport=name), local_backend="triton") for name in WAYS}
-    layers["peers"] = replace(layers["peers"], straight=True)
-    with pytest.MonkeyPatch.context() as patch:
-        _know_nothing(patch)
-        _watch(patch, peer_rows, "put_back", lambda: again.append(step))
-        for step, share in enumerate((5, 9, 1)):
-            found = []
-            for layer in layers.values():
-                x_TH, routing, dy_TH = drawn(rank, step, 6, share)
-                wanted = [x_TH, routing.weight_TK, *_trained(layer)]
-                y_TH = _run(way, x_TH, routing, layer)
-                found.append([y_TH, *torch.autograd.grad(y_TH, wanted, dy_TH)])
-            equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
-    return equal, len(again)
+    steps = [(6, 6, share) for share in (5, 9, 1)]
+    return by_both_transports(rank, steps, {"straight": True}, partial(_run, way))
 
 
 def _run(way: str, x_TH: torch.Tensor, routing: Routing, layer: ShardedExperts) -> torch.Tensor:

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amoeba.parallel import Owners, gradients, shards
-from amoeba.parallel.agreement import facts_of
-from amoeba.parallel.exchange import dispatch
+from amoeba.parallel import gradients
 
 
 def given(seed: int, *shape: int) -> nn.Parameter:
@@ -20,28 +18,6 @@ def given(seed: int, *shape: int) -> nn.Parameter:
 
 def twice(tensor: Tensor, what: str) -> Tensor:
     return tensor * 2  # of two ranks that have the same
-
-
-@pytest.mark.parametrize("of", ["x", "the routing weights"])
-def test_ranks_tell_which_gradients_they_will_ask_for(of: str) -> None:
-    x_TH, weight_TK = given(0, 3, 4), given(1, 3, 2)
-    (x_TH if of == "x" else weight_TK).requires_grad_(False)
-    facts = facts_of(Owners.even(4, 2), x_TH, weight_TK, gradients=True)
-    assert {name for name, value in facts.items() if name.startswith("gradient of") and not value} == {
-        f"gradient of {of}"
-    }
-    without = facts_of(Owners.even(4, 2), x_TH, weight_TK, gradients=False)
-    assert not any(value for name, value in without.items() if name.startswith("gradient"))
-
-
-@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
-def test_rows_that_arrive_need_a_gradient_where_it_is_taken(wanted: tuple[bool, bool]) -> None:
-    """What is not asked for there is not sent back."""
-    x_TH, weight_TK = (given(place, 3, 4).requires_grad_(want) for place, want in enumerate(wanted))
-    ids = torch.zeros(3, 4, dtype=torch.int32)
-    exchange = SimpleNamespace(dispatch=lambda x_TH, weight_TK: (x_TH.clone(), ids, weight_TK.clone()))
-    x_RH, _, weight_RK = dispatch(exchange, x_TH, weight_TK)  # type: ignore[arg-type]
-    assert (x_RH.requires_grad, weight_RK.requires_grad) == wanted
 
 
 def test_frozen_parameters_get_no_gradients_and_others_their_sum() -> None:
@@ -71,34 +47,9 @@ def test_gradients_are_added_up_a_few_numbers_at_a_time_and_by_dtype(monkeypatch
     assert sent == [8, 20, 4, 9, 1]
 
 
-def test_a_shard_that_several_ranks_have_counts_once_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter, ranks = given(0, 6), SimpleNamespace(count=2, add_up=twice)
-    parameter.grad = torch.full((6,), 3.0)
-    monkeypatch.setattr(gradients, "is_own", lambda _: True)
-    monkeypatch.setattr(gradients, "_here", lambda parameter: (parameter.grad, 2))
-    norm = gradients.clip_gradients([parameter], 1e9, ranks)  # type: ignore[arg-type]
-    torch.testing.assert_close(float(norm), 54**0.5)
-
-
 @pytest.mark.parametrize("most", [1.0, 10.0])
 def test_gradients_are_scaled_down_and_never_up(most: float) -> None:
     parameter, ranks = given(0, 2), SimpleNamespace(count=1)
     parameter.grad = torch.tensor([3.0, 4.0])
     assert float(gradients.clip_gradients([parameter], most, ranks)) == pytest.approx(5.0)  # type: ignore[arg-type]
     torch.testing.assert_close(parameter.grad, torch.tensor([3.0, 4.0]) * min(most / 5, 1))
-
-
-def test_a_step_of_shards_has_their_gradient_and_keeps_none() -> None:
-    whole, local = given(0, 4), given(1, 2)
-    whole.to_local, whole._amoeba_local_part = None, local  # type: ignore[attr-defined]
-    before, optimizer = local.detach().clone(), torch.optim.SGD([shards.local_parameter(whole)], lr=0.5)
-    shards.hand_over_gradients(optimizer, [whole])
-    optimizer.step()
-    assert torch.equal(local, before), "there was no gradient"
-    whole.grad = torch.ones(4)
-    seen: list[Tensor | None] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(local.grad))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shards, "local_part", lambda tensor: tensor[:2])
-        optimizer.step()
-    assert seen[0] is not None and torch.equal(local, before - 0.5) and local.grad is None

@@ -14,11 +14,11 @@ from test_fp8_kernels import by_recipe, stood_in, without_gpu  # noqa: F401
 from torch import Tensor
 
 from amoeba import Routing, experts, with_precision
-from amoeba.backends import fp8_weights, sorted_rows
+from amoeba.backends import sorted_rows
 from amoeba.kernels import launch
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.launch import plan as launch_plan
-from amoeba.precision import QuantisedMatrix, UnchangedWeights
+from amoeba.precision import QuantisedMatrix
 from fp8_stand_ins import product, up, weight_gradient
 from selection import quick
 from small_layer import Layer
@@ -101,24 +101,6 @@ def test_a_repeated_step_has_the_bits_of_one_that_is_computed(recipe, layer, mon
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-def test_under_a_promise_the_codes_are_written_once_by_repeated_passes_too(layer, monkeypatch):
-    launches, write = [], fp8_weights.quantise_weights
-    monkeypatch.setattr(fp8_weights, "quantise_weights", lambda *given: (launches.append("codes"), write(*given))[1])
-    for _ in range(3):
-        step(layer, "fp8")
-    assert len(launches) == 4, "of two weights, by the pass that is computed and by the one that is recorded"
-    with UnchangedWeights():
-        expected = step(layer, "fp8")  # repeated, and writes them
-        weight = layer.tensors["gate_up"]
-        assert not fp8_weights.codes_of(weight).prepare(weight, both=True)
-        for _ in range(2):
-            step(layer, "fp8")  # another kind, which does not
-        assert len(launches) == 4
-        forbid(monkeypatch)
-        found = step(layer, "fp8")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.thorough

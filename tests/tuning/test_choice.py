@@ -63,15 +63,6 @@ def test_many_rows_are_one_problem_whatever_their_number_and_that_of_the_experts
     assert configuration_on(CPU, "up", **PROBLEM | {"rows": 100_000, "experts": 32}) == OTHER
 
 
-def test_it_is_read_once_and_the_answer_stays(monkeypatch):
-    path = keep()
-    first = configuration_on(CPU, "up", **PROBLEM)
-    path.unlink()
-    monkeypatch.setattr(tuned, "read", lambda *_: pytest.fail("read again"))
-    monkeypatch.setattr(tuned, "choose", lambda *_: pytest.fail("asked again"))
-    assert configuration_on(CPU, "up", **PROBLEM) is first
-
-
 def test_nothing_measured_is_used_where_the_user_says_so(monkeypatch):
     keep()
     monkeypatch.setenv("AMOEBA_TUNED", "off")
@@ -187,12 +178,6 @@ def test_all_ways_to_decode_and_to_attend_fit(capability):
         assert 2 <= len(found) == len(set(found)) <= 16
     for kernel, size in itertools.product(attention.KERNELS, attention.HEAD_SIZES):
         assert len(attention.candidates(kernel, size, torch.float16, capability)) >= 3
-
-
-def test_rows_per_expert_are_taken_together():
-    assert [bucket(rows, 8) for rows in (1, 8, 9, 100, 128, 1000, 1500, 2048, 10**6)] == [
-        1, 1, 2, 16, 16, 128, 192, 256, 256
-    ]  # fmt: skip
 
 
 @quick(lambda dtype: dtype == torch.float16)
