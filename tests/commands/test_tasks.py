@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from amoeba.cli import app
+from amoeba.proof.schedules import make_case
+from amoeba.tasks.computation import OrderOnly
+from amoeba.tasks.estimate import microseconds
 from amoeba.tasks.graph import Graph, Kind
+from amoeba.tasks.simulator import Pace, Script
+from amoeba.tasks.simulator import simulate as run_schedule
+from amoeba.tasks.sizes import Sizes, Tiling
 
 SMALL = ("--shape", "9,8,6,4,2", "--schedules", "3")
+TIMED = ("--timing", "--shape", "512,1024,512,16,4", "--passes", 1)
 
 
 def simulate(*words: object):
@@ -47,6 +55,28 @@ def test_a_fault_is_shown_and_fails(monkeypatch):
     assert not json.loads(result.stdout.splitlines()[-1])["ok"]
 
 
+def test_a_layer_of_real_size_is_estimated_without_tensors():
+    result = simulate(*TIMED, "--ranks", 1, "--json")
+    found = document(result)
+    assert found["workers"] == 132 and found["kinds"]["down"]["tasks"] >= 2 * 512 * 4 / 128
+    assert "errors" not in found and "travelled" not in found
+    assert f"{found['span'] / 1e3:.2f} ms a pass: an estimate" in result.stdout and "waited us each" in result.stdout
+
+
+def test_an_estimate_over_ranks_tells_how_much_of_the_exchange_is_hidden():
+    result = simulate(*TIMED, "--ranks", 2, "--json")
+    travelled = document(result)["travelled"]
+    assert travelled["time"] > 0 and 0 <= travelled["hidden"] <= 1
+    assert f"dy of other ranks was {travelled['time']:.1f} us on its way" in result.stdout
+
+
+def test_small_layers_are_estimated_in_their_own_order():
+    """Bundles of tiles in one task, which only one rank has."""
+    words = ("--timing", "--shape", "256,1024,256,64,4", "--passes", 1, "--json")
+    alone, shared = (document(simulate(*words, "--ranks", ranks))["kinds"]["up_weights"]["tasks"] for ranks in (1, 2))
+    assert 2 * alone <= shared == 64 * (512 // 128) * (1024 // 256)
+
+
 def test_a_trace_opens_in_perfetto(tmp_path):
     path = tmp_path / "new" / "tasks.json"
     found = document(simulate(*SMALL, "--ranks", 2, "--workers", 3, "--trace", path, "--json"))
@@ -78,7 +108,8 @@ def test_a_schedule_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--shape", "4096,2048,768,128,8"), "Lower T, H, I or --passes"),
+        (("--shape", "4096,2048,768,128,8"), "add --timing"),
+        (("--shape", "10000000,2048,768,128,8", "--timing"), "at most 400000 tasks; got about"),
         (("--remote", "2"), "ranks from 0 to 1; got 2"),
         (("--remote", "one"), "Count them from 0"),
         (("--trace", "."), "a folder"),
@@ -90,3 +121,22 @@ def test_a_schedule_is_drawn(tmp_path):
 def test_what_cannot_be_is_refused(words, said):
     result = simulate(*words)
     assert result.exit_code == 2 and said in result.output
+
+
+@pytest.mark.parametrize("remote", [frozenset(), frozenset((1,))])
+def test_the_order_alone_takes_as_long_as_with_its_tensors(remote):
+    case = make_case(Sizes(64, 32, 6, 2), Tiling(rows=16, sent=8), [[40, 40]] * 2, (0, 0, 0, 1, 1, 1), remote)
+    whole = case.job()
+    alone = [[Script(OrderOnly(script.graph, epoch)) for script in scripts] for epoch, scripts in enumerate(whole, 1)]
+    ran = []
+    for job in (whole, alone):
+        started: list[int] = []
+        pace = Pace(0, [1.0, 1.0], work=microseconds)
+        ran.append(run_schedule(job, 4, pace, progress=started.append).records)
+        assert started == list(range(1, len(ran[-1]) + 1))
+    assert ran[0] == ran[1]
+
+
+def test_a_long_estimate_tells_how_far_it_is():
+    result = simulate(*TIMED, "--ranks", 1)
+    assert re.search(r"^[\d,]+ of [\d,]+ tasks$", result.stderr, re.MULTILINE), result.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,7 @@ from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.commands.typer_app import Typer
 from amoeba.core.errors import bad_value, counted
+from amoeba.system.loading import loading
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape
@@ -24,22 +27,40 @@ tasks = Typer(name="tasks", help="The scheduled backward: tasks and their depend
 
 # Multiplications in fp64, some seconds' worth.
 MOST_WORK = 2e9
-MOST_RANKS, MOST_WORKERS = 64, 4096
+MOST_RANKS, MOST_WORKERS, MOST_TASKS = 64, 4096, 400_000
 OF_SCHEDULE = "tasks of the first schedule, all ranks and passes"
-SHAPE = "40,32,24,6,2"
-UNIT = "steps"  # of the simulation: a task takes one on average
+SHAPE, TIMING_SHAPE = "40,32,24,6,2", "qwen3_small"
+UNIT, TIMING_UNIT = "steps", "us"  # a task of a random schedule takes one step on average
+_SECONDS_BETWEEN_LINES, _SECONDS_BETWEEN_UPDATES, _BAR = 5.0, 0.2, 24
 
 
 @tasks.command()
 def simulate(
-    shape: Annotated[str, typer.Option("--shape", help="Layer shape T,H,I,E,K, with T tokens per rank.")] = SHAPE,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            help=f"Layer shape T,H,I,E,K, with T tokens per rank (default: {SHAPE}). With --timing also a name such as "
+            f"qwen3_30b (default: {TIMING_SHAPE}).",
+        ),
+    ] = None,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")] = 2,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Workers per rank.")] = 4,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Workers per rank (default: 4; with --timing 132, as on an H200)."),
+    ] = None,
     passes: Annotated[int, typer.Option("--passes", min=1, help="Consecutive backward passes.")] = 2,
     schedules: Annotated[int, typer.Option("--schedules", min=1, help="Number of random schedules.")] = 20,
     remote: Annotated[
         str | None, typer.Option("--remote", help="Ranks reached by put and signal instead of loads, such as 1,3.")
     ] = None,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            "--timing",
+            help="Estimate the time on an H200 instead: one schedule without tensors, for layers of real size.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Random seed for tokens, routing and schedules.")] = 0,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Save the first schedule as JSON for ui.perfetto.dev.")
@@ -55,28 +76,37 @@ def simulate(
     with usage():
         from amoeba.bench.shapes import parse_shape
 
-        found = parse_shape(shape)
-        _check_size(found, ranks, workers, passes)
+        found = parse_shape(shape or (TIMING_SHAPE if timing else SHAPE))
+        workers = workers or (132 if timing else 4)
+        _check_size(found, ranks, workers, passes, timing)
         far = _ranks_named(remote, ranks)
         for option, file, name in (("--trace", trace, "tasks.json"), ("--picture", picture, "tasks.svg")):
             if file is not None:
                 check_file_to_write(option, file, name)
         check_seed(seed)
-    document, ok, ran = _prove(found, ranks, workers, passes, schedules, far, seed, output)
+    if timing:
+        document, ok, ran = _estimate(found, ranks, workers, passes, far, seed, output)
+    else:
+        document, ok, ran = _prove(found, ranks, workers, passes, schedules, far, seed, output)
     if ran is not None:
-        document |= _written(ran, workers, found, trace, picture, output)
+        document |= _written(ran, workers, found, TIMING_UNIT if timing else UNIT, trace, picture, output)
     finish(output, document, ok, json)
 
 
-def _check_size(shape: Shape, ranks: int, workers: int, passes: int) -> None:
+def _check_size(shape: Shape, ranks: int, workers: int, passes: int, timing: bool) -> None:
     for name, value, most in (("--ranks", ranks, MOST_RANKS), ("--workers", workers, MOST_WORKERS)):
         if value > most:
             raise bad_value(name, f"at most {most}", value, "a smaller number shows the same")
     work = 18.0 * ranks * passes * shape.rows * shape.hidden * shape.intermediate
-    if work > MOST_WORK:
-        raise bad_value(
-            "--shape", f"at most {MOST_WORK:.0e} multiplications in all", f"{work:.0e}", "lower T, H, I or --passes"
-        )
+    if not timing and work > MOST_WORK:
+        remedy = "lower T, H, I or --passes, or add --timing, which needs no tensors"
+        raise bad_value("--shape", f"at most {MOST_WORK:.0e} multiplications in all", f"{work:.0e}", remedy)
+    # row tiles and tiles of weights, of the size that they have on a GPU
+    tiles = (shape.rows * ranks / 128 + shape.experts) * (shape.hidden + shape.intermediate) / 256
+    tiles += shape.experts * 3 * shape.hidden * shape.intermediate / (128 * 256)
+    if timing and passes * tiles > MOST_TASKS:
+        remedy = "lower T, or --passes 1"
+        raise bad_value("--shape", f"at most {MOST_TASKS} tasks", f"about {passes * tiles:.0f}", remedy)
 
 
 def _ranks_named(text: str | None, ranks: int) -> frozenset[int]:
@@ -158,6 +188,52 @@ def _prove(
     return document, ok, ran
 
 
+def _estimate(
+    shape: Shape, ranks: int, workers: int, passes: int, remote: frozenset[int], seed: int, output: Output
+) -> tuple[dict[str, Any], bool, Ran | None]:
+    from amoeba.tasks.estimate import microseconds, scripts_without_tensors
+    from amoeba.tasks.simulator import Pace, simulate
+    from amoeba.tasks.sizes import Sizes
+    from amoeba.tasks.timeline import summarise
+
+    _say(shape, ranks, workers, passes, "one schedule with estimated times of an H200, without tensors", output)
+    # nothing here is garbage before the end, and looking for it takes most of the time
+    with output.working(), loading():
+        output.progress("making the tasks")
+        sizes = Sizes(shape.hidden, shape.intermediate, shape.experts, shape.top_k)
+        job = [
+            scripts_without_tensors(
+                sizes, shape.tokens, ranks, skew=shape.skew, remote=remote, seed=seed + number, epoch=number + 1
+            )
+            for number in range(passes)
+        ]
+        total = sum(script.graph.tickets for scripts in job for script in scripts)
+        pace = Pace(seed, [1.0] * ranks, latency=2.0, work=microseconds)
+        ran = simulate(job, workers, pace, progress=_progress(total, output))
+    summary = summarise(ran.records, workers)
+    print_summary(summary, output, OF_SCHEDULE, TIMING_UNIT)
+    travel = _say_travelled(ran, workers, output, TIMING_UNIT)
+    output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
+    document = _document(shape, ranks, workers, passes, summary)
+    return document | travel | {"remote": sorted(remote), "ok": True}, True, ran
+
+
+def _progress(total: int, output: Output) -> Callable[[int], None]:
+    """A bar on a terminal; in a pipe a line every few seconds."""
+    last = 0.0
+
+    def show(started: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= (_SECONDS_BETWEEN_UPDATES if output.on_terminal else _SECONDS_BETWEEN_LINES):
+            last = now
+            done = _BAR * started // total
+            bar = f"[{'#' * done}{'.' * (_BAR - done)}] " if output.on_terminal else ""
+            output.progress(f"{bar}{started:,} of {total:,} tasks")
+
+    return show
+
+
 def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:
     output.line(
         f"{shape.experts} experts over {counted(ranks, 'rank')}, hidden {shape.hidden}, intermediate "
@@ -189,13 +265,13 @@ def print_summary(summary: Summary, output: Output, title: str, unit: str = UNIT
     )
 
 
-def _say_travelled(ran: Ran, workers: int, output: Output) -> dict[str, Any]:
+def _say_travelled(ran: Ran, workers: int, output: Output, unit: str = UNIT) -> dict[str, Any]:
     from amoeba.tasks.timeline import travelled
 
     found = travelled(ran.records, workers)
     if found is None:
         return {}
-    output.line(f"dy of other ranks was {found.time:.1f} {UNIT} on its way, of which {found.hidden:.0%} was hidden")
+    output.line(f"dy of other ranks was {found.time:.1f} {unit} on its way, of which {found.hidden:.0%} was hidden")
     return {"travelled": found._asdict()}
 
 
@@ -214,7 +290,7 @@ def _document(shape: Shape, ranks: int, workers: int, passes: int, summary: Summ
 
 
 def _written(
-    ran: Ran, workers: int, shape: Shape, trace: Path | None, picture: Path | None, output: Output
+    ran: Ran, workers: int, shape: Shape, unit: str, trace: Path | None, picture: Path | None, output: Output
 ) -> dict[str, str]:
     from amoeba.system.files import write_whole
     from amoeba.tasks.picture import draw
@@ -227,7 +303,7 @@ def _written(
         written["trace"] = str(trace)
     if picture is not None:
         sizes = f"T={shape.tokens} H={shape.hidden} I={shape.intermediate} E={shape.experts} K={shape.top_k}"
-        write_whole(picture, draw(ran.records, workers, f"{sizes}, simulated", UNIT))
+        write_whole(picture, draw(ran.records, workers, f"{sizes}, simulated", unit))
         output.line(f"{picture}: a picture of it")
         written["picture"] = str(picture)
     return written

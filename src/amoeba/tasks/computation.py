@@ -97,6 +97,19 @@ class Regions:
         return [self._cell(self.rank, "dy", *cell) for cell in self.graph.sources(tile)]
 
 
+class OrderOnly(Regions):
+    """Tasks that wait for each other but touch no memory: for the order alone."""
+
+    def reads(self, task: Task) -> list[Region]:
+        return []
+
+    def writes(self, task: Task) -> list[Region]:
+        return []
+
+    def compute(self, task: Task, values: list[Tensor]) -> Sequence[Tensor]:
+        return []
+
+
 class Layer(NamedTuple):
     gate_up_EJH: Tensor
     down_EHI: Tensor

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.tasks.computation import Computation, Region
+from amoeba.tasks.computation import Computation, OrderOnly, Region
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Signal, Task
 
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 class Script:
     """One rank's pass: its steps by ticket, and what they computed. Serves any number of schedules."""
 
-    def __init__(self, regions: Computation) -> None:
+    def __init__(self, regions: Computation | OrderOnly) -> None:
         self.regions, self.graph = regions, regions.graph
         self._found: dict[Task, tuple[list[Tensor], Sequence[Tensor]]] = {}
 
@@ -115,14 +115,22 @@ def all_tasks(graph: Graph) -> Iterator[Task]:
 
 class Pace:
     """How long things take, at random. slowness: of each rank, 1 where a task takes a unit of time on average.
-    latency: of what travels, on average."""
+    latency: of what travels, on average. work: the time of each task, instead of a random one."""
 
-    def __init__(self, seed: int, slowness: Sequence[float], *, latency: float = 1.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        slowness: Sequence[float],
+        *,
+        latency: float = 1.0,
+        work: Callable[[Graph, Task], float] | None = None,
+    ) -> None:
         self.random = random.Random(seed)
-        self._slowness, self._latency = slowness, latency
+        self._slowness, self._latency, self._work = slowness, latency, work
 
-    def task(self, rank: int) -> float:
-        return self._slowness[rank] * self.random.expovariate(1.0)
+    def task(self, graph: Graph, task: Task) -> float:
+        work = self.random.expovariate(1.0) if self._work is None else self._work(graph, task)
+        return self._slowness[graph.rank] * work
 
     def arrival(self) -> float:
         return self._latency * self.random.expovariate(1.0)
@@ -150,11 +158,19 @@ class Ran(NamedTuple):
     arrows: list[tuple[Record, Record]]
 
 
-def simulate(job: Sequence[Sequence[Script]], workers: int, pace: Pace, *, ahead: bool = True) -> Ran:
-    """job: by pass, by rank. workers: of each rank. ahead: whether a worker draws its next ticket as a task begins."""
+def simulate(
+    job: Sequence[Sequence[Script]],
+    workers: int,
+    pace: Pace,
+    *,
+    ahead: bool = True,
+    progress: Callable[[int], None] = lambda started: None,
+) -> Ran:
+    """job: by pass, by rank. workers: of each rank. ahead: whether a worker draws its next ticket as a task begins.
+    progress: called with the number of tasks started so far."""
     if workers < 1:
         raise bad_value("workers", "at least 1 for each rank", workers, "132 is what an H200 has")
-    return _Simulation(job, workers, pace, ahead).run()
+    return _Simulation(job, workers, pace, ahead, progress).run()
 
 
 class _Rank:
@@ -187,8 +203,15 @@ class _Worker:
 
 
 class _Simulation:
-    def __init__(self, job: Sequence[Sequence[Script]], workers: int, pace: Pace, ahead: bool) -> None:
-        self.pace, self.ahead = pace, ahead
+    def __init__(
+        self,
+        job: Sequence[Sequence[Script]],
+        workers: int,
+        pace: Pace,
+        ahead: bool,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.pace, self.ahead, self.progress = pace, ahead, progress
         self.ranks = [_Rank(rank, [scripts[rank] for scripts in job], workers) for rank in range(len(job[0]))]
         self.heap: dict[Region, tuple[int, Tensor]] = {}
         self.flags: Multiset[Counter] = Multiset()
@@ -291,7 +314,7 @@ class _Simulation:
         values = [self.read(rank, region, step.task) for region in step.reads]
         results = rank.script.compute(step.task, values)
         self.reading.update(step.reads)
-        duration = self.pace.task(rank.rank)
+        duration = self.pace.task(rank.script.graph, step.task)
         record = Record(
             rank.rank, worker.index, rank.epoch, ticket, step.task, worker.came, self.now, self.now + duration
         )
@@ -301,6 +324,7 @@ class _Simulation:
             self.arrows.append((max(openers, key=lambda opener: opener.ended), record))
         worker.held = self.ticket(rank) if self.ahead else None
         self.later(duration, lambda: self.end(worker, step, record, results))
+        self.progress(len(self.records))
 
     def read(self, rank: _Rank, region: Region, task: Task) -> Tensor:
         if region.heap:
