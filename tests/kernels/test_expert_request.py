@@ -242,9 +242,10 @@ def _order(kernel, groups: int, sizes) -> list[str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels.expert_request import RequestConstants
+    from amoeba.kernels.constants import Group
 
-    constants = RequestConstants(128, 64, 131, 128, 16, HOST_COMPUTES=True, GROUPS=groups, ON_GPU=True, **sizes(128, 8))
+    constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, **sizes(128, 8)}
+    request = Group(**constants, HOST_COMPUTES=True, GROUPS=groups, ON_GPU=True)
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS", "mine"), "i32")
     signature |= dict.fromkeys(("shown", "state", "due", "turn", "requests", "answers", "trouble", "times"), "*i32")
@@ -252,7 +253,7 @@ def _order(kernel, groups: int, sizes) -> list[str]:
         ("weight_N", "buffer_x", "buffer_weight"), "*fp32"
     )
     signature["buffer_arrived"] = "*i32"
-    source = ASTSource(kernel, signature, constexprs={"REQUEST": constants})
+    source = ASTSource(kernel, signature, constexprs={"REQUEST": request})
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
     kinds = {
         "ld.volatile.global": "look",

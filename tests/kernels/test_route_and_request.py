@@ -177,14 +177,14 @@ def main() -> dict[str, object]:
 
     from amoeba.kernels import expert_request as module
     from amoeba.kernels import router
+    from amoeba.kernels.constants import Group
     from amoeba.kernels.index_export import sizes
 
     config = RouterConfig(128, 8, renormalize=False)
     of_router = router.forward_constants(config)
-    sizes_of = module.RequestConstants(
-        128, 64, 131, 128, 16, HOST_COMPUTES=True, GROUPS=1, ON_GPU=True, **sizes(128, 8)
-    )
-    groups = {"REQUEST": sizes_of, "ROUTER": module.RouterConstants(**of_router), "bias_E": None}
+    constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, **sizes(128, 8)}
+    request = Group(**constants, HOST_COMPUTES=True, GROUPS=1, ON_GPU=True)
+    groups = {"REQUEST": request, "ROUTER": Group(**of_router), "bias_E": None}
     of_router |= {"bias_E": None}
     types = dict.fromkeys(("expert_N", "slot_N", "buffer_expert", "expert_TK"), "*i64")
     types |= dict.fromkeys(("limit", "N", "NUMBERS", "mine", "num_tokens"), "i32") | {"x_TH": "*bf16"}

@@ -44,14 +44,13 @@ alike, as those of one or two tokens and 128 experts are (tests/kernels/test_exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
+from amoeba.kernels.constants import Group
 from amoeba.kernels.fences import fenced, microseconds
 from amoeba.kernels.index_export import MOST_IDS, row_length, sizes, write_row
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
@@ -77,41 +76,6 @@ _WARPS = 1  # so that all threads see the same words: they look in one instructi
 MOST_ELEMENTS = 2048  # of the rows of all tokens that are routed: 64 registers of each thread
 _MOVED, _PROMOTED, _COMPUTES = tl.constexpr(MOVED), tl.constexpr(PROMOTED), tl.constexpr(COMPUTES)
 _COMPUTED, _LATER = tl.constexpr(COMPUTED), tl.constexpr(LATER)
-
-
-@dataclass(frozen=True)
-class RequestConstants:
-    """Of `_request`. HOST_COMPUTES: x, ids and weights are written to the buffer too. GROUPS: that take turns."""
-
-    EXPERTS: int
-    RING: int
-    ROW: int
-    MOST: int
-    ENTRIES: int
-    HOST_COMPUTES: bool
-    GROUPS: int
-    ON_GPU: bool
-    BINS: int
-    PIECE: int
-
-
-@dataclass(frozen=True)
-class RouterConstants:
-    """Of `choose_experts`, but for its tile (kernels/router.py)."""
-
-    SIGMOID: bool
-    RENORMALIZE: bool
-    RANK_LOGITS: bool
-    SCALE: float
-    K: int
-    GROUPS: int
-    GROUP_SIZE: int
-    TOPK_GROUP: int
-    TOP2_SUM: bool
-    GROUP_COLUMNS: int
-    SIZE_COLUMNS: int
-    SLOTS: int
-    LOG_FLOOR: float
 
 
 def request_experts(
@@ -146,7 +110,7 @@ def _operands(
     x_TH: Tensor | None,
     weight_TK: Tensor | None,
     turn: Turn | None = None,
-) -> tuple[tuple[object, ...], RequestConstants]:
+) -> tuple[tuple[object, ...], Group]:
     """What `_request` takes, in its order, and its constants."""
     ids, ring, row = expert_TK.numel(), *mailbox.requests.shape
     most = (mailbox.answers.shape[1] - ANSWER_HEADER) // 2
@@ -172,8 +136,18 @@ def _operands(
     numbers_of = int(limit * 1e6), ids, numbers, mine
     operands = expert_TK, slot_TK, shown, mailbox.state, due, word, *told, *given, *numbers_of
     entries = max(2, next_power_of_2(min(most, answer_length(experts, ids))))
-    constants = experts, ring, row, most, entries, buffer is not None, groups, expert_TK.is_cuda
-    return operands, RequestConstants(*constants, *sizes(experts, ids).values())
+    constants = Group(
+        EXPERTS=experts,
+        RING=ring,
+        ROW=row,
+        MOST=most,
+        ENTRIES=entries,
+        HOST_COMPUTES=buffer is not None,  # x, ids and weights are written to the buffer too
+        GROUPS=groups,  # that take turns
+        ON_GPU=expert_TK.is_cuda,
+        **sizes(experts, ids),
+    )
+    return operands, constants
 
 
 def add_computed(y_TH: Tensor, mailbox: MailboxWords, buffer: HostComputeBuffer, limit: float) -> None:
@@ -242,7 +216,7 @@ def route_and_request(
         tokens,
         *operands,
         REQUEST=constants,
-        ROUTER=RouterConstants(**forward_constants(config)),  # type: ignore[arg-type]
+        ROUTER=Group(**forward_constants(config)),
         TILE_ROWS=next_power_of_2(tokens),
         num_warps=_WARPS,
     )

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import driver as triton_driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -90,7 +90,7 @@ listening = _Listening()
 
 def current_stream() -> Any:
     """As a launch wants it."""
-    return driver.active.get_current_stream(torch.cuda.current_device())
+    return triton_driver.active.get_current_stream(torch.cuda.current_device())
 
 
 def is_hooked() -> bool:
