@@ -172,10 +172,10 @@ def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
 
 def test_what_reads_rows_ahead_of_the_products_waits_for_all_of_them(without_gpu: None) -> None:
     problem, _ = problem_of()
-    assert overlapped_dispatch.why_not_travelling(problem) is None
+    assert overlapped_dispatch.why_not_overlapped(problem) is None
     transposed = problem.weights.gate_up_EJH.mT.contiguous().mT
     other = problem._replace(weights=ExpertWeights(transposed, problem.weights.down_EHI, activation=SILU))
-    assert overlapped_dispatch.why_not_travelling(other) == "the up projection and its activation are two passes"
+    assert overlapped_dispatch.why_not_overlapped(other) == "the up projection and its activation are two passes"
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1500), (200, 1300), (1499, 1500), (700, 701)])

@@ -29,8 +29,8 @@ from amoeba.cpu.node import NodeCache
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
+from amoeba.cpu.numa import NumaNode, numa_nodes
 from amoeba.cpu.packed_weights import Path, current_path
-from amoeba.cpu.places import Place, places_for
 from amoeba.cpu.pointers import CPU, has_lines
 from amoeba.cpu.stored import StoredWeights
 from amoeba.precision.experts import ReadInBlocks
@@ -48,10 +48,10 @@ def serves(problem: Problem) -> bool:
 def forward(problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
     x_TH, expert_TK, weight_TK = _rows(problem)
 
-    def run(place: Place) -> tuple[Tensor, NodeCache | None]:
-        experts, factors = _experts(problem, place)
+    def run(node: NumaNode) -> tuple[Tensor, NodeCache | None]:
+        experts, factors = _experts(problem, node)
         what: Save = "h" if save == "h" else "nothing"
-        return one_node.forward(experts, factors, x_TH, expert_TK, weight_TK, place.pool, save=what)
+        return one_node.forward(experts, factors, x_TH, expert_TK, weight_TK, node.pool, save=what)
 
     y_TH, cache = _here(run)
     y_TH = y_TH.to(problem.x_TH.dtype)
@@ -76,16 +76,16 @@ def _combine(rows_NH: Tensor, problem: Problem) -> Tensor:
     _, expert_TK, weight_TK = _rows(problem)
     slot_TK = torch.arange(problem.rows, dtype=torch.int32, device=CPU).view_as(expert_TK)
     slot_TK = slot_TK.masked_fill((expert_TK < 0) | (expert_TK >= problem.weights.num_experts), -1)
-    y_TH = _here(lambda place: one_node.combine(rows_NH, slot_TK, weight_TK, place.pool))
+    y_TH = _here(lambda node: one_node.combine(rows_NH, slot_TK, weight_TK, node.pool))
     return y_TH.to(problem.x_TH.dtype)
 
 
 def backward(problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
     cache = NodeCache(*_rows(problem), None, None if saved is None else saved.h_NJ, None, None)
 
-    def run(place: Place) -> Gradients:
-        experts, factors = _experts(problem, place)
-        return one_node.backward(experts, factors, cache, dy_TH, place.pool, needs)
+    def run(node: NumaNode) -> Gradients:
+        experts, factors = _experts(problem, node)
+        return one_node.backward(experts, factors, cache, dy_TH, node.pool, needs)
 
     found = _here(run)
     sources = problem.differentiable()
@@ -109,14 +109,14 @@ def _path_multiplies_bf16(asked_for: str | None) -> bool:
 
 
 @functools.cache
-def _place() -> Place:
-    (place,) = places_for(1)
-    return place
+def _node() -> NumaNode:
+    (node,) = numa_nodes(1)
+    return node
 
 
-def _here(run: Callable[[Place], Result]) -> Result:
-    place = _place()
-    return place.run(functools.partial(run, place))
+def _here(run: Callable[[NumaNode], Result]) -> Result:
+    node = _node()
+    return node.run(functools.partial(run, node))
 
 
 def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _rows(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return x_TH, expert_TK.to(torch.int64).contiguous(), weight_TK.to(torch.float32).contiguous()
 
 
-def _experts(problem: Problem, place: Place) -> tuple[NodeExperts, NodeFactors | None]:
+def _experts(problem: Problem, node: NumaNode) -> tuple[NodeExperts, NodeFactors | None]:
     gate_up, down = (_stored(weight) for weight in (problem.weights.gate_up_EJH, problem.weights.down_EHI))
     gate_up_bias, down_bias = (
         None if bias is None else bias.detach().to(torch.float32).contiguous()
@@ -135,7 +135,7 @@ def _experts(problem: Problem, place: Place) -> tuple[NodeExperts, NodeFactors |
     experts = NodeExperts(gate_up, down, gate_up_bias, down_bias, problem.weights.activation)
     if problem.lora is None:
         return experts, None
-    return experts, NodeFactors.pack(experts, problem.lora, place.pool)
+    return experts, NodeFactors.pack(experts, problem.lora, node.pool)
 
 
 def _stored(weight_EOI: Tensor | ReadInBlocks) -> StoredWeights | ScaledCodes:

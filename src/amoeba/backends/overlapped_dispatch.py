@@ -25,7 +25,7 @@ from amoeba.kernels.combine import combine
 from amoeba.kernels.lora.epilogue import Addend
 
 
-def why_not_travelling(problem: Problem) -> str | None:
+def why_not_overlapped(problem: Problem) -> str | None:
     """The reason why all rows are waited for first."""
     if problem.lora is not None:
         return "LoRA reads all rows ahead of the products"
@@ -41,7 +41,7 @@ class OverlappedRows(HopperRows):
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
         problem = with_plain_rows(problem)
-        if why_not_travelling(problem) is None:  # rows came into memory of our own, in one piece
+        if why_not_overlapped(problem) is None:  # rows came into memory of our own, in one piece
             return cls(problem, *(saved[1:] if saved else sorted_maps(problem)))
         assert problem.overlapped is not None
         problem.overlapped.wait()
@@ -79,7 +79,7 @@ class OverlappedRows(HopperRows):
         first = self._overlapped.own.start * self.top_k
         return self.order_N - first if first else self.order_N
 
-    def sums_to_travel(self, a_NI: Any) -> Tensor:
+    def overlapped_output(self, a_NI: Any) -> Tensor:
         problem, weights = self.problem, self.problem.weights
         y_NH = self.new_rows(weights.hidden)
         own, rest = self._parts

@@ -26,9 +26,9 @@ from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu import node as one_node
 from amoeba.cpu.node import NodeCache
 from amoeba.cpu.node_factors import NodeFactors
+from amoeba.cpu.numa import run_on_nodes
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
-from amoeba.cpu.places import run_everywhere
 from amoeba.cpu.pointers import CPU
 
 Part = TypeVar("Part")
@@ -84,13 +84,13 @@ def forward(
     expert_TK = expert_TK.to(torch.int64).contiguous()
     factors: Sequence[NodeFactors | None] = [None] * packed.nodes
     if lora is not None and lora.tensors():
-        factors = packed.copies.of(lora, packed.shares, packed.places, packed.partition, expert_TK)
+        factors = packed.copies.of(lora, packed.shares, packed.numa_nodes, packed.partition, expert_TK)
 
     few = expert_TK.numel() * packed.expert_bytes <= ALONE_BYTES
 
     def part(node: int) -> tuple[Tensor, NodeCache | None]:
-        share, place = packed.shares[node], packed.places[node]
-        pool = place.alone if few else place.pool
+        share, numa = packed.shares[node], packed.numa_nodes[node]
+        pool = numa.alone if few else numa.pool
         return one_node.forward(share, factors[node], x_TH, expert_TK, weight_TK, pool, save=save)
 
     parts = _on_every_node(packed, part)
@@ -105,7 +105,7 @@ def backward(packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH:
     """x and weight in fp32. lora: the factors of the forward, whose gradients come in their shapes and dtypes."""
 
     def part(node: int) -> Gradients:
-        share, pool = packed.shares[node], packed.places[node].pool
+        share, pool = packed.shares[node], packed.numa_nodes[node].pool
         return one_node.backward(share, left.factors[node], left.caches[node], dy_TH.detach(), pool, needs)
 
     parts = _on_every_node(packed, part)
@@ -121,7 +121,7 @@ def backward(packed: PackedExperts, lora: LoraFactors | None, left: Left, dy_TH:
 
 
 def _on_every_node(packed: PackedExperts, part: Callable[[int], Part]) -> list[Part]:
-    return run_everywhere(packed.places, [functools.partial(part, node) for node in range(packed.nodes)])
+    return run_on_nodes(packed.numa_nodes, [functools.partial(part, node) for node in range(packed.nodes)])
 
 
 def _present(tensor: Tensor | None) -> Tensor:

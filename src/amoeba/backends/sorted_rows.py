@@ -81,14 +81,14 @@ class SortedRows(ABC):
     def combine(self, rows_NH: Tensor, *, weighted: bool) -> Tensor:
         """Each token's sum over its rows; weighted: a sum of experts' outputs, which the routing weights scale."""
 
-    def sums_to_travel(self, a_NI: Any) -> Tensor:
+    def overlapped_output(self, a_NI: Any) -> Tensor:
         """y of each token, where those of other processes leave."""
         y_TH = self.combine(self.down(a_NI), weighted=True)
         assert self.problem.overlapped is not None
         self.problem.overlapped.leave(y_TH)
         return y_TH
 
-    def gradients_to_travel(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
+    def overlapped_input_gradient(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
         """dx of each token, where those of other processes leave."""
         d_x = self.combine(dx_NH, weighted=False)
         assert self.problem.overlapped is not None
@@ -135,7 +135,7 @@ def forward(problem: Problem, save: Save, rows_type: type[SortedRows]) -> tuple[
             if (room := problem.overlapped.room(problem.most_rows)) != problem.most_rows:
                 assert room is not None
                 rows, h_NJ, a_NI = _with_room(room, problem, rows_type, rows, h_NJ, a_NI)
-            y_TH = rows.sums_to_travel(a_NI)
+            y_TH = rows.overlapped_output(a_NI)
         else:
             y_NH = rows.down(a_NI)
             del a_NI
@@ -213,7 +213,7 @@ def backward(
     found |= of_factors
     if dx_NH is not None:
         if problem.overlapped is not None:
-            d_x = rows.gradients_to_travel(dx_NH, d_weight)
+            d_x = rows.overlapped_input_gradient(dx_NH, d_weight)
         else:
             d_x = rows.combine(dx_NH, weighted=False)
         del dx_NH

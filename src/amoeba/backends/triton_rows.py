@@ -151,18 +151,18 @@ class TritonRows(SortedRows):
         combine(rows_NH, self.slot_row_TK, weight_TK, out_TH, onto_TH)
         return out_TH
 
-    def sums_to_travel(self, a_NI: Any) -> Tensor:
+    def overlapped_output(self, a_NI: Any) -> Tensor:
         overlapped = self.problem.overlapped
         if overlapped is None or not overlapped.straight:
-            return super().sums_to_travel(a_NI)
+            return super().overlapped_output(a_NI)
         y_NH = self.down(a_NI)
         overlapped.send_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
         return overlapped.add_sums(y_NH, self.slot_row_TK, self.problem.weight_TK)
 
-    def gradients_to_travel(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
+    def overlapped_input_gradient(self, dx_NH: Tensor, d_weight_TK: Tensor | None) -> Tensor:
         overlapped = self.problem.overlapped
         if overlapped is None or not overlapped.straight:
-            return super().gradients_to_travel(dx_NH, d_weight_TK)
+            return super().overlapped_input_gradient(dx_NH, d_weight_TK)
         overlapped.send_sums(dx_NH, self.slot_row_TK, None)
         return overlapped.keep_sums(dx_NH, self.slot_row_TK, d_weight_TK)
 

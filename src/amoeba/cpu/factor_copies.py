@@ -3,7 +3,7 @@
 E experts · R LoRA rank
 
     copies = FactorCopies()
-    factors = copies.of(lora, shares, places, partition, expert_TK)      # one NodeFactors per node, never stale
+    factors = copies.of(lora, shares, numa_nodes, partition, expert_TK)      # one NodeFactors per node, never stale
 
 That a factor changed shows in its version counter, which in-place operations of torch move on. Not all do: what is
 written through `factor.data` or a numpy view, or by torch's own fused SGD, Adam and AdamW, moves no counter. That shows
@@ -26,8 +26,8 @@ from amoeba.core.weights import LoraFactors
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
+from amoeba.cpu.numa import NumaNode, run_on_nodes
 from amoeba.cpu.partition import Partition
-from amoeba.cpu.places import Place, run_everywhere
 from amoeba.cpu.pointers import CPU, address, place_of
 from amoeba.cpu.pool import WorkerPool
 
@@ -36,7 +36,7 @@ from amoeba.cpu.pool import WorkerPool
 class _Seen:
     """What the factors were when they were copied."""
 
-    kinds: list[tuple]  # name, version, place and form of each
+    kinds: list[tuple]  # name, version, address and form of each
     memory: FactorMemory
     checksum_FE: Tensor
 
@@ -54,31 +54,31 @@ class FactorCopies:
         self,
         lora: LoraFactors,
         shares: Sequence[NodeExperts],
-        places: Sequence[Place],
+        numa_nodes: Sequence[NumaNode],
         partition: Partition,
         expert_TK: Tensor,
     ) -> list[NodeFactors]:
         with self._lock:
-            if not self._are_of(lora.scaling, lora.tensors(), expert_TK, places[0].pool):
-                self._pack(lora, shares, places, partition)
+            if not self._are_of(lora.scaling, lora.tensors(), expert_TK, numa_nodes[0].pool):
+                self._pack(lora, shares, numa_nodes, partition)
             return self._copies
 
     def _pack(
-        self, lora: LoraFactors, shares: Sequence[NodeExperts], places: Sequence[Place], partition: Partition
+        self, lora: LoraFactors, shares: Sequence[NodeExperts], numa_nodes: Sequence[NumaNode], partition: Partition
     ) -> None:
         factors = lora.tensors()
         memory = FactorMemory(factors)
-        seen = _Seen(_kinds(factors), memory, memory.checksums(places[0].pool))
+        seen = _Seen(_kinds(factors), memory, memory.checksums(numa_nodes[0].pool))
 
         def pack(node: int) -> NodeFactors:
             parts = {name: partition.take(name, factor.detach(), node) for name, factor in factors.items()}
             if lora.up_lora_a is not None and lora.up_lora_a is lora.gate_lora_a:
                 parts["up_lora_a"] = parts["gate_lora_a"]
             part = LoraFactors(**parts, scaling=lora.scaling)
-            return NodeFactors.pack(shares[node], part, places[node].pool)
+            return NodeFactors.pack(shares[node], part, numa_nodes[node].pool)
 
         jobs = [functools.partial(pack, node) for node in range(partition.nodes)]
-        self._copies = run_everywhere(places, jobs)
+        self._copies = run_on_nodes(numa_nodes, jobs)
         self._seen, self._scaling = seen, lora.scaling
 
     def _are_of(self, scaling: float, factors: dict[str, Tensor], expert_TK: Tensor, pool: WorkerPool) -> bool:

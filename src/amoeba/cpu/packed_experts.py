@@ -24,9 +24,9 @@ from amoeba.core.errors import bad_value
 from amoeba.core.weights import ExpertsByHandle, ExpertWeights
 from amoeba.cpu.factor_copies import FactorCopies
 from amoeba.cpu.node_experts import NodeExperts
+from amoeba.cpu.numa import NumaNode, numa_nodes, run_one_by_one
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights
 from amoeba.cpu.partition import Partition
-from amoeba.cpu.places import Place, places_for, run_in_turn
 from amoeba.cpu.pointers import CPU
 
 
@@ -39,7 +39,7 @@ class PackedExperts(ExpertsByHandle):
     hidden: int
     partition: Partition
     shares: tuple[NodeExperts, ...] = field(repr=False)
-    places: tuple[Place, ...] = field(repr=False)
+    numa_nodes: tuple[NumaNode, ...] = field(repr=False)
     copies: FactorCopies = field(repr=False, default_factory=FactorCopies)
 
     placement = "packed"
@@ -107,8 +107,8 @@ def pack_experts(
             f"{weights.placement} weights on {weights.device} in {weights.dtype}",
             "move them with .cpu() before packing",
         )
-    places = places_for(nodes, threads)
-    partition = Partition.of(weights.intermediate, len(places), weights.activation)
+    found = numa_nodes(nodes, threads)
+    partition = Partition.of(weights.intermediate, len(found), weights.activation)
 
     def pack(node: int) -> NodeExperts:
         def part(name: str, tensor: Tensor | None) -> Tensor | None:
@@ -131,8 +131,8 @@ def pack_experts(
             weights.activation,
         )
 
-    shares = run_in_turn(places, [functools.partial(pack, node) for node in range(len(places))])
-    return PackedExperts(kind, weights.num_experts, weights.hidden, partition, tuple(shares), places)
+    shares = run_one_by_one(found, [functools.partial(pack, node) for node in range(len(found))])
+    return PackedExperts(kind, weights.num_experts, weights.hidden, partition, tuple(shares), found)
 
 
 _SOURCES = (torch.bfloat16, torch.float32)

@@ -12,9 +12,9 @@ from amoeba.core.cost import weight_bytes
 from amoeba.core.placement import LayerSizes, Load, Placement, Situation, Tolerance
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
+from amoeba.cpu.numa import numa_cores
 from amoeba.cpu.packed_experts import pack_experts
 from amoeba.cpu.packed_weights import PackedKind, current_path, load_packed
-from amoeba.cpu.places import numa_cores
 from amoeba.cpu.planner import Plan, check_memory, plan
 from amoeba.cpu.pointers import CPU
 from amoeba.system.cpu_features import has_bf16_instructions

@@ -41,7 +41,7 @@ class WorkerPool:
         chosen = tuple(own_cores() if cores is None else cores)
         self._own_threads = len(chosen) if threads is None else threads
         self.cores = chosen[: self._own_threads] if len(chosen) >= self._own_threads else None
-        self._lender = _torch_parallel() if threads is None and cores is None else None
+        self._torch_parallel_for = _torch_parallel() if threads is None and cores is None else None
         self._made_in = os.getpid()
         self._process = -1
         self._handle = 0
@@ -49,7 +49,7 @@ class WorkerPool:
     @property
     def borrows(self) -> bool:
         """Whether these are torch's threads; a forked child has none of them."""
-        return self._lender is not None and self._made_in == os.getpid()
+        return self._torch_parallel_for is not None and self._made_in == os.getpid()
 
     @property
     def threads(self) -> int:
@@ -61,7 +61,7 @@ class WorkerPool:
         library = load_node()
         if self._process != os.getpid():
             if self.borrows:
-                self._handle = library.pool_borrow(self._lender, self.threads)
+                self._handle = library.pool_borrow(self._torch_parallel_for, self.threads)
             else:
                 array = None if self.cores is None else (ctypes.c_int32 * self.threads)(*self.cores)
                 self._handle = library.pool_new(self.threads, array)

@@ -1,10 +1,10 @@
-"""Where the nodes of a partition compute: NUMA nodes of this machine, or as many virtual ones as are asked for.
+"""NUMA nodes of this machine, or as many virtual ones as are asked for, on which the parts of a partition compute.
 
-    places = places_for(nodes="auto")                        # one per NUMA node; the same objects for every layer
-    parts = run_everywhere(places, [job_0, job_1])           # each on its own node, at the same time
+    nodes = numa_nodes("auto")                               # the same objects for every layer
+    parts = run_on_nodes(nodes, [job_0, job_1])              # each on its own node, at the same time
 
-A place has its cores, its worker pool and, beside other places, a thread that never leaves those cores: what it
-allocates and writes first lies in the memory of its node. Jobs of one place run one after another.
+A node has its cores, its worker pool and, if there are several, a thread that never leaves those cores: what it
+allocates and writes first lies in the memory of its node. Jobs of one node run one after another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 _NODE_FOLDER = Path("/sys/devices/system/node")
 
 
-class Place:
+class NumaNode:
     """One node: its cores and the threads on them. cores: None for wherever the system puts them."""
 
     def __init__(self, threads: int | None, cores: Sequence[int] | None) -> None:
@@ -54,7 +54,7 @@ class Place:
                 return job()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
-        """In the thread of this place."""
+        """In the thread of this node."""
         if self._process != os.getpid():
             self._begin()
         return self._executor.submit(self.run, job)
@@ -64,23 +64,23 @@ class Place:
             os.sched_setaffinity(0, self.cores)
 
 
-def run_everywhere(places: Sequence[Place], jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-    """The results of job n at place n; an error is raised when all have come to their end."""
-    if len(places) == 1:
-        return [places[0].run(jobs[0])]
-    started = [place.start(job) for place, job in zip(places, jobs, strict=True)]
+def run_on_nodes(nodes: Sequence[NumaNode], jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+    """The results of job n on node n; an error is raised when all have come to their end."""
+    if len(nodes) == 1:
+        return [nodes[0].run(jobs[0])]
+    started = [node.start(job) for node, job in zip(nodes, jobs, strict=True)]
     wait(started)
     return [future.result() for future in started]
 
 
-def run_in_turn(places: Sequence[Place], jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-    """As `run_everywhere`, but one after another, for jobs that each need much memory for a moment."""
-    if len(places) == 1:
-        return [places[0].run(jobs[0])]
-    return [place.start(job).result() for place, job in zip(places, jobs, strict=True)]
+def run_one_by_one(nodes: Sequence[NumaNode], jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+    """As `run_on_nodes`, but one after another, for jobs that each need much memory for a moment."""
+    if len(nodes) == 1:
+        return [nodes[0].run(jobs[0])]
+    return [node.start(job).result() for node, job in zip(nodes, jobs, strict=True)]
 
 
-def places_for(nodes: int | Literal["auto"] = 1, threads: int | None = None) -> tuple[Place, ...]:
+def numa_nodes(nodes: int | Literal["auto"] = 1, threads: int | None = None) -> tuple[NumaNode, ...]:
     """nodes: "auto" for the NUMA nodes of this machine. threads: of all of them together; None for one per core."""
     numa = numa_cores()
     if nodes == "auto":
@@ -90,20 +90,20 @@ def places_for(nodes: int | Literal["auto"] = 1, threads: int | None = None) -> 
     if threads is not None and threads < nodes:
         raise bad_value("threads", f"at least one for each of the {nodes} nodes", threads, "use more threads")
     if nodes == 1:
-        return (_place(threads, None),)
+        return (_node_of(threads, None),)
     groups = numa if nodes == len(numa) else _divide([core for cores in numa for core in cores], nodes)
     counts: list[int | None] = [None] * nodes
     if threads is not None:
         counts = [threads // nodes + (node < threads % nodes) for node in range(nodes)]
     return tuple(
-        _place(count, tuple(group), node) for node, (count, group) in enumerate(zip(counts, groups, strict=True))
+        _node_of(count, tuple(group), node) for node, (count, group) in enumerate(zip(counts, groups, strict=True))
     )
 
 
 @functools.cache
-def _place(threads: int | None, cores: tuple[int, ...] | None, node: int = 0) -> Place:
+def _node_of(threads: int | None, cores: tuple[int, ...] | None, node: int = 0) -> NumaNode:
     """One for all layers: threads of layers that wait for each other would only be in each other's way."""
-    return Place(threads, cores)
+    return NumaNode(threads, cores)
 
 
 def numa_cores() -> list[list[int]]:
