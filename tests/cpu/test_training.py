@@ -188,7 +188,7 @@ def test_stored_weights_give_the_bits_of_packed_ones(path: str, store, workers: 
         assert gradient is None or torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize("only", WEIGHTS)
+@pytest.mark.parametrize("only", ["x", "weight", *WEIGHTS])
 def test_one_gradient_alone(path: str, only: str, workers: WorkerPool) -> None:
     layer = Layer()
     alone = layer.run(workers, Needs(**{name: name == only for name in Needs._fields}))  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amoeba.parallel import gradients
+from amoeba.parallel import Owners, gradients
+from amoeba.parallel.agreement import facts_of
 
 
 def given(seed: int, *shape: int) -> nn.Parameter:
@@ -53,3 +54,24 @@ def test_gradients_are_scaled_down_and_never_up(most: float) -> None:
     parameter.grad = torch.tensor([3.0, 4.0])
     assert float(gradients.clip_gradients([parameter], most, ranks)) == pytest.approx(5.0)  # type: ignore[arg-type]
     torch.testing.assert_close(parameter.grad, torch.tensor([3.0, 4.0]) * min(most / 5, 1))
+
+
+@pytest.mark.parametrize("of", ["x", "the routing weights"])
+def test_ranks_tell_which_gradients_they_will_ask_for(of: str) -> None:
+    x_TH, weight_TK = given(0, 3, 4), given(1, 3, 2)
+    (x_TH if of == "x" else weight_TK).requires_grad_(False)
+    facts = facts_of(Owners.even(4, 2), x_TH, weight_TK, gradients=True)
+    assert {name for name, value in facts.items() if name.startswith("gradient of") and not value} == {
+        f"gradient of {of}"
+    }
+    without = facts_of(Owners.even(4, 2), x_TH, weight_TK, gradients=False)
+    assert not any(value for name, value in without.items() if name.startswith("gradient"))
+
+
+def test_a_shard_that_several_ranks_have_counts_once_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, ranks = given(0, 6), SimpleNamespace(count=2, add_up=twice)
+    parameter.grad = torch.full((6,), 3.0)
+    monkeypatch.setattr(gradients, "is_own", lambda _: True)
+    monkeypatch.setattr(gradients, "_here", lambda parameter: (parameter.grad, 2))
+    norm = gradients.clip_gradients([parameter], 1e9, ranks)  # type: ignore[arg-type]
+    torch.testing.assert_close(float(norm), 54**0.5)
