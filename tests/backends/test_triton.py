@@ -240,23 +240,6 @@ class TestWhichWay:
         assert torch.equal(experts(*arguments, lora=lora, backend="triton"), y_TH)
         assert taken == ["decode", "decode"]
 
-    def test_with_gradients_h_is_kept_and_not_computed_again(self, taken: list[str]) -> None:
-        layer = layer_here(tokens=2)
-        y_TH, _ = run(layer)
-        gradients(layer, y_TH, retain_graph=False)
-        assert taken == ["up keeping h"]
-
-    def test_recompute_keeps_nothing_and_computes_h_in_the_backward_pass(self, taken: list[str]) -> None:
-        layer = layer_here(tokens=2)
-        y_TH, kept = run(layer, recompute=True)
-        assert not kept
-        assert taken == ["decode"]
-        found = gradients(layer, y_TH, retain_graph=False)
-        assert taken == ["decode", "up keeping h"]
-        y_TH, _ = run(layer)
-        for name, one, other in zip(layer.tensors, found, gradients(layer, y_TH, False), strict=True):
-            assert torch.equal(one, other), name
-
 
 class TestRegistry:
     def request(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Request:

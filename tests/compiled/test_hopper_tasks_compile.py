@@ -68,7 +68,7 @@ def test_rows_are_gathered_without_a_fence_in_each_stage_where_there_is_one_a_ta
     assert set(found["over ranks"]["fences_among_gathers"]) == {1, 2}
 
 
-def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_are_raised_behind_them_for_the_whole_system(found):
+def test_over_ranks_rows_go_16_bytes_at_a_time_and_flags_come_behind_them(found):
     over_ranks = found["over ranks"]
     assert over_ranks["stack_bytes"] <= MOST_STACK + 32 and over_ranks["shared"] <= SHARED_BYTES
     assert over_ranks["local_in_loops"] <= 3

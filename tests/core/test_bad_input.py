@@ -17,8 +17,6 @@ from amoeba.core.errors import bad_value, counted
 from amoeba.core.weights import LoraFactors
 
 T, K, E, H, I = 3, 2, 4, 8, 16
-
-
 ROUTER = RouterConfig(num_experts=E, top_k=K)
 
 
@@ -114,8 +112,6 @@ def weights(dtype=torch.float32, device="cpu", **changed):
 
 
 HALF, META = torch.bfloat16, {"device": "meta"}
-
-
 WEIGHT_ERRORS = [
     ({"gate_up_EJH": torch.zeros(2 * I, H)}, "expert weights", "gate_up (E, J, H)", "(32, 8)", "Stack the experts"),
     ({"down_EHI": torch.zeros(H, I)}, "expert weights", "down (E, H, I)", "(8, 16)", "Stack the experts"),

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
+from test_node import GPT_OSS, LARGEST_ERROR, WEIGHTS, check
+from test_node import Layer as NodeLayer
 from torch import Tensor
 
 from amoeba import ExpertWeights, Routing, experts
@@ -23,15 +25,11 @@ from amoeba.cpu.node import NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.cpu.stored import StoredWeights
-from amoeba.proof.reference.experts import experts_backward, experts_forward
 from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
 )
-OUTPUT_ERROR, GRADIENT_ERROR = 5e-3, 1e-2
-WEIGHTS = ("gate_up", "down", "gate_up_bias", "down_bias")
-GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_shift=1.0, interleaved=True)
 
 
 def plain(weight: Tensor) -> Tensor:
@@ -56,86 +54,31 @@ def part_of_more(weight: Tensor) -> Tensor:
 
 
 @dataclass
-class Layer:
-    """Weights and a batch; `expert_TK` may be given."""
+class Layer(NodeLayer):
+    """The same with weights that train, as they are stored."""
 
-    tokens: int = 40
-    top_k: int = 2
-    experts: int = 5
-    hidden: int = 96
-    intermediate: int = 64
-    activation: Activation = field(default_factory=Activation)
+    ranks: tuple[int, int, int] = (0, 0, 0)
     bias: bool = True
-    rank: int = 0
-    expert_TK: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        torch.manual_seed(0)
-        E, H, I, R = self.experts, self.hidden, self.intermediate, self.rank
-        J = self.activation.width(I)
-        self.weights = {
-            "gate_up": (torch.randn(E, J, H) / H**0.5).to(torch.bfloat16),
-            "down": (torch.randn(E, H, I) / I**0.5).to(torch.bfloat16),
-        }
-        if self.bias:
-            self.weights |= {"gate_up_bias": torch.randn(E, J), "down_bias": torch.randn(E, H)}
-        shapes = zip(LORA_NAMES, [(R, H), (I, R), (R, H), (I, R), (R, I), (H, R)], strict=True)
-        factors = {name: (torch.randn(E, *shape) / 8).to(torch.bfloat16) for name, shape in shapes if R}
-        self.lora = LoraFactors(**factors, scaling=2.0)
-        self.x_TH, self.dy_TH = (torch.randn(self.tokens, H).to(torch.bfloat16) for _ in range(2))
-        if self.expert_TK is None:
-            self.expert_TK = torch.rand(self.tokens, E).argsort(1)[:, : self.top_k].contiguous()
-        self.weight_TK = torch.rand(self.expert_TK.shape) + 0.1
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in (WEIGHTS if self.bias else WEIGHTS[:2])}
 
     def node(self, store=plain) -> NodeExperts:
-        stored = (StoredWeights(store(self.weights[name])) for name in ("gate_up", "down"))
-        return NodeExperts(*stored, self.weights.get("gate_up_bias"), self.weights.get("down_bias"), self.activation)
+        stored = (StoredWeights(store(weight)) for weight in (self.gate_up, self.down))
+        return NodeExperts(*stored, self.gate_up_bias, self.down_bias, self.activation)
 
     def run(self, workers: WorkerPool, needs: Needs | None = None, *, store=plain, save="h") -> dict[str, Tensor]:
         mine = self.node(store)
         needs = needs or Needs(*[True] * 4, *[self.bias] * 2, *[True] * 6)
-        factors = NodeFactors.pack(mine, self.lora, workers) if self.rank else None
+        factors = NodeFactors.pack(mine, self.lora, workers) if self.lora.tensors() else None
         y_TH, cache = forward(mine, factors, self.x_TH, self.expert_TK, self.weight_TK, workers, save=save)
-        assert cache is not None
         gradients = backward(mine, factors, cache, self.dy_TH, workers, needs)
         named = dict(zip(Needs._fields, gradients, strict=True))
         return {"output": y_TH} | {name: gradient for name, gradient in named.items() if gradient is not None}
 
-    def expected(self) -> dict[str, Tensor]:
-        names = ("gate_up", "down", "gate_up_bias", "down_bias")
-        wide = (self.weights[n].double() if n in self.weights else None for n in names)
-        lora = LoraFactors(**{n: t.double() for n, t in self.lora.tensors().items()}, scaling=2.0)
-        given = (
-            self.x_TH.double(), self.expert_TK, self.weight_TK.double(), ExpertWeights(*wide, self.activation), lora
-        )  # fmt: skip
-        found = experts_backward(self.dy_TH.double(), *given)
-        names = ("x", "weight", *self.weights, *self.lora.tensors())
-        return {"output": experts_forward(*given)} | {name: found[name] for name in names}
-
-
-def check(found: dict[str, Tensor], expected: dict[str, Tensor], looser: float = 1) -> None:
-    assert found.keys() == expected.keys()
-    for name, truth in expected.items():
-        got = found[name]
-        assert got.shape == truth.shape and got.dtype == (torch.bfloat16 if name in WEIGHTS[:2] else torch.float32)
-        norm = float(truth.norm())
-        error = float((got.double() - truth).norm()) / norm if norm else float(got.abs().max() if got.numel() else 0)
-        limit = looser * (OUTPUT_ERROR if name == "output" else GRADIENT_ERROR)
-        assert error < limit, f"{name}: relative error {error:.1e}, at most {limit} is right"
-        if name in WEIGHTS:  # an expert without rows has exact zeros
-            idle = (truth == 0).flatten(1).all(1)
-            assert (got[idle] == 0).all(), name
-
-
-def test_the_check_can_fail() -> None:
-    expected = Layer().expected()
-    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-        wrong = {
-            n: (t * (1.02 if n == name else 1)).to(torch.bfloat16 if n in WEIGHTS[:2] else torch.float32)
-            for n, t in expected.items()
-        }
-        with pytest.raises(AssertionError, match=name):
-            check(wrong, expected)
+    def expected(self, *trained: str) -> dict[str, Tensor]:
+        return super().expected(*(trained or self.weights))
 
 
 @each_value_once("path")
@@ -149,15 +92,15 @@ def test_the_check_can_fail() -> None:
         Layer(tokens=300, top_k=4, experts=4),  # K = E
         Layer(tokens=760, top_k=1, experts=1, hidden=70, intermediate=40),  # more rows than are packed at a time
         Layer(tokens=33, hidden=330, intermediate=300),  # more panels than are packed at a time, and than a job has
-        Layer(tokens=130, top_k=3, bias=False, rank=5),
+        Layer(tokens=130, top_k=3, bias=False, ranks=(5, 5, 5)),
         Layer(activation=GPT_OSS, intermediate=31),
         Layer(activation=Activation("relu2", gated=False), intermediate=72),
     ],
-    ids=lambda layer: f"T{layer.tokens}-E{layer.experts}-H{layer.hidden}-I{layer.intermediate}-R{layer.rank}",
+    ids=lambda layer: f"T{layer.tokens}-E{layer.experts}-H{layer.hidden}-I{layer.intermediate}-R{layer.ranks}",
 )
 def test_every_gradient_agrees_with_fp64(path: str, layer: Layer, store, workers: WorkerPool) -> None:
     alone = layer.hidden == 1  # roundings of a single number have no others to average over
-    check(layer.run(workers, store=store), layer.expected(), looser=4 if alone else 1)
+    check(layer.run(workers, store=store), layer.expected(), "bf16", looser=4 if alone else 1)
 
 
 @pytest.mark.parametrize("store", [plain, turned, experts_last, part_of_more])
@@ -169,14 +112,14 @@ def test_storage_changes_no_bit_and_gradients_come_back_in_it(path: str, store, 
             assert torch.equal(found[name], expected[name]), name
     for name in ("gate_up", "down"):
         assert found[name].stride() == torch.empty_like(store(layer.weights[name])).stride(), name
-    check(found, layer.expected())
+    check(found, layer.expected(), "bf16")
 
 
 @pytest.mark.parametrize("store", [plain, turned])
 def test_stored_weights_give_the_bits_of_packed_ones(path: str, store, workers: WorkerPool) -> None:
-    layer = Layer(tokens=150, rank=3, hidden=130, intermediate=72)
-    weights = PackedWeights.pack(layer.weights["gate_up"]), PackedWeights.pack(layer.weights["down"])
-    frozen = NodeExperts(*weights, layer.weights["gate_up_bias"], layer.weights["down_bias"], layer.activation)
+    layer = Layer(tokens=150, ranks=(3, 3, 3), hidden=130, intermediate=72)
+    weights = PackedWeights.pack(layer.gate_up), PackedWeights.pack(layer.down)
+    frozen = NodeExperts(*weights, layer.gate_up_bias, layer.down_bias, layer.activation)
     factors = NodeFactors.pack(frozen, layer.lora, workers)
     y_TH, cache = forward(frozen, factors, layer.x_TH, layer.expert_TK, layer.weight_TK, workers, save="h")
     expected = backward(
@@ -209,7 +152,7 @@ class TestRouting:
     def test_experts_without_rows_get_zeros(self, path: str, workers: WorkerPool) -> None:
         layer = Layer(expert_TK=torch.tensor([[3, 1]] * 40))
         found = layer.run(workers)
-        check(found, layer.expected())
+        check(found, layer.expected(), "bf16")
         for name in WEIGHTS:
             assert (found[name][[0, 2, 4]] == 0).all() and found[name][[1, 3]].count_nonzero(), name
 
@@ -218,7 +161,7 @@ class TestRouting:
         expert_TK = torch.rand(40, 5).argsort(1)[:, :3].contiguous()
         expert_TK[::3, 1] = nobody
         layer = Layer(expert_TK=expert_TK)
-        check(layer.run(workers), layer.expected())
+        check(layer.run(workers), layer.expected(), "bf16")
 
     @pytest.mark.parametrize("tokens", [0, 40])
     def test_no_rows_at_all(self, path: str, tokens: int, workers: WorkerPool) -> None:
@@ -229,17 +172,17 @@ class TestRouting:
 
 def test_gradients_that_are_streamed_past_the_caches_are_whole(path: str, workers: WorkerPool) -> None:
     layer = Layer(tokens=9, experts=3, top_k=1, hidden=2048, intermediate=1024)
-    assert layer.weights["down"].nbytes > 8 << 20, "the core streams above this size"
+    assert layer.down.nbytes > 8 << 20, "the core streams above this size"
     layer.expert_TK[:] = 1
-    check(layer.run(workers), layer.expected())
+    check(layer.run(workers), layer.expected(), "bf16")
 
 
 @pytest.mark.usefixtures("older_instructions")
 def test_older_instruction_sets_agree_too() -> None:
     threads = WorkerPool(2)
     for store in (plain, turned):
-        layer = Layer(hidden=63, intermediate=199, rank=5)
-        check(layer.run(threads, store=store), layer.expected())
+        layer = Layer(hidden=63, intermediate=199, ranks=(5, 5, 5))
+        check(layer.run(threads, store=store), layer.expected(), "bf16")
 
 
 def test_packed_weights_are_frozen(workers: WorkerPool) -> None:
@@ -272,8 +215,9 @@ class TestBackend:
         for name in ("forward", "backward"):
             original = getattr(cpu_fused, name)
             monkeypatch.setattr(cpu_fused, name, lambda *a, o=original, n=name: (seen.append(n), o(*a))[1])
-        layer = Layer(tokens=300, rank=rank)
-        layer.weights = {n: t.to(torch.bfloat16).to(t.dtype) for n, t in layer.weights.items()}
+        layer = Layer(tokens=300, ranks=(rank, rank, rank))
+        for name, tensor in layer.weights.items():
+            setattr(layer, name, tensor.to(torch.bfloat16).to(tensor.dtype))
         named, lora = self.tensors(layer)
         y_TH = self.run(layer, named, lora, backend="cpu", recompute=recompute)
         gradients = torch.autograd.grad(y_TH, list(named.values()), layer.dy_TH)
@@ -282,10 +226,10 @@ class TestBackend:
         expected = layer.expected()
         for name, tensor in found.items():
             error = float((tensor.detach().double() - expected[name]).norm() / expected[name].norm())
-            assert error < GRADIENT_ERROR, f"{name}: {error:.1e}"
+            assert error < LARGEST_ERROR["bf16"]["gradient"], f"{name}: {error:.1e}"
 
     def test_h_alone_is_kept_beside_the_inputs(self) -> None:
-        layer = Layer(tokens=300, rank=4)
+        layer = Layer(tokens=300, ranks=(4, 4, 4))
         named, lora = self.tensors(layer)
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
@@ -318,7 +262,7 @@ class TestBackend:
             self.run(layer, named, lora, backend="cpu")
 
     def test_compiled(self) -> None:
-        layer = Layer(tokens=150, rank=4)
+        layer = Layer(tokens=150, ranks=(4, 4, 4))
         named, _ = self.tensors(layer)
         names = list(named)
 

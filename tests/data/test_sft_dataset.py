@@ -30,16 +30,12 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
 )
-
-
 # as of models that drop the thoughts of earlier turns: only the last answer has them
 THINKING = (
     "{% for message in messages %}[{{ message.role }}]"
     "{{ '<think/>' if message.role == 'assistant' and loop.last else '' }}"
     "{{ message.content }}<|im_end|>{% endfor %}{{ '[assistant]' if add_generation_prompt else '' }}"
 )
-
-
 TURNS = Conversation(
     (
         Message("system", "Be brief."),

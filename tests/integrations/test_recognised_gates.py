@@ -23,7 +23,6 @@ from experts_modules import (
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-import amoeba.integrations.transformers as integration
 from amoeba import Activation
 from amoeba.integrations import experts_module
 from selection import each_value_once
@@ -212,16 +211,6 @@ def test_a_change_of_gate_is_noticed_after_forget(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(type(module), "_apply_gate", up_first)
     experts_module.forget(module)
     assert recognised(module) is None
-
-
-def test_a_module_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = make_experts(swiglu)
-    calls = []
-    original = experts_module.find_out
-    monkeypatch.setattr(integration, "find_out", lambda m: calls.append(m) or original(m))
-    for _ in range(3):
-        recognised(module)
-    assert len(calls) == 1
 
 
 def test_copies_and_pickles_keep_working() -> None:

@@ -145,31 +145,6 @@ def test_a_timed_pass_leaves_nothing_behind(dtype):
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
-def test_long_passes_are_not_repeated(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(cpu_dtype.time, "perf_counter", lambda: now[0])
-
-    class Slow(torch.nn.Module):
-        calls = 0
-
-        def forward(self, seconds: float) -> Any:
-            Slow.calls += 1
-            now[0] += seconds
-            return type("Output", (), {"loss": torch.zeros((), requires_grad=True)})
-
-    for seconds, calls in ((0.01, 3), (0.6, 2), (5.0, 1)):
-        Slow.calls = 0
-        assert cpu_dtype.seconds_of_a_pass(Slow(), {"seconds": seconds}, torch.float32) == pytest.approx(seconds)
-        assert Slow.calls == calls
-
-
-def test_figures_of_a_busy_machine_are_not_kept(machine, monkeypatch):
-    for load, kept in ((1e9, None), (None, (0.2, 0.125))):
-        monkeypatch.setattr(cpu_dtype, "load_average", lambda load=load: load)
-        assert cpu_dtype._measured(None, {}, {"model": "one"}) == (0.2, 0.125)
-        assert cpu_dtype._known({"model": "one"}) == kept
-
-
 OWN = (None, None, "the checkpoint's own")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,13 +12,11 @@ import torch
 from torch import nn
 
 from amoeba.integrations import fused_attention
-from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers, final_norm
-from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.jobs.finetune import finetune
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train.captured_step import CapturedStep
 from amoeba.jobs.train.trainer import FastTrainer
-from amoeba.ops import rotary_attention
 from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
@@ -136,39 +133,6 @@ def wide_model(folder: Any) -> dict[str, Any]:
     return {"model": str(folder), "vocab_size": 300, "accumulation": 1}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-def test_attention_from_one_projection_where_there_is_a_gpu_and_as_before_afterwards(
-    tmp_path, inputs, monkeypatch, caplog
-):
-    """A GPU's paths, with its kernels in the interpreter."""
-    told = wide_model(tmp_path / "model") | {"steps": 2, "sequence_length": 8, "held_out": 0.02, "batch_size": 1}
-    expected, _ = run(tmp_path / "plain", inputs, **told)
-    calls: list[str] = []
-    operator = rotary_attention._operator
-
-    def noted(*arguments: Any) -> Any:
-        calls.append("forward")
-        return operator(*arguments)
-
-    monkeypatch.setattr(rotary_attention, "_operator", noted)
-    monkeypatch.setattr(rotary_attention, "why_not", rotary_attention.why_not_shape)
-    monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
-    monkeypatch.setattr(fast_paths, "_waits_in_a_pass", lambda model: True)  # there is no graph to capture
-    with caplog.at_level("INFO", "amoeba"):
-        found, _ = run(tmp_path / "fused", inputs, **told)
-    assert "2 of 2 attention layers with norms and rotations by our kernels" in caplog.text
-    assert len(calls) >= 2 * told["steps"]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-    weights = [kept_weights(tmp_path / name, "train") for name in ("plain", "fused")]
-    assert weights[0].keys() == weights[1].keys()
-
-
-def test_decoder_layers_are_the_stack_of_the_model():
-    model = build("qwen3_moe")
-    assert decoder_layers(model) == list(model.model.layers)
-    assert final_norm(model) == [model.model.norm]
-
-
 class TestPackedRows:
     """`amoeba finetune` packs where attention by documents serves; here transformers' own mask stands in for it."""
 
@@ -211,26 +175,6 @@ class TestPackedRows:
 class TestCheckpointing:
     """In a CUDA graph nothing may be asked of the device, as torch's checkpoint does to keep random numbers."""
 
-    def test_random_numbers_are_kept_only_where_some_are_drawn(self, tmp_path, inputs, monkeypatch):
-        kept: list[bool] = []
-        monkeypatch.setattr(torch, "get_rng_state", _noted(torch.get_rng_state, kept))
-        run(tmp_path / "run", inputs, "finetune", gradient_checkpointing=True, steps=1, save_every=5, eval_every=5)
-        during_passes = [each for each in kept if each]
-        assert not during_passes
-
-    @pytest.mark.parametrize(
-        ("changes", "drawn"),
-        [({}, False), ({"attention_dropout": 0.1}, True), ({"router_jitter_noise": 0.01}, True)],
-        ids=str,
-    )
-    def test_dropout_and_noise_draw(self, changes, drawn):
-        model = build("qwen3_moe")
-        for name, value in changes.items():
-            setattr(model.config, name, value)
-        assert draws_random_numbers(model) == drawn
-        model.add_module("more", nn.Dropout(0.1))
-        assert draws_random_numbers(model)
-
     def test_such_a_model_is_not_captured_and_a_sentence_says_why(self):
         model = build("qwen3_moe")
         arguments = SimpleNamespace(gradient_checkpointing=True)
@@ -240,16 +184,6 @@ class TestCheckpointing:
         model.config.attention_dropout = 0.1
         with fast_paths._captured(trainer) as reason:
             assert "random numbers" in reason and not trainer.captures
-
-
-def _noted(function: Any, inside: list[bool]) -> Any:
-    """Notes of each call whether it came from torch's checkpoint."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        inside.append("torch/utils/checkpoint" in sys._getframe(1).f_code.co_filename)
-        return function(*arguments, **options)
-
-    return call
 
 
 @pytest.mark.gpu

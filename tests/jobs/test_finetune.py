@@ -8,10 +8,8 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -305,31 +303,6 @@ def test_checkpoints_hold_the_adapter_and_not_the_model(finished: tuple[Path, An
     names = {path.name for path in (folder / "checkpoints" / "checkpoint-8").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "tokenizer.json"} <= names
     assert "model.safetensors" not in names
-
-
-@pytest.mark.thorough  # as `amoeba train` does it; of this command, signals are in test_kill_loop.py
-def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(base: Path, data: str, tmp_path: Path) -> None:
-    folder = tmp_path / "stopped"
-    flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name not in ("warmup_steps", "steps")
-    ]
-    command = [sys.executable, "-m", "amoeba", "finetune", str(base), "--data", data, "--out", str(folder)]
-    process = subprocess.Popen(
-        [*command, "--steps=5000", *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (folder / "checkpoints" / "checkpoint-4").exists() and time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended by itself"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
-    stopped = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
-    assert f"stopped at step {stopped}; go on with: amoeba finetune --resume {folder}" in said
 
 
 # --- what is refused

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -33,6 +34,7 @@ from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs import cpu_dtype
 from amoeba.jobs.generate import token_steps
 from amoeba.jobs.generate.generate import GenerationOptions, GenerationReport, TokenStream, generate
+from amoeba.jobs.generate.options import sampling_of
 from planted_backend import Planted, plant
 from tiny_models import byte_tokenizer, randomise, save_byte_tokenizer, tiny_config
 
@@ -82,6 +84,19 @@ def announced(monkeypatch, caplog) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
     caplog.set_level(logging.INFO, logger="amoeba")
     return caplog
+
+
+@pytest.fixture
+def by_decoder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
+
+
+@pytest.fixture(params=["by transformers", "by_decoder"])
+def either_way(request) -> None:
+    """Also by the Decoder, whose steps are captured on a GPU."""
+    if request.param == "by_decoder":
+        request.getfixturevalue("by_decoder")
 
 
 def run(folder: Path, prompt: str = "Once", options: GenerationOptions = GREEDY) -> GenerationReport:
@@ -165,6 +180,7 @@ def test_the_experts_really_are_ours(folder, monkeypatch):
     assert report.backend in {backend.name for backend in backends_of(ExpertWeights, torch.device(report.device))}
 
 
+@pytest.mark.usefixtures("either_way")
 def test_the_same_seed_gives_the_same_text_and_another_another(folder):
     def text(seed: int | None) -> GenerationReport:
         return run(folder, options=GenerationOptions(max_new_tokens=12, temperature=1.5, seed=seed))
@@ -208,6 +224,7 @@ def test_what_is_not_asked_for_is_the_models_own(folder):
     assert run(folder, options=GREEDY).sampling == {"do_sample": False, "repetition_penalty": 1.0}
 
 
+@pytest.mark.usefixtures("either_way")
 def test_it_stops_at_the_end_token_and_does_not_write_it(folder):
     second = run(folder).generated_ids[1]
     settings = {"eos_token_id": [256, second], "pad_token_id": 256}
@@ -218,6 +235,7 @@ def test_it_stops_at_the_end_token_and_does_not_write_it(folder):
     assert second not in report.generated_ids[:-1]
 
 
+@pytest.mark.usefixtures("either_way")
 def test_it_stops_where_the_models_positions_end_and_says_so(folder, announced):
     report = run(folder, "x" * (POSITIONS - 2))
     assert report.generated_tokens == 3
@@ -325,6 +343,7 @@ def test_the_chat_template_is_applied(folder):
     assert chat.generated_ids == plain.generated_ids != run(folder, "hi").generated_ids[:9]
 
 
+@pytest.mark.usefixtures("either_way")
 def test_an_interruption_keeps_what_was_written(folder):
     pieces: list[str] = []
 
@@ -342,12 +361,6 @@ def test_an_interruption_keeps_what_was_written(folder):
 # The same by the Decoder, whose steps are captured on a GPU
 
 
-@pytest.fixture
-def by_decoder(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
-
-
 def test_the_decoder_gives_the_same_text_piece_by_piece(folder, monkeypatch):
     expected, pieces = run(folder), []
     monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
@@ -358,41 +371,6 @@ def test_the_decoder_gives_the_same_text_piece_by_piece(folder, monkeypatch):
     assert (expected.steps, report.steps, report.stopped) == ("plain", "captured", "length")
     for seconds in (report.load_seconds, report.prepare_seconds, report.seconds_to_first_token):
         assert seconds > 0
-
-
-def test_by_the_decoder_the_same_seed_gives_the_same_text(folder, by_decoder):
-    first, again, other = (
-        run(folder, options=GenerationOptions(max_new_tokens=12, temperature=1.5, seed=seed)).generated_ids
-        for seed in (7, 7, 8)
-    )
-    assert first == again != other
-
-
-def test_the_decoder_stops_at_the_end_token(folder, by_decoder):
-    second = run(folder).generated_ids[1]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, second]}))
-    report = run(folder)
-    assert report.stopped == "end of text"
-    assert report.generated_ids[-1] == second
-    assert second not in report.generated_ids[:-1]
-
-
-def test_the_decoder_stops_where_the_models_positions_end(folder, by_decoder):
-    assert run(folder, "x" * (POSITIONS - 2)).generated_tokens == 3
-    assert run(folder, "x" * POSITIONS).generated_tokens == 1
-
-
-def test_an_interruption_of_the_decoder_keeps_what_was_written(folder, by_decoder):
-    def write(text: str) -> None:
-        pieces.append(text)
-        if len(pieces) == 2:
-            raise KeyboardInterrupt
-
-    pieces: list[str] = []
-    report = generate(folder, "Once", GREEDY, write)
-    assert report.stopped == "interrupted"
-    assert 2 <= report.generated_tokens < 17
-    assert "".join(pieces) == report.text
 
 
 def test_a_step_that_cannot_be_captured_is_told_and_does_not_change_the_text(folder, by_decoder, monkeypatch):
@@ -605,3 +583,25 @@ def test_device_and_dtype_flags_reach_the_job(folder):
     result = invoke(folder, "Once", "--max-new-tokens", 1, "--device", "cpu", "--dtype", "bf16", "--json")
     document = json.loads(result.stdout.splitlines()[-1])
     assert (document["device"], document["dtype"]) == ("cpu", "bfloat16")
+
+
+# ---- Whose word counts on how to sample: what was asked for, then the model's own, then nothing cut off
+
+
+WHOLE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+OWN = {"do_sample": True, "top_k": 7}
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "found"),
+    [
+        ({}, {}, {"do_sample": False, "repetition_penalty": 1.0}),
+        ({"temperature": 0.5}, {}, WHOLE | {"temperature": 0.5}),
+        ({"top_p": 0.9}, {}, WHOLE | {"top_p": 0.9}),
+        ({}, OWN | {"repetition_penalty": 1.2}, WHOLE | {"top_k": 7, "repetition_penalty": 1.2}),
+        ({"top_k": 3}, OWN | {"top_p": 0.8}, WHOLE | {"top_k": 3, "top_p": 0.8}),
+        ({"temperature": 0, "repetition_penalty": 1.5}, OWN, {"do_sample": False, "repetition_penalty": 1.5}),
+    ],
+)
+def test_what_is_not_said_keeps_every_token(asked, own, found):
+    assert sampling_of(GenerationOptions(**asked), GenerationConfig(**own)) == found

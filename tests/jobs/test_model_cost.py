@@ -90,20 +90,6 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement_and_nothing_else(me
     assert measured_ceiling(CPU) == FLOPS / 0.02
 
 
-@pytest.mark.parametrize(("each", "products"), [(0.001, 10), (0.15, 3), (3.0, 2)])
-def test_slow_products_are_few(each, products, monkeypatch):
-    """Under load one product may take a second: then two of them have to do."""
-    now = [0.0]
-
-    def mm(left, right, out):
-        now[0] += each
-
-    monkeypatch.setattr(model_cost.torch, "mm", mm)
-    monkeypatch.setattr(model_cost.time, "perf_counter", lambda: now[0])
-    found = model_cost._seconds_of_products(64, torch.float32, CPU)
-    assert found == pytest.approx([each] * products)
-
-
 @pytest.mark.parametrize(("tied", "frozen"), [(False, False), (True, False), (False, True)])
 def test_a_token_costs_what_works_on_it(tied, frozen):
     """All experts but two of four, no embedding table unless it is the head, 6 a number that trains, 4 a frozen one."""

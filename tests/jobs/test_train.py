@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +18,6 @@ from amoeba.jobs.train.train import train
 from amoeba.observe.run_log import read_run
 from tiny_runs import Quiet
 
-ROOT = Path(__file__).parents[2]
 TINY = {
     "steps": 12,
     "batch_size": 2,
@@ -127,31 +121,6 @@ def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
     report = train(settings(folder, corpus_file), Quiet(), resume=True, start_from="checkpoint-8")
     assert report.final_loss == finished[1].final_loss
     assert step_losses(folder)[-4:] == step_losses(finished[0])[-4:]
-
-
-@pytest.mark.thorough  # within this process: tests/jobs/test_resume.py
-def test_control_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
-    folder = tmp_path / "stopped"
-    flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name not in ("warmup_steps", "steps")
-    ]
-    flags.append(f"--model={one_layer}")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "amoeba", "train", "--data", corpus_file, "--out", str(folder), "--steps=5000", *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (folder / "checkpoints" / "checkpoint-4").exists() and time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended by itself"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
-    stopped = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
-    assert f"stopped at step {stopped}; go on with: amoeba train --resume {folder}" in said
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path, corpus_file: str) -> None:

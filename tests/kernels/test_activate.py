@@ -11,7 +11,6 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.layout import build_layout
-from amoeba.kernels import activate as kernels
 from amoeba.kernels.activate import activate, activate_backward
 from amoeba.proof.reference import experts as truth
 from selection import each_value_once
@@ -215,13 +214,3 @@ def test_a_diverged_row_shows(device, name):
     rows.h[0] = math.nan
     out = activate(rows.h, activation, poisoned(rows.da).zero_(), rows.offs_E)
     assert out[0].isnan().all() and out[1 : rows.owned].isfinite().all()
-
-
-@pytest.mark.parametrize("width", [1, 16, 63, 64, 768, 1408, 2880, 14336, 28672])
-def test_a_block_leaves_few_lanes_idle_and_a_tile_is_never_smaller_than_its_threads(width):
-    passes = ((kernels.WIDEST_BLOCK, kernels.FORWARD_TILE), (kernels.WIDEST_BACKWARD, kernels.BACKWARD_TILE))
-    for widest, tile in passes:
-        block = kernels.column_block(width, widest)
-        assert block & (block - 1) == 0 and block <= widest
-        assert -(-width // block) * block - width < max(block, 16) and (width < 64 or block >= 64)
-        assert tile // block * block >= 32 * kernels.WARPS * 8

@@ -360,18 +360,6 @@ class TestConfiguration:
                 bytes_in_flight = slots * chosen.down.columns * pieces * chosen.down.depth * itemsize
                 assert bytes_in_flight <= 32 * chosen.down.warps * 256
 
-    def test_a_row_is_cut_into_pieces_without_a_rest_where_that_is_possible(self):
-        for inner, depth in {768: 256, 1024: 256, 14336: 2048, 199: 256, 1: 1}.items():
-            assert configuration(1, 2, 8, 64, inner, gated=True, itemsize=2).down.depth == depth
-
-    def test_one_token_is_computed_by_slot_at_once_and_fills_the_machine(self):
-        chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2)
-        assert chosen.by_slot
-        assert chosen.up.at_once
-        assert chosen.down.at_once
-        assert 8 * 768 // chosen.up.columns >= 2 * 132
-        assert 2048 // chosen.down.columns >= 2 * 132
-
     def test_tokens_that_share_few_experts_are_computed_by_slot(self):
         def tokens_by_slot(top_k, num_experts):
             return [
@@ -384,30 +372,6 @@ class TestConfiguration:
         assert tokens_by_slot(8, 64) == [1, 2]
         assert tokens_by_slot(2, 8) == [1]
         assert tokens_by_slot(8, 8) == [1]
-
-    @pytest.mark.parametrize("sizes", [(8192 * 2, 768), (2048, 1 << 16)], ids=["wide rows of W1", "wide rows of W2"])
-    def test_what_does_not_fit_in_registers_is_read_in_steps(self, sizes):
-        chosen = configuration(1, 8, 128, *sizes, gated=True, itemsize=2, overlap=True)
-        assert chosen.by_slot
-        assert (chosen.up.at_once, chosen.down.at_once) == (sizes[0] == 2048, sizes[1] == 768)
-        assert chosen.overlap == chosen.down.at_once
-
-    def test_rows_that_are_not_contiguous_are_read_in_steps_of_many_columns(self):
-        chosen = configuration(1, 8, 128, 2048, 768, gated=True, itemsize=2, contiguous_rows=False, overlap=True)
-        assert chosen.by_slot
-        assert not (chosen.up.at_once or chosen.down.at_once or chosen.overlap)
-
-    @pytest.mark.parametrize("tokens", [8, 64])
-    def test_more_tokens_are_computed_by_expert_without_masks_on_the_weights(self, tokens):
-        chosen = configuration(tokens, 8, 128, 2048, 768, gated=True, itemsize=2)
-        assert not chosen.by_slot
-        assert chosen.rows == 16
-        assert (768 % chosen.up.columns, 2048 % chosen.up.depth) == (0, 0)
-        assert (2048 % chosen.down.columns, 768 % chosen.down.depth) == (0, 0)
-
-    def test_chunks_grow_with_the_slots_per_expert(self):
-        rows = [configuration(64, 2, experts, 512, 512, gated=True, itemsize=2).rows for experts in (128, 16, 8, 2)]
-        assert rows == [16, 32, 64, 64]
 
 
 @pytest.mark.gpu

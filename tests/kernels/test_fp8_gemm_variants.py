@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 from amoeba.kernels.hopper import fp8_gemm
-from amoeba.kernels.hopper.fp8_gemm import BLOCK, TURN, Plan
+from amoeba.kernels.hopper.fp8_gemm import Plan
 from amoeba.kernels.hopper.tile_order import IN_GROUPS, TALL
 from amoeba.kernels.launch.persistent_grid import share_the_gpu
 
@@ -17,10 +17,6 @@ DOWN = Plan(ACTIVATE=False, GATHER=False, BIAS=False, KEEP=False)
 DA = replace(DOWN, GATHER=True)
 KEEPING = replace(UP, KEEP=True)
 CODING = replace(KEEPING, CODED=True)
-
-
-def chosen(plan: Plan, depth: int, columns: int) -> Plan:
-    return replace(plan, VARIANT=fp8_gemm.variant_of(plan, depth, columns))
 
 
 @pytest.mark.parametrize(
@@ -56,26 +52,6 @@ def test_biases_and_half_blocks_keep_the_variant_that_they_had(plan: Plan, varia
     assert fp8_gemm.variant_of(replace(plan, BIAS=True), 2048, 768) == variant
     assert fp8_gemm.variant_of(plan, 704, 768) == variant
     assert fp8_gemm.variant_of(plan, 768, 704) == variant
-
-
-@pytest.mark.parametrize("plan", [UP, DOWN], ids=["up", "down"])
-def test_a_tile_of_one_step_is_not_stored_under_the_next_one(plan: Plan) -> None:
-    assert not chosen(plan, 128, 768).OVERLAPPED
-    assert chosen(plan, 256, 768).OVERLAPPED
-
-
-def test_plans_with_scales_in_stages_take_turns_and_begin_early_unless_h_leaves_in_bf16() -> None:
-    for plan, early in ((UP, True), (DA, True), (CODING, True), (KEEPING, False)):
-        found = chosen(plan, 2048, 768)
-        assert found.SCALES_IN_STAGE and found.PINGPONG and early == found.EARLY
-        assert found.STAGES * BLOCK == TURN
-        assert not chosen(plan, 768, 768).PINGPONG
-
-
-def test_the_sigmoid_is_the_fast_one_but_where_h_is_kept_in_e4m3_and_tiles_come_in_order() -> None:
-    assert [chosen(plan, 768, 768).FORM for plan in (UP, KEEPING, CODING)] == ["fast_silu", "fast_silu", "silu"]
-    assert chosen(CODING, 2048, 768).FORM == "fast_silu"
-    assert chosen(replace(UP, KIND="gelu"), 2048, 768).FORM == "gelu"
 
 
 @pytest.mark.parametrize(

@@ -15,43 +15,10 @@ from amoeba.core.config import Activation
 from amoeba.core.layout import build_layout
 from amoeba.kernels.hopper import gemm
 from amoeba.kernels.hopper.tile_order import BY_COLUMNS, TALL
-from amoeba.kernels.launch.persistent_grid import share_the_gpu
-from amoeba.kernels.lora.epilogue import Addend
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-LARGE = torch.empty(8, 28672, 4096, device="meta", dtype=torch.bfloat16)
 COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
 K = 2
-
-
-def test_stages_are_unrolled_only_where_a_tile_is_whole_turns_of_the_ring() -> None:
-    assert gemm._chosen(matrix(512, 768), None, False, True)["UNROLLED"]
-    assert not gemm._chosen(matrix(512, 320), None, False, True)["UNROLLED"]
-    low_NR, factor_EOR = torch.empty(4, 16), torch.empty(8, 512, 16)
-    assert not gemm._chosen(matrix(512, 768), Addend(low_NR, factor_EOR, 16), False, True)["UNROLLED"]
-
-
-@pytest.mark.parametrize(("whole_table", "order"), [(True, TALL), (False, None)])
-def test_parts_of_a_table_keep_the_usual_order(whole_table: bool, order: int | None) -> None:
-    assert gemm._chosen(LARGE, None, True, whole_table).get("ORDER") == order
-
-
-def test_programs_wait_for_one_another_only_with_large_matrices() -> None:
-    assert not gemm._chosen(matrix(1536, 2048), None, True, True)["TILE_SYNC"]
-    assert gemm._chosen(LARGE, None, True, True)["TILE_SYNC"]
-    assert "TILE_SYNC" not in gemm._chosen(LARGE, None, True, False)
-
-
-@pytest.mark.parametrize("halvings", [0, 5])
-def test_where_the_gpu_is_shared_tiles_keep_their_order_and_nobody_waits(halvings: int) -> None:
-    share_the_gpu(True, halvings)
-    found = gemm._chosen(LARGE, None, True, True)
-    share_the_gpu(False)
-    assert found.keys() == {"UNROLLED"}
-
-
-def matrix(width: int, depth: int) -> Tensor:
-    return torch.empty(8, width, depth, device="meta", dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from amoeba.core.layout import Layout, build_layout
 from amoeba.kernels.down_backward import down_backward, number_of_slices
 from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
 from amoeba.kernels.lora.epilogue import Addend
-from amoeba.kernels.tile_sizes import Configuration, configuration, with_addend
+from amoeba.kernels.tile_sizes import Configuration, configuration
 from amoeba.kernels.tiles import expert_constants, slots
 from amoeba.proof.reference.experts import activate, activate_backward
 
@@ -196,11 +196,6 @@ def test_an_addend_in_tiles_of_128_rows(rank: int, dtype: torch.dtype, device: t
     assert_close("out", out_NJ, expected, dtype)
 
 
-def test_a_tile_with_an_addend_leaves_64_rows_to_each_warpgroup() -> None:
-    assert [with_addend(Configuration(rows, 128, 64, 8, 4, 3)).num_warps for rows in (16, 64, 128)] == [4, 4, 8]
-    assert with_addend(Configuration(64, 128, 64, 8, 8, 3)).num_warps == 8
-
-
 def test_strided_rows_into_part_of_a_wider_buffer(device: torch.device) -> None:
     p = problem("awkward", torch.float32, device)
     rows_NI = torch.randn(p.rows(2 * p.down_EHI.shape[2]).shape, device=device)[:, ::2]
@@ -365,13 +360,6 @@ def test_default_configurations_fit_in_shared_memory(
         )
         stage = (chosen.block_m + chosen.block_n) * chosen.block_k * dtype.itemsize
         assert stage * chosen.num_stages <= shared_kilobytes * 1024
-
-
-def test_configurations_shrink_with_the_problem() -> None:
-    chosen = configuration(
-        "product", rows=8, experts=2, reduction=20, columns=1, dtype=torch.float16, capability=(9, 0)
-    )
-    assert (chosen.block_m, chosen.block_n, chosen.block_k) == (16, 16, 32)
 
 
 def test_a_dtype_without_kernels_is_refused() -> None:

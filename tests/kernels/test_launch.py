@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from amoeba.kernels.launch import Quick, cdiv, next_power_of_2, quick
+from amoeba.kernels.launch import Quick, quick
 
 
 class Compiler:
@@ -54,7 +54,7 @@ def descriptor(dtype: torch.dtype = torch.float32, block: tuple[int, int] = (8, 
     return SimpleNamespace(base=rows(dtype), block_shape=list(block))
 
 
-def test_the_second_launch_compiles_nothing_and_hands_over_the_new_arguments_and_the_constants(
+def test_the_second_launch_compiles_nothing_and_gets_the_new_arguments(
     compiler: Compiler,
 ) -> None:
     kernel = Quick(compiler)
@@ -185,7 +185,7 @@ def test_in_the_interpreter_nothing_changes_but_that_constants_can_be_bound() ->
     assert calls == [((2,), (7,), {"BLOCK": 16}), ((3,), (8,), {"BLOCK": 32})]
 
 
-def test_whoever_asks_to_be_told_of_compiled_kernels_does_not_stop_those_that_triton_cannot_tell_of() -> None:
+def test_a_hook_on_compiled_kernels_does_not_stop_those_that_triton_cannot_tell_of() -> None:
     jit = pytest.importorskip("triton.runtime.jit")
     kernel = jit.JITFunction(rows)
 
@@ -201,16 +201,6 @@ def test_whoever_asks_to_be_told_of_compiled_kernels_does_not_stop_those_that_tr
     assert len(told) == 1
     with pytest.raises(TypeError, match="no number"):
         kernel._call_hook(lambda constants: (_ for _ in ()).throw(TypeError("no number")), {})
-
-
-@pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (199, 64, 4)])
-def test_cdiv_rounds_up(a: int, b: int, expected: int) -> None:
-    assert cdiv(a, b) == expected
-
-
-@pytest.mark.parametrize(("n", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (760, 1024)])
-def test_next_power_of_2(n: int, expected: int) -> None:
-    assert next_power_of_2(n) == expected
 
 
 def test_a_fixed_launch_takes_tensors_alone_and_compiles_once(compiler: Compiler) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from amoeba.kernels.hopper.gemm import multiply, tile_table
 from amoeba.kernels.hopper.gemm_kernel import share_of_tiles
-from amoeba.kernels.launch.persistent_grid import share_the_gpu, sharing
+from amoeba.kernels.launch.persistent_grid import share_the_gpu
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -19,22 +19,6 @@ def test_each_tile_is_one_programs(halvings: int, tiles: int, multiprocessors: i
     programs = multiprocessors * (halvings + 1)
     shares = [list(range(*share_of_tiles.fn(each, programs, tiles, halvings))) for each in range(programs)]
     assert sorted(tile for share in shares for tile in share) == list(range(tiles))
-
-
-def test_the_first_programs_have_half_and_the_last_ones_little() -> None:
-    lengths = [len(range(*share_of_tiles.fn(program, 66 * 6, 3072, 5))) for program in range(66 * 6)]
-    turns = [lengths[first : first + 66] for first in range(0, 66 * 6, 66)]
-    assert [sum(turn) for turn in turns] == [1536, 768, 384, 192, 96, 96]
-    assert all(max(turn) - min(turn) <= 1 for turn in turns)
-
-
-def test_a_gpu_of_ones_own_has_one_program_for_each_multiprocessor() -> None:
-    share_the_gpu(halvings=3)
-    assert sharing() == (8, 3)
-    share_the_gpu()
-    assert sharing() == (8, 5)
-    share_the_gpu(False)
-    assert sharing() == (1, 0)
 
 
 @pytest.mark.gpu

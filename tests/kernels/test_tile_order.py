@@ -88,27 +88,3 @@ def test_wide_matrices_and_wide_up_projections_are_swept_by_tall_groups(
         order_of_product(down, -(-inner // 256), False),
     )
     assert found == expected
-
-
-class Begun:
-    """A counter that others bring to `others` at each look, up to what they have to do."""
-
-    def __init__(self, others: int) -> None:
-        self.others, self.looks = others, 0
-
-    def atomic_add(self, counter: object, amount: int, sem: str) -> int:
-        self.looks += amount == 0
-        return self.others
-
-
-def test_a_program_that_has_waited_in_vain_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = 0
-    for others, looks, after in ((131, 0, 0), (100, 64, 64), (100, 0, 64), (132, 0, 64)):
-        counter = Begun(others)
-        monkeypatch.setattr(tile_order.gl, "atomic_add", counter.atomic_add, raising=False)
-        monkeypatch.setattr(tile_order.gl, "num_programs", lambda axis: 132, raising=False)
-        monkeypatch.setattr(
-            tile_order.gl, "where", lambda condition, one, other: one if condition else other, raising=False
-        )
-        looked = tile_order.sync_tiles.fn(None, 0, 10_000, looked, 64)
-        assert (counter.looks, looked) == (looks, after), others

@@ -7,7 +7,6 @@ import torch
 from amoeba.core.problem import Problem
 from amoeba.core.weights import ExpertWeights
 from amoeba.kernels.decode import Like, _chosen
-from amoeba.kernels.lora import backward as lora_backward
 from amoeba.kernels.tile_sizes import as_many, as_with, configuration_on
 
 SIZES = {"rows": 2048, "reduction": 256, "columns": 256, "dtype": torch.bfloat16}
@@ -23,17 +22,6 @@ def test_a_product_has_the_tiles_of_all_experts(device) -> None:
             assert configuration_on(device, "up", experts=E, **SIZES) == of_few
         assert as_many(1) == E
     assert configuration_on(device, "up", experts=S, **SIZES) == of_few
-
-
-def test_the_thin_products_of_lora_have_them_too(device, monkeypatch) -> None:
-    asked = []
-    chosen = lora_backward.configuration
-    monkeypatch.setattr(lora_backward, "configuration", lambda *facts: asked.append(facts[1]) or chosen(*facts))
-    rows, low = torch.ones(6, 16, device=device), torch.ones(6, 16, device=device)
-    offs_E = torch.tensor([2, 6], dtype=torch.int32, device=device)
-    with as_with(E):
-        lora_backward.lora_backward(rows, torch.ones(2, 16, 16, device=device), low, offs_E, rank=16, scaling=1.0)
-    assert asked == [E]
 
 
 def test_decoding_goes_the_way_of_the_whole_pass(device) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from amoeba import Activation, Routing, experts
 from amoeba.backends import quantised_rows, quantised_triton
-from amoeba.backends.quantised_rows import HopperQuantisedRows, QuantisedRows, why_not_hopper
-from amoeba.core.problem import Problem, Saved
+from amoeba.backends.quantised_rows import why_not_hopper
+from amoeba.core.problem import Problem
 from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.kernels.hopper import gemm, weight_only_gemm
 from amoeba.kernels.lora.epilogue import Addend
@@ -385,11 +385,6 @@ class TestLayers:
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
             assert "needs a Hopper GPU" in str(why_not_hopper(problem_of()))
 
-    @pytest.mark.parametrize(("dtype", "kind"), [(BF16, HopperQuantisedRows), (torch.float16, QuantisedRows)])
-    def test_rows_are_those_of_the_kernels_that_serve(self, dtype: torch.dtype, kind: type) -> None:
-        saved = Saved(*(torch.zeros(1, dtype=torch.int32) for _ in Saved._fields))
-        assert type(QuantisedRows.dispatch(problem_of(dtype=dtype), saved)) is kind
-
 
 def stand_in_multiply(
     rows_NW: Tensor,
@@ -510,22 +505,6 @@ def test_a_layer_whose_experts_are_in_slots_has_the_bits_of_one_in_one_piece(for
     assert asked == [f"{name} {kind}" for kind in ("of codes", "of numbers") for name in products]
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("format", "rows", "dequantised"),
-    [(FP8_128, 1279, False), (FP8_128, 1280, True), (NVFP4, 639, False), (NVFP4, 640, True), (MXFP4, 640, False)],
-)
-def test_experts_are_dequantised_from_so_many_rows_on(format: Format, rows: int, dequantised: bool) -> None:
-    """Of two experts; however the rows are shared among them, which only the GPU knows."""
-    asked: Any = SimpleNamespace(order_N=torch.zeros(rows, dtype=torch.int32))
-    assert HopperQuantisedRows._is_dequantised(asked, matrix_of(format)) == dequantised
-
-
-def test_experts_in_slots_are_dequantised_however_few_rows_they_have() -> None:
-    asked: Any = SimpleNamespace(order_N=torch.zeros(1, dtype=torch.int32))
-    for matrix in in_slots(matrix_of(NVFP4)):
-        assert HopperQuantisedRows._is_dequantised(asked, matrix)
 
 
 def test_tables_of_some_experts_have_the_tiles_of_the_whole_one(device: torch.device) -> None:

@@ -347,7 +347,7 @@ def test_what_all_linear_leaves_out_is_said_in_one_line() -> None:
     assert line.endswith("an indexer's top-k choice passes no gradient back")
 
 
-def test_a_target_that_can_never_train_is_refused_and_one_that_can_in_part_is_taken_with_a_warning(caplog) -> None:
+def test_a_target_that_can_never_train_is_refused_and_one_in_part_is_warned_of(caplog) -> None:
     with pytest.raises(ValueError, match=r"'wk': self_attn.indexer.wk \(2\): an indexer's top-k .*Leave it out"):
         lora.attach(build(needs("deepseek_v32")), RANK, ALPHA, ["experts", "wk"])
     with pytest.raises(ValueError, match=r"targets: .*'dt_proj': .*Mamba reads its weight"):

@@ -18,11 +18,7 @@ from amoeba.optim.split_master import split
 from selection import each_value_once, quick
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
 STATES = pytest.mark.parametrize("states", ["float32", "bfloat16"])
-
-
 needs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
@@ -259,7 +255,7 @@ def test_a_norm_below_the_limit_changes_nothing():
     assert same(optimizer, other)
 
 
-def test_the_average_of_squares_follows_in_bf16_what_it_would_not_if_it_were_rounded_to_nearest():
+def test_the_average_of_squares_in_bf16_follows_small_changes():
     (parameter,) = parameters(torch.bfloat16, shapes=[(4096,)])
     optimizer = AdamW([parameter], lr=0.0, betas=(0.9, 0.999), states="bfloat16")
     parameter.grad = torch.ones_like(parameter)

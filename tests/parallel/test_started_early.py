@@ -20,7 +20,7 @@ from amoeba.tasks.triton.arrivals import Arrival, announce, announced
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
 
 
-def test_rows_that_the_backward_did_not_take_end_with_an_error_and_not_with_what_was_in_their_memory() -> None:
+def test_rows_that_the_backward_did_not_take_end_with_an_error() -> None:
     exchange = object.__new__(PeerExchange)
     exchange._started_RH = torch.zeros(2, 3)
     announce(exchange._started_RH, cast(Arrival, "under way"))
@@ -85,7 +85,7 @@ def read_in_place(rank: int, way: str) -> tuple[list[bool], int, bool]:
     return equal, sum(rows_RH is not None for rows_RH in found), left
 
 
-def test_an_exchange_within_a_backward_that_reads_rows_in_place_is_an_error_and_no_wait_for_ever() -> None:
+def test_an_exchange_within_a_backward_that_reads_in_place_is_an_error() -> None:
     exchange = object.__new__(PeerExchange)
     exchange.buffer = cast(Any, SimpleNamespace(holds=True, checked=lambda: None))
     with pytest.raises(RuntimeError, match="Take straight=False"):

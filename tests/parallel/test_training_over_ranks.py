@@ -65,11 +65,7 @@ def test_fsdp_over_two_groups_of_two_ranks_has_the_gradients_and_the_norm_of_one
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
 STEPS = 3
-
-
 MOST = torch.tensor([1e-4, 1e-3])  # of losses and norms
 
 

@@ -111,7 +111,7 @@ def test_a_weight_gradient_of_operands_that_were_not_quantised_is_noticed(
     assert {"gate_up", "down", "stage dW1", "stage dW2"} == set(result.out_of_tolerance), result
 
 
-def test_weight_gradients_in_fp8_have_scales_of_128_rows_of_an_expert_and_of_columns_of_all_tokens() -> None:
+def test_scales_of_fp8_weight_gradients_are_of_128_rows_and_of_whole_columns() -> None:
     """A scale shows in numbers that are small beside it, which large ones must not hide. So: a token without experts
     has large x and dO; the first row of one expert has a large dh beside x = 0, that of another a large s · a beside
     dO = 0."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amoeba.stream.store import StoreError, aligned_buffer, compiled_reads, reading
+from amoeba.stream.store import StoreError, aligned_buffer, compiled_reads
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.reading import PART, Range, Reader
 
@@ -155,21 +155,3 @@ def test_closing_waits_for_reads_that_are_under_way(file: Path) -> None:
     descriptor = os.open(file, os.O_RDONLY)
     assert not reader._compiled.read(descriptor, 0, whole.memory.address, PART, None), "none begins after it"
     os.close(descriptor)
-
-
-def test_small_ranges_several_of_them_and_pages_in_the_cache_are_for_python(file: Path, monkeypatch) -> None:
-    for direct, sizes in ((True, [PART]), (True, [2 * PART, 2 * PART]), (False, [2 * PART])):
-        reader = Reader(direct=direct)
-        compiled = noted(reader, monkeypatch)
-        reader.read([range_of(reader, file, 0, size) for size in sizes])
-        assert not any(compiled)
-        reader.close()
-
-
-def test_without_a_compiler_python_reads(file: Path, monkeypatch) -> None:
-    monkeypatch.setattr(reading, "open_compiled_reads", lambda *_: None)
-    reader = Reader()
-    whole = range_of(reader, file, 0, 9 * PART)
-    reader.read([whole])
-    assert bytes(whole.memory.bytes) == file.read_bytes()[: 9 * PART]
-    reader.close()

@@ -199,21 +199,6 @@ def test_what_comes_back_from_the_host_waits_until_it_is_there() -> None:
     assert bool((tiers.weights.gate_up_EJH[0] == 7).all()), "its blob was overwritten ahead of the copy from it"
 
 
-def test_a_group_is_copied_in_one_call_and_waited_for_by_one_event() -> None:
-    """Passes of training stream all experts: what the host does for each of them would keep the link waiting."""
-    with closing(Watched(0, slots=4, host_slots=E, layers=1)) as watched:
-        device, calls, waits = watched.device, [], []
-        watched.run(0, list(range(E)))  # from the store to the host
-        copy_all, wait = device.copy_all, device.wait
-        device.copy_all = lambda source, pieces: (calls.append(len(pieces)), copy_all(source, pieces))
-        device.wait = lambda stream, event: (waits.append(stream.name), wait(stream, event))
-        watched.run(0, list(range(E)))
-        of_group, parts = 4 // 2, 2
-        assert calls == [of_group * parts] * ((E - 4) // of_group)  # those of two groups were there
-        assert waits.count("copies") == len(calls)
-        assert waits.count("compute") == len(calls) + 1  # and for the pass before this
-
-
 def test_between_two_layers_the_link_brings_what_the_next_will_need_first() -> None:
     with closing(Watched(0, slots=4, host_slots=E)) as watched:
         device, memory = watched.device, watched.memory
@@ -407,35 +392,3 @@ def test_what_is_shown_comes_in_the_order_of_the_stream() -> None:
     export.wait(0)
     assert [each.tolist() for each in found] == [[[turn % 4, -1]] for turn in range(7)]
     assert export.expert_S(0).tolist() == [0, 0, 6, 0]
-
-
-def test_reads_begin_ahead_of_copies_back_and_are_copied_up_behind_them(monkeypatch) -> None:
-    with closing(Watched(0, 3, 3, layers=1)) as watched:
-        memory, expected, reads, both = watched.memory, [], [], []
-        write_back, read = memory.loads._write_back, watched.store._read
-
-        def late_write_back(layer: int, fetch) -> None:
-            expected.extend(fetch.from_disk)
-            both.append(bool(fetch.writes and fetch.from_disk))
-            assert wait_until(lambda: len(reads) == len(expected)), "reads wait for copies back"
-            time.sleep(1e-3)  # so that they could be copied up already
-            write_back(layer, fetch)
-
-        def noted_read(layer: int, expert: int, memory) -> None:
-            reads.append(expert)
-            read(layer, expert, memory)
-
-        monkeypatch.setattr(memory.loads, "_write_back", late_write_back)
-        monkeypatch.setattr(watched.store, "_read", noted_read)
-        drawn = random.Random(0)
-        for _ in range(24):
-            watched.run(0, drawn.sample(range(E), drawn.choice((1, 2, 3))))
-            watched.look_at_all_shown(0)
-        assert any(both)
-
-
-def wait_until(condition, seconds: float = 5.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not condition() and time.monotonic() < ends:
-        time.sleep(1e-4)
-    return condition()

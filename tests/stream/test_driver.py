@@ -51,15 +51,6 @@ def test_each_thread_enters_the_context_once_ahead_of_its_first_copy() -> None:
     assert [name for name, thread, _ in library.calls if thread != threading.get_ident()].count("cuCtxSetCurrent") == 1
 
 
-def test_quick_calls_are_those_of_the_library_that_keeps_the_lock_in_a_thread_that_has_entered() -> None:
-    library, quick = Library(), Library()
-    copy, word, at_once = Driver(library, 0, quick).quick_calls()
-    assert (copy, word, at_once) == (quick.cuMemcpyHtoDAsync_v2, quick.cuStreamWriteValue32_v2, None)
-    quick.cuMemcpyBatchAsync_v2 = "of CUDA 13"
-    assert Driver(Library(), 0, quick).quick_calls()[2] == "of CUDA 13"
-    assert [name for name, *_ in library.calls] == ["cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
-
-
 @pytest.mark.parametrize("code", [None, 1, 801, 0], ids=["no such call", "invalid", "not supported", "there"])
 def test_copies_are_called_at_once_or_where_that_is_not_possible_one_by_one(code: int | None) -> None:
     library, seen = Library(), []

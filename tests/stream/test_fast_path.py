@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 from contextlib import closing
 from ctypes import byref, c_int32
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,20 +105,6 @@ def test_compiled_code_says_who_leaves_as_the_policy_does() -> None:
         assert found[:count] == expected and count == min(wanted, 8)
 
 
-def test_small_copies_are_called_one_by_one(monkeypatch) -> None:
-    if fast_path.serving_library() is None:
-        pytest.skip("no compiler")
-    monkeypatch.setattr(LiveDevice, "copies_at_once", True)
-    with closing(Served(0, 3, E)) as served:
-        fill(served)
-        served.capture()
-        for _ in range(2):
-            served.replay([[0, 1], [0, 1]])
-            served.replay([[2, 3], [2, 3]])
-        served.ended()
-        assert served.device.quick and not served.device.calls_at_once
-
-
 def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by_one(monkeypatch) -> None:
     if fast_path.serving_library() is None:
         pytest.skip("no compiler")
@@ -136,22 +120,6 @@ def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by
         served.ended()
         served.shown_as_it_is()
         assert served.device.calls_at_once == 1 and served.device.quick
-
-
-def test_who_waits_for_a_question_looks_again_at_once(monkeypatch) -> None:
-    """`time.sleep(0)` takes 60 us in some Pythons: a GPU that asks meanwhile would wait."""
-    if fast_path.serving_library() is None:
-        pytest.skip("no compiler")
-    rests, rest = [], os.sched_yield
-    monkeypatch.setattr(fast_path, "os", SimpleNamespace(sched_yield=lambda: (rests.append(1), rest())))
-    monkeypatch.setattr(fast_path, "time", SimpleNamespace(sleep=lambda _: pytest.fail("slept")))
-    with closing(Served(0, 3, E)) as served:
-        fill(served)
-        served.capture()
-        served.replay([[0, 1], [2, 3]])
-        served.replay([[4, 5], [6, 7]])
-        served.ended()
-    assert rests
 
 
 def fill(served: Served) -> None:

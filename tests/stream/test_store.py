@@ -24,7 +24,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.stream.store import StoreError, aligned_buffer, is_store, open_store, reading
-from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import pack
 from amoeba.system.machine import huge_pages
 from selection import each_value_once, quick
@@ -173,17 +172,6 @@ def threads_of_python(monkeypatch) -> None:
     monkeypatch.setattr(reading, "open_compiled_reads", lambda *_: None)
 
 
-@pytest.mark.usefixtures("threads_of_python")
-def test_an_expert_is_read_in_parts_of_a_megabyte(packed, monkeypatch):
-    sizes, true = [], os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, into, at: sizes.append(len(into[0])) or true(fd, into, at))
-    with open_store(packed) as store:
-        size = store.expert_bytes(0)
-        store.read(0, 0, aligned_buffer(size))
-    assert sorted(sizes) == [size % PART, PART]
-    assert size % 4096 == 0
-
-
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_each_part_is_told_when_it_is_there_and_all_parts_are_the_expert(packed, verify):
     with open_store(packed, verify=verify) as store:
@@ -209,26 +197,6 @@ def test_an_expert_has_a_place_for_unchecked_reads_once_nothing_is_to_be_checked
         if found is not None:
             again = aligned_buffer(size)
             assert os.preadv(found[0], [again.numpy()], found[1]) == size and torch.equal(again, blob)
-
-
-@pytest.mark.usefixtures("threads_of_python")
-def test_all_parts_of_an_expert_of_nine_megabytes_are_read_at_the_same_time(tmp_path, monkeypatch):
-    """As one of Qwen3-30B is: with a thread less than parts, the last part would be read alone."""
-    parts = 9
-    (tmp_path / "expert").write_bytes(bytes(parts * PART))
-    together, read_once = threading.Barrier(parts, timeout=10), reading._read_once
-
-    def waiting(*arguments):
-        together.wait()
-        return read_once(*arguments)
-
-    monkeypatch.setattr(reading, "_read_once", waiting)
-    reader, size = reading.Reader(), parts * PART
-    try:
-        memory = Memory(aligned_buffer(size), size)
-        reader.read([reading.Range(reader.file(tmp_path / "expert"), 0, size, memory, 0, size)])
-    finally:
-        reader.close()
 
 
 @pytest.mark.usefixtures("threads_of_python")

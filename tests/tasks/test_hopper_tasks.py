@@ -219,9 +219,7 @@ def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
         (8192, (4096, 14336, 8, 2), 8, 1),  # mixtral
     ],
 )
-def test_a_wave_is_two_turns_of_all_programs_and_some_weights_are_left_for_the_sums_over_tokens(
-    tokens, sizes, wave, kept
-):
+def test_a_wave_is_two_turns_of_all_programs(tokens, sizes, wave, kept):
     plan = Plan(*sizes, **constants(Activation()))
     layout = plan.layout(tokens, tokens * plan.TOP_K, programs=132)
     assert (layout.wave, layout.kept) == (wave, kept)
