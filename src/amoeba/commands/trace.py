@@ -65,7 +65,7 @@ def trace(
         for option, file, name in (("--out", out, "trace.json"), ("--picture", drawn, "trace.svg")):
             check_file_to_write(option, file, name)
         if drawn == out:
-            raise bad_value("--picture", "another file than --out", drawn, "leave it out for one beside the JSON")
+            raise bad_value("--picture", "another file than --out", drawn, "leave it out for one next to the JSON")
         check_memory([(kind, found)], place, training=True)
         problem, dy_TH = _problem(found, place, kind, seed)
         _check(problem)

@@ -8,7 +8,7 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
 
 Workers draw tickets from one counter per rank. A ticket becomes a task by arithmetic over the table of row tiles: no
 list of tasks is in memory. A worker waits at its task's gates, computes, and signals. Each task's gates are opened by
-tasks with smaller tickets, so whoever holds the smallest unfinished ticket can go on: nothing gets stuck, with any
+tasks with smaller tickets, so the worker with the smallest unfinished ticket can go on: nothing gets stuck, with any
 number of workers, also with one. Between ranks the order is: everything sent, everything returned, then whatever waits
 for a peer's; a rank that waits at its smallest ticket waits for one that a peer is at or before.
 
@@ -98,7 +98,7 @@ class Gate(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """A counter grows by one, a flag rises to the epoch. once: only by whoever brings that counter to that number."""
+    """A counter grows by one, a flag rises to the epoch. once: only by the task that brings it to that number."""
 
     counter: Counter
     once: Gate | None = None
@@ -174,8 +174,8 @@ class Graph(Reach):
     def runs(self) -> list[tuple[Lane, ...]]:
         """The order of the tickets. Lanes that stand together are merged evenly.
 
-        Row passes are bound by memory and run beside the next wave's products; the last waves' weights beside the sums
-        over tokens. By the time that a wave's dx is handed out, its row passes are done.
+        Row passes are bound by memory and run with the next wave's products; the last waves' weights with the sums over
+        tokens. By the time that a wave's dx is handed out, its row passes are done.
         """
         waves, first_kept = self._waves
         runs: list[tuple[Lane, ...]] = [(self._lane(Kind.SEND),)]
@@ -385,7 +385,7 @@ class ShareGraph(Graph):
 
     def gates(self, task: Task, epoch: int) -> Iterator[Gate]:
         for gate in super().gates(task, epoch):
-            if task.kind != Kind.ACTIVATE or gate.counter.name != "finished":  # nobody loads ds and dx from here
+            if task.kind != Kind.ACTIVATE or gate.counter.name != "finished":  # no peer loads ds and dx from here
                 yield gate
         if task.kind == Kind.COMBINE:  # also rows that no expert here reads: the next pass is sent to the same cell
             for cell in self.cells_of(self.tokens_of(task.item)):

@@ -23,7 +23,7 @@ from amoeba.tasks.timeline import Summary, summarise
 _WIDTH, _LANES_HEIGHT, _TOP = 1180, 396, 132
 _WHOLE, _PART = (64, 724), (788, 1156)  # left and right
 _POINTS = 660  # of the whole, along time
-# Close up: this part of the time, or less, so that a lane shows about so many slices; and so many lanes.
+# Close up: this part of the time, or less, so that a lane shows about this many slices; and this many lanes.
 _PART_OF_TIME, _PART_OF_SLICES, _PART_OF_LANES = 16, 40, 24
 _WAITS = "waits"
 _COLOURS = {

@@ -59,7 +59,7 @@ class RankRows(NamedTuple):
         return len(self.heaviest)
 
 
-Ids = Sequence[Sequence[int]]  # (T, K) experts of one rank's tokens; an id that nobody owns is a sentinel
+Ids = Sequence[Sequence[int]]  # (T, K) experts of one rank's tokens; an id without an owner is a sentinel
 
 
 def divide_rows(

@@ -258,7 +258,7 @@ class _Simulation:
                         worker.launched = True
                         self.later(self.pace.arrival(), lambda worker=worker: self.draw(worker))  # type: ignore[misc]
                 return
-            # nobody is there to say that it was the last task
+            # no task is there to signal the end of the pass
             self.later(self.pace.arrival(), self.flag(Counter(rank.rank, "finished"), rank.epoch, None, []))
             self.check_end(rank)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 # Waves of 32 experts were 1 and 5 % faster than of 8 where a wave of 8 is less than one turn of all programs (sonic_a,
 # qwen3_small; H200, 2026-11-16). A gradient of BESIDE_TOKENS columns of gate_up takes about twice as long as the sums
-# over tokens, which are bound by memory, so that they can run beside it.
+# over tokens, which are bound by memory, so that they can run next to it.
 LEAST_WAVE, BESIDE_TOKENS = 8, 360
 STAGE_ROWS = 64  # of a weight's gradient
 SUMMED_TOKENS = 32  # by one task: to find out whether their rows are there takes as long as to add up ten
@@ -42,13 +42,13 @@ class Tiling(NamedTuple):
     tokens:       of a block that is combined.
     sent:         rows of a block that travels.
     wave:         experts that go through the steps together.
-    kept:         so many of the last waves have their gradients of gate_up handed out at the end, beside the sums over
-                  tokens; at least one.
-    behind:       so many tickets of those kept for the end come behind the sums instead of among them: who takes the
-                  last sum is not the last to end then.
+    kept:         number of last waves, at least one, whose gradients of gate_up are handed out at the end, next to the
+                  sums over tokens.
+    behind:       number of those tickets that come after the sums instead of among them, so that the worker with the
+                  last sum is not the last to end.
     bundle:       tiles of a weight's gradient that are one task: of an expert with few rows, a ticket and its gate take
                   longer than a tile.
-    group:        so many row tiles sweep the columns together, so that they meet in the L2 cache.
+    group:        number of row tiles that sweep the columns together, so that they meet in the L2 cache.
     """
 
     rows: int = 128
@@ -81,8 +81,8 @@ def blocks(count: int, block: int) -> int:
 def is_small(rows: int, hidden: int, intermediate: int, *, over_ranks: bool = False) -> bool:
     """Whether a layer has so little to do that drawing a ticket counts.
 
-    Then so many tiles of a weight's gradient are one task as make BUNDLED_STAGES; of the gradients of gate_up that are
-    kept for the end, BEHIND_PERCENT come behind the sums over tokens; and where a row tile has 64 rows or fewer, the
+    Then one task covers as many tiles of a weight's gradient as make BUNDLED_STAGES; of the gradients of gate_up kept
+    for the end, BEHIND_PERCENT come after the sums over tokens; and where a row tile has 64 rows or fewer, the
     warpgroup of the other 64 multiplies nothing. Not over ranks, where tickets are decoded one by one.
     """
     return not over_ranks and rows * hidden * intermediate <= SMALL_WORK
@@ -94,7 +94,7 @@ def bundle_of(rows: int, experts: int, small: bool) -> int:
 
 
 def tiling_of(sizes: Sizes, rows: int, programs: int, small: bool) -> Tiling:
-    """rows: of the experts that are here. programs: so many draw tickets.
+    """rows: of the experts that are here. programs: how many draw tickets.
 
     A wave is at least two turns of all programs in DOWN: so that by the time a row pass or dx is handed out,
     what it waits for is done. It is no larger, so that its rows stay in the second-level cache.

@@ -208,7 +208,7 @@ class Plan:
         return shared_layout(_STAGED, torch.bfloat16)
 
     def layout(self, tokens: int, rows: int, programs: int) -> Layout:
-        """programs: so many draw tickets."""
+        """programs: how many draw tickets."""
         tiling = tiling_of(Sizes(self.H, self.I, self.EXPERTS, self.TOP_K), rows, programs, self.SMALL)
         parts = (self.TN, self.TNX, cdiv(self.DOWN_TILES, tiling.bundle), cdiv(self.UP_TILES, tiling.bundle))
         return Layout(

@@ -38,7 +38,7 @@ _BLOCK = 128  # tickets of a program
 
 
 def make_list(table: Table, offs_E: Tensor, layout: Layout, tickets: int, *, row_counters: int) -> Tensor:
-    """(tickets, 8); tickets: so many at most. row_counters: the first row tile's counter."""
+    """(tickets, 8); tickets: at most. row_counters: the first row tile's counter."""
     records = torch.empty((tickets, len(FIELDS)), dtype=torch.int32, device=offs_E.device)
     _make_list[(cdiv(tickets, _BLOCK),)](
         table.heaviest_E, table.first_tile, offs_E, records, layout.token_blocks, layout.down_weight_parts,

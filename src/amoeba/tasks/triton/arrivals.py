@@ -142,7 +142,7 @@ def start_sending(
 
 
 def announced(dy_RH: Tensor) -> Arrival | None:
-    """To whoever asks first: he waits for the rows as he comes to them."""
+    """To the first caller, which waits for the rows as it comes to them."""
     return _announced.pop(dy_RH.data_ptr(), None) if _announced else None
 
 

@@ -61,7 +61,7 @@ def scheduled_backward(
     """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
 
     arrival: dy of other ranks' rows is still on its way, and this rank's is sent on from here.
-    trace: makes room for so many tickets, of row tiles of so many rows: see `amoeba.tasks.timeline`.
+    trace: allocates room for a number of tickets, given the rows of a row tile: see `amoeba.tasks.timeline`.
     """
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]

@@ -37,7 +37,7 @@ _ZEROED = 512  # counters at a time, by each program
 
 
 class Layout(NamedTuple):
-    """All that decoding needs beside the table: tN, tNx, tasks of an expert's two gradients, blocks of tokens."""
+    """All that decoding needs besides the table: tN, tNx, tasks of an expert's two gradients, blocks of tokens."""
 
     experts: int
     row_block: int
