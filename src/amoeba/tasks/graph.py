@@ -98,7 +98,7 @@ class Gate(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """A counter grows by one, a flag rises to the epoch. once: only by the task that brings it to that number."""
+    """A counter grows by one, a flag rises to the epoch. once: only by the task that opens this gate."""
 
     counter: Counter
     once: Gate | None = None
