@@ -27,6 +27,10 @@ def unknown_kind(kind: str, where: str) -> BadValue:
     )
 
 
+def unknown_score(score: str, where: str) -> BadValue:
+    return bad_value("score", f"one that {where} computes", repr(score), "add it there, or choose another score")
+
+
 @dataclass(frozen=True)
 class Activation:
     """What an expert computes between its two projections.

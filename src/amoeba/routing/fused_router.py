@@ -25,6 +25,7 @@ from amoeba.core.operands import Operand, operands_of
 # of amoeba.kernels.router, which may not be imported here
 MAX_COLUMNS, MAX_TOP_K = 512, 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCORES = ("softmax", "sigmoid", "topk_softmax")
 
 _FIELDS = tuple(operand.name for operand in operands_of(RouterConfig))
 _TRITON = importlib.util.find_spec("triton") is not None
@@ -45,6 +46,8 @@ def why_not_shape(dtype: torch.dtype, config: RouterConfig) -> str | None:
     """The part of `why_not` that asks neither for a device nor for Triton."""
     if dtype not in DTYPES:
         return f"takes fp32, bf16 and fp16, these logits are {dtype}"
+    if config.score not in SCORES:
+        return f"scores by {', '.join(SCORES)}; this router's score is {config.score}"
     grouped = config.topk_group < config.n_group
     groups = config.n_group if grouped else 1
     columns = _power_of_two(groups) * _power_of_two(config.num_experts // groups)

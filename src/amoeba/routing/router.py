@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from amoeba.core.config import DENOMINATOR_FLOOR, RouterConfig
+from amoeba.core.config import DENOMINATOR_FLOOR, RouterConfig, unknown_score
 from amoeba.core.errors import bad_value
 from amoeba.routing import fused_router
 
@@ -131,7 +131,7 @@ def route(
     if fused_router.why_not(logits_TE, config) is None:
         chosen_TK, weight_TK, scores_TE = fused_router.fused_route(logits_TE, config, bias_E)
     else:
-        scores_TE = logits_TE.sigmoid() if config.score == "sigmoid" else logits_TE.softmax(dim=-1)
+        scores_TE = _score(logits_TE, config)
         chosen_TK, nan_T1 = _choose(logits_TE.detach(), scores_TE.detach(), config, bias_E)
         weight_TK = _weigh(logits_TE, scores_TE, chosen_TK, nan_T1, config)
     if config.capacity_factor is None:
@@ -172,6 +172,15 @@ def _check_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None)
             f"shape {tuple(bias_E.shape)}",
             "pass one number for each expert",
         )
+
+
+def _score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
+    match config.score:
+        case "sigmoid":
+            return logits_TE.sigmoid()
+        case "softmax" | "topk_softmax":
+            return logits_TE.softmax(dim=-1)
+    raise unknown_score(config.score, "route")
 
 
 def _choose(logits_TE: Tensor, scores_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from amoeba.core.config import RouterConfig
+from amoeba.core.config import RouterConfig, unknown_score
 
 # DeepSeek-V3's code adds this to the sum of sigmoid scores; the softmax routers add nothing
 DENOMINATOR_FLOOR = 1e-20
@@ -52,6 +52,7 @@ def router_backward(grad_weight_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor
 
 
 def _token_backward(grad_K: Tensor, logits_E: Tensor, chosen_K: Tensor, config: RouterConfig) -> Tensor:
+    _score(logits_E, config)  # refuses a score that is not computed here
     dlogits_E = torch.zeros_like(logits_E)
     if config.score == "sigmoid":
         score_K = _sigmoid(logits_E)[chosen_K]
@@ -105,7 +106,12 @@ def _weigh(logits_E: Tensor, chosen: list[int], config: RouterConfig) -> Tensor:
 
 
 def _score(logits_E: Tensor, config: RouterConfig) -> Tensor:
-    return _sigmoid(logits_E) if config.score == "sigmoid" else _softmax(logits_E)
+    match config.score:
+        case "sigmoid":
+            return _sigmoid(logits_E)
+        case "softmax" | "topk_softmax":
+            return _softmax(logits_E)
+    raise unknown_score(config.score, "the reference")
 
 
 def _sigmoid(logits: Tensor) -> Tensor:
