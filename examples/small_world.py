@@ -4,7 +4,7 @@
 
     corpus.jsonl     texts to train on, each with its kind: {"kind": "animals", "text": "The fox is red. ..."}
     questions.jsonl  questions with their answers, to fine-tune on; the corpus has them too, three a text
-    test.jsonl       one question of each topic that neither file asks, in any wording; the corpus states the fact
+    test.jsonl       one question of each topic that neither file asks: there the fact is asked for in other words
 
 All of it follows from the tables below and one seed, so the files are the same every time. Plain Python, no packages.
 """
@@ -107,8 +107,9 @@ def facts() -> Iterator[Fact]:
         yield Fact("Python", "square", str(number), stated, asked)
 
 
-def split() -> tuple[list[Fact], list[Fact]]:
-    """The facts that the training asks about, and one of each topic for the test, all of different subjects."""
+def held_out() -> list[Fact]:
+    """One fact of each topic, all of different subjects. The test asks for it by the second of its questions, which the
+    training never asks; it asks the first one, and the second one of other facts."""
     draw = random.Random(SEED)
     topics: dict[str, list[Fact]] = {}
     for fact in facts():
@@ -116,24 +117,24 @@ def split() -> tuple[list[Fact], list[Fact]]:
     held: list[Fact] = []
     for group in topics.values():
         held.append(draw.choice([fact for fact in group if fact.subject not in {one.subject for one in held}]))
-    return [fact for fact in facts() if fact not in held], held
+    return held
 
 
-def conversations(asked: list[Fact]) -> list[list[dict[str, str]]]:
+def conversations(held: list[Fact]) -> list[list[dict[str, str]]]:
     return [
         [{"role": "user", "content": question}, {"role": "assistant", "content": fact.statements[0]}]
-        for fact in asked
-        for question in fact.questions
+        for fact in facts()
+        for question in (fact.questions[:1] if fact in held else fact.questions)
     ]
 
 
-def texts(asked: list[Fact]) -> list[dict]:
+def texts(held: list[Fact]) -> list[dict]:
     """A few sentences each: all about three subjects, or what a small grammar makes; and questions with answers."""
     draw = random.Random(SEED)
     of_kind: dict[str, dict[str, list[str]]] = {}  # kind, subject, statements
     for fact in facts():
         of_kind.setdefault(fact.kind, {}).setdefault(fact.subject, []).extend(fact.statements)
-    answered = conversations(asked)
+    answered = conversations(held)
     made: list[dict] = []
     for kind in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=TEXTS):
         if kind == "questions":
@@ -171,15 +172,15 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="The folder to write into.")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    asked, held = split()
-    answered = [{"messages": turns} for turns in conversations(asked)]
-    test = [{"prompt": fact.questions[0], "answer": fact.statements[0]} for fact in held]
-    for name, rows in (("corpus", texts(asked)), ("questions", answered), ("test", test)):
+    held = held_out()
+    answered = [{"messages": turns} for turns in conversations(held)]
+    test = [{"prompt": fact.questions[1], "answer": fact.statements[0]} for fact in held]
+    for name, rows in (("corpus", texts(held)), ("questions", answered), ("test", test)):
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     made = f"{TEXTS} texts of {len(WEIGHTS)} kinds, {len(answered)} questions with answers, {len(test)} for the test"
     print(f"the corpus is made up by examples/small_world.py: {made}")
-    print(f"none of the {len(test)} is in the training data in any wording, what it asks about is; written to {out}")
+    print(f"none of the {len(test)} is in the training data, which asks for these facts in other words; see {out}")
 
 
 if __name__ == "__main__":
