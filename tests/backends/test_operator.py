@@ -200,11 +200,11 @@ class TestCompiled:
 
 
 class TestAutocast:
-    @pytest.mark.parametrize("name", ["auto", "eager", "grouped"])
-    def test_bf16_out_and_fp32_gradients(self, name, monkeypatch):
+    @pytest.mark.parametrize(("name", "rank"), [("auto", 0), ("eager", 0), ("grouped", 0), ("auto", 8)])
+    def test_bf16_out_and_fp32_gradients(self, name, rank, monkeypatch):
         # grouped leaves bf16 to eager on CPUs that only emulate it; asked for, it is right all the same
         monkeypatch.setattr(grouped, "has_bf16_instructions", lambda: True)
-        layer = Layer()
+        layer = Layer(rank=rank)
         expected = layer.gradients("eager")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y_TH = layer.run(name)

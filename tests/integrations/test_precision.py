@@ -14,10 +14,8 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 import amoeba
-from amoeba.backends import fp8
 from amoeba.decoding.refusal import why_not
 from amoeba.integrations.experts_module import experts_modules, weights_of
-from amoeba.jobs.train import fast_paths
 from amoeba.precision.recipes import Fp8Experts
 from selection import quick
 from tiny_models import build
@@ -54,17 +52,6 @@ def test_every_parameter_gets_a_gradient_near_that_of_the_unchanged_model(family
     assert torch.equal(copied, loss)
     amoeba.set_precision(model, "bf16")
     assert torch.equal(loss_and_gradients(model)[0], plain_loss)
-
-
-def test_passes_are_captured_unless_fp8_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("qwen3_moe")
-    assert not fast_paths._waits_in_a_pass(model)
-    for precision, waits in (("fp8", True), ("auto", False)):  # here fp8 is plain torch's, which auto does not take
-        amoeba.set_precision(model, precision)
-        assert fast_paths._waits_in_a_pass(model) == waits
-    amoeba.set_precision(model, "fp8")
-    monkeypatch.setattr(fp8.BACKEND, "waits_on_gpu", False)  # as that of the kernels
-    assert not fast_paths._waits_in_a_pass(model)
 
 
 def test_a_model_that_trained_so_is_saved_as_any_other(tmp_path: Path) -> None:

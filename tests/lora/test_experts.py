@@ -222,18 +222,6 @@ class TestDtypes:
             assert gradient.dtype == torch.float32
             assert torch.equal(gradient, truth.float())
 
-    def test_autocast(self):
-        layer = Layer(rank=8)
-        expected = layer.gradients("eager")
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y_TH = layer.run("auto")
-        assert y_TH.dtype == torch.bfloat16
-        gradients = torch.autograd.grad(y_TH, list(layer.tensors.values()), layer.dy_TH.bfloat16())
-        for key, gradient in zip(layer.tensors, gradients, strict=True):
-            assert gradient.dtype == torch.float32, key
-            error = (gradient - expected[key]).norm() / expected[key].norm()
-            assert 0 < error < 0.02, f"{key}: {error:.1e}"
-
 
 def test_no_factors_at_all_are_no_lora(backend):
     layer = Layer()

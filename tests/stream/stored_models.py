@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,24 @@ def save(
     model.save_pretrained(folder, save_original_format=not stacked, max_shard_size=shard)
     save_byte_tokenizer(folder)
     return model
+
+
+TOP_K = 3  # of two numbers the order in which they are added does not matter
+SIZES = {"max_position_embeddings": 512, "num_experts_per_tok": TOP_K, "vocab_size": 257}
+SIZES |= {"eos_token_id": 256, "pad_token_id": 256}
+
+
+def outcome_of(model: Any, prompts: Iterable[Tensor], new_tokens: int) -> list[Tensor]:
+    """Logits of every prompt, the greedy tokens that follow the short ones, and the logits of each of these steps."""
+    found = []
+    options = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    with torch.no_grad():
+        for ids in prompts:
+            found.append(model(input_ids=ids, use_cache=False).logits)
+            if ids.shape[1] <= 7:
+                steps = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
+                found += [steps.sequences, *steps.logits]
+    return found
 
 
 def expected_experts(model: Any) -> dict[str, tuple[Tensor | None, ...]]:

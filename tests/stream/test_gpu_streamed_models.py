@@ -18,13 +18,12 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'amo
 
 import torch
 from simulated_device import LiveDevice, LiveGraph, SimulatedDevice
-from stored_models import save
+from stored_models import SIZES, TOP_K, outcome_of, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import amoeba
-from amoeba import lora
 from amoeba.cli import app
 from amoeba.decoding.decoder import Outlet
 from amoeba.decoding.refusal import why_not
@@ -38,17 +37,10 @@ from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
 from amoeba.stream.store.packing import pack
 from selection import quick, without_a_gpu_thorough
-from tiny_models import EXPERTS, LAYERS
+from tiny_models import EXPERTS, LAYERS, lora_gradients
 
 ON_GPU = torch.cuda.is_available()
-TOP_K, NEW_TOKENS = 3, 4
-SIZES = {
-    "max_position_embeddings": 512,
-    "num_experts_per_tok": TOP_K,
-    "vocab_size": 257,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
+NEW_TOKENS = 4
 DTYPES = [torch.float32, *([torch.bfloat16] if ON_GPU else [])]
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
@@ -84,24 +76,9 @@ def resident(folder: Path) -> Any:
 
 
 def outcome(model: Any, lengths: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """Of each prompt its logits, the greedy tokens that follow, and their logits."""
-    found, generator = [], torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for size in lengths:
-            ids = torch.randint(3, 250, size, generator=generator, dtype=torch.int64).to(model.device)
-            found.append(model(input_ids=ids, use_cache=False).logits)
-            if size[1] <= 7:
-                steps = model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=NEW_TOKENS if not ON_GPU else 16,
-                    do_sample=False,
-                    eos_token_id=None,
-                    output_logits=True,
-                    return_dict_in_generate=True,
-                )
-                found += [steps.sequences, *steps.logits]
-    return found
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 250, size, generator=generator, dtype=torch.int64) for size in lengths]
+    return outcome_of(model, [ids.to(model.device) for ids in prompts], 16 if ON_GPU else NEW_TOKENS)
 
 
 # the interpreter takes its time
@@ -131,22 +108,14 @@ def test_tokens_and_logits_are_those_of_the_resident_model(slots: int, dtype: to
 
 @without_a_gpu_thorough  # of a single layer: test_gpu_streamed_experts.py
 def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stores) -> None:
-    def trained(model: Any) -> dict[str, Tensor]:
-        lora.attach(model, r=3, alpha=6)
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        ids = torch.randint(3, 250, (2, 40 if ON_GPU else 4), generator=generator, dtype=torch.int64).to(model.device)
-        logits = model(input_ids=ids, use_cache=False).logits
-        logits.float().square().mean().backward()
-        return {"logits": logits, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
-
     folder, packed = stores[torch.float32]
-    wanted = trained(resident(folder))
+    ids = torch.randint(3, 250, (2, 40 if ON_GPU else 4), generator=torch.Generator().manual_seed(0))
+    model = resident(folder)
+    ids = ids.to(model.device)
+    wanted = lora_gradients(model, ids)
     with amoeba.stream.attach(packed, vram=vram(packed, 3), ram="1MiB") as streamed:
-        found = trained(streamed.model)
-    assert found.keys() == wanted.keys() and len(found) > 5
+        found = lora_gradients(streamed.model, ids)
+    assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         if ON_GPU:
             assert torch.equal(found[name], tensor), name

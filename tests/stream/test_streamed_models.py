@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
 import torch
-from stored_models import save
+from stored_models import SIZES, TOP_K, outcome_of, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import amoeba
-from amoeba import ExpertWeights, lora
+from amoeba import ExpertWeights
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, hand_over, leave_shapes
 from amoeba.stream.cache.simulate import replay
@@ -29,19 +29,11 @@ from amoeba.stream.placement import STREAMED
 from amoeba.stream.store import StoreError, aligned_buffer, open_store, reading
 from amoeba.stream.store.packing import pack
 from selection import quick
-from tiny_models import EXPERTS, LAYERS
+from tiny_models import EXPERTS, LAYERS, lora_gradients
 
 TYPES = ("qwen3_moe", "mixtral", "gpt_oss")
 HALF, HALF_GPT_OSS = "qwen3_moe in bf16", "gpt_oss in bf16"
 NEW_TOKENS = 12
-TOP_K = 3  # of two numbers the order in which they are added does not matter
-SIZES = {
-    "max_position_embeddings": 512,
-    "num_experts_per_tok": TOP_K,
-    "vocab_size": 257,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
 
 
 class Stored(NamedTuple):
@@ -78,23 +70,7 @@ def prompts(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def outcome(model: Any) -> list[Tensor]:
-    """Logits of every prompt, the tokens that follow the short ones, and the logits of each of these steps."""
-    found = []
-    with torch.no_grad():
-        for ids in prompts(model.dtype):
-            found.append(model(input_ids=ids, use_cache=False).logits)
-            if ids.shape[1] <= 7:
-                steps = model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=NEW_TOKENS,
-                    do_sample=False,
-                    eos_token_id=None,
-                    output_logits=True,
-                    return_dict_in_generate=True,
-                )
-                found += [steps.sequences, *steps.logits]
-    return found
+    return outcome_of(model, prompts(model.dtype), NEW_TOKENS)
 
 
 def resident(folder: Path) -> Any:
@@ -195,21 +171,11 @@ def test_a_model_that_is_loaded_already_gives_its_experts_up(stored, expected) -
 
 
 def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stored) -> None:
-    def trained(model: Any) -> dict[str, Tensor]:
-        lora.attach(model, r=3, alpha=6)
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        logits = model(input_ids=prompts()[4], use_cache=False).logits
-        logits.float().square().mean().backward()
-        return {"logits": logits, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
-
     each = stored["qwen3_moe"]
-    wanted = trained(resident(each.folder))
+    wanted = lora_gradients(resident(each.folder), prompts()[4])
     with amoeba.stream.attach(each.packed, ram=each.ram(2)) as streamed:
-        found = trained(streamed.model)
-    assert found.keys() == wanted.keys() and len(found) > 5
+        found = lora_gradients(streamed.model, prompts()[4])
+    assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
 

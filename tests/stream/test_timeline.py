@@ -17,8 +17,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'amo
 
 import torch
 from simulated_device import SimulatedDevice
-from stored_models import save
-from test_gpu_streamed_models import SIZES, TOP_K, RepeatedSteps, vram
+from stored_models import SIZES, TOP_K, save
+from test_gpu_streamed_models import RepeatedSteps, vram
 from typer.testing import CliRunner
 
 import amoeba

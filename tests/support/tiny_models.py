@@ -338,3 +338,20 @@ def byte_tokenizer() -> Any:
 
 def save_byte_tokenizer(folder: Path) -> None:
     byte_tokenizer().save_pretrained(folder)
+
+
+def lora_gradients(model: Any, ids: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Logits, and gradients of factors that are no zeros. options: of lora.attach."""
+    from amoeba import lora
+
+    lora.attach(model, r=3, alpha=6, **options)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model.zero_grad()
+    output = model(input_ids=ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert sum("layers.0" in name and "experts" in name for name in gradients) >= 5
+    return {"logits": output.logits.detach(), **gradients}
