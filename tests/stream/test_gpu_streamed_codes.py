@@ -69,7 +69,7 @@ def memory_of(resident: QuantisedExperts, slots: int, host_slots: int = 0) -> De
 def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch.dtype) -> None:
     resident = quantised(FORMATS[name], dtype)
     with closing(memory_of(resident, slots, 0 if slots == 1 else 2)) as memory, torch.no_grad():
-        for tokens in (0, 1, 3, 7, 1, 66) if DEVICE.type == "cuda" else (0, 1, 66) if slots == 3 else (1, 7):
+        for tokens in (0, 1, 3, 7, 1, 66) if DEVICE.type == "cuda" else (0, 1, 66) if slots == 3 and name == FP8.name else (1, 7):
             x_TH, routing = routed(tokens, dtype, sentinels=tokens in (7, 66))
             expected = by_triton(x_TH, routing, resident)
             for again in range(2 if tokens < 66 else 1):
@@ -77,7 +77,7 @@ def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch
                 assert_as_resident(y_TH, expected, slots, again)
 
 
-@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 3), ("nvfp4", 1)))
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) == ("nvfp4", 3))
 @pytest.mark.parametrize("slots", [1, 3, E])
 @pytest.mark.parametrize("name", FORMATS)
 def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
@@ -92,11 +92,11 @@ def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
     dtype = torch.float16  # which the interpreter multiplies, too
     resident, lora = quantised(FORMATS[name], dtype), factors(dtype)
     with closing(memory_of(resident, slots)) as memory, torch.no_grad():
-        x_TH, routing = routed(23, dtype, sentinels=True)
+        x_TH, routing = routed(9, dtype, sentinels=True)
         for each in (None, lora):
             asked.clear()
             y_TH = experts(x_TH, routing, memory.layers[0], lora=each)
-            assert set(asked) == {Like(23, E)}, "tiles are those of all experts"
+            assert set(asked) == {Like(9, E)}, "tiles are those of all experts"
             assert y_TH.count_nonzero() > 0 and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=each))
 
 
@@ -106,7 +106,7 @@ def test_so_many_tokens_of_a_step_are_sorted_as_resident_ones_are(monkeypatch: p
     dtype = torch.float16
     resident, lora = quantised(MXFP4, dtype), factors(dtype)
     with closing(memory_of(resident, 3)) as memory:
-        x_TH, routing = routed(23, dtype)
+        x_TH, routing = routed(9, dtype)
         y_TH = experts(x_TH, routing, memory.layers[0], lora=lora)
         assert y_TH.requires_grad and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=lora))
 
@@ -118,7 +118,7 @@ def test_so_many_tokens_of_a_step_are_sorted_as_resident_ones_are(monkeypatch: p
 def test_lora_gradients_are_those_beside_resident_codes(name: str, slots: int, dtype: torch.dtype) -> None:
     resident = quantised(FORMATS[name], dtype)
     with closing(memory_of(resident, slots, 3)) as memory:
-        for tokens, recompute in ((5, True),) if slots < E else ((23, False),):  # the interpreter takes its time
+        for tokens, recompute in ((5, True),) if slots < E else ((9, False),):  # the interpreter takes its time
             x_TH, routing = routed(tokens, dtype, sentinels=tokens == 5)
             dy_TH = torch.randn(x_TH.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
             expected = gradients(resident, x_TH, routing, dy_TH, slots == 4, backend="triton", recompute=recompute)
