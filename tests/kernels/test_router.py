@@ -116,20 +116,6 @@ def test_choice_weights_scores_and_gradients_equal_the_torch_path_in_fp64(config
                 assert ours.abs().max() < 1e-6 if num_tokens else True
 
 
-@by_config
-def test_gradient_of_the_weights_equals_the_reference(config, device):
-    logits_TE, bias_E, dweight_TK, _ = inputs(config, 7, device)
-    logits_TE.requires_grad_()
-    expert_TK, weight_TK, _ = fused_route(logits_TE, config, bias_E)
-    (found_TE,) = torch.autograd.grad(weight_TK, logits_TE, dweight_TK)
-    expected_TE = reference_backward(dweight_TK.double(), logits_TE.detach().double(), expert_TK, config)
-    if expected_TE.norm() > 1e-12:
-        assert relative_error(found_TE, expected_TE) < TOLERANCE
-    if config.renormalize or config.score != "softmax":
-        chosen_TE = torch.zeros_like(found_TE, dtype=torch.bool).scatter(1, expert_TK, True)
-        assert (found_TE[~chosen_TE] == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid_biased", "topk_softmax", "softmax_not_renormalised"])
 def test_low_precision_logits_are_routed_in_fp32_and_get_gradients_in_their_own_dtype(name, dtype, device):

@@ -69,7 +69,9 @@ def memory_of(resident: QuantisedExperts, slots: int, host_slots: int = 0) -> De
 def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch.dtype) -> None:
     resident = quantised(FORMATS[name], dtype)
     with closing(memory_of(resident, slots, 0 if slots == 1 else 2)) as memory, torch.no_grad():
-        for tokens in (0, 1, 3, 7, 1, 66) if DEVICE.type == "cuda" else (0, 1, 66) if slots == 3 and name == FP8.name else (1, 7):
+        for tokens in (
+            (0, 1, 3, 7, 1, 66) if DEVICE.type == "cuda" else (0, 1, 66) if slots == 3 and name == FP8.name else (1, 7)
+        ):
             x_TH, routing = routed(tokens, dtype, sentinels=tokens in (7, 66))
             expected = by_triton(x_TH, routing, resident)
             for again in range(2 if tokens < 66 else 1):
