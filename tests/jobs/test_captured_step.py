@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from amoeba.jobs.train import trainer as fast_trainer
 from amoeba.jobs.train.captured_step import CapturedStep, on_stream
 from amoeba.jobs.train.trainer import FastTrainer
-from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
+from tiny_runs import Quiet, tiny_run, tiny_settings
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU captures in earnest: TestOnAGpu")

@@ -20,18 +20,13 @@ from amoeba.jobs.train.training_loop import WatchedTrainer
 from amoeba.system.cpu_features import has_bf16_instructions
 from selection import quick
 from tiny_models import build
-from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
+from tiny_runs import Quiet, tiny_run, tiny_settings
 
 CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the dtype of a CPU"),
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # where this CPU has no bf16 after all
 ]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 class Machine:

@@ -19,12 +19,7 @@ from amoeba.jobs.train.captured_step import CapturedStep
 from amoeba.jobs.train.trainer import FastTrainer
 from selection import quick
 from tiny_models import build
-from tiny_runs import Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
+from tiny_runs import Quiet, kept_weights, tiny_run, tiny_settings
 
 
 def losses(console: Quiet) -> list[float]:

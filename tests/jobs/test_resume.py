@@ -33,7 +33,7 @@ from amoeba.jobs.train.resume import Earlier, began_with, check_data, settings_o
 from amoeba.jobs.train.run_folder import checkpoints, remove_unfinished, run_folder
 from amoeba.jobs.train.training_loop import WatchedTrainer
 from selection import each_value_once, quick
-from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
+from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 COMMANDS = ("train", "finetune")
@@ -55,11 +55,6 @@ class Terminator(Quiet):
 
 # What both commands leave to the same code: every run has it for one of them.
 once = quick(lambda command: command == "train")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module", params=COMMANDS)

@@ -22,14 +22,9 @@ from amoeba.jobs.train import time_budget
 from amoeba.jobs.train.resume import settings_of
 from amoeba.parallel.rank_zero import ALONE
 from selection import quick
-from tiny_runs import KINDS, Quiet, kept_weights, make_inputs, tiny_run, tiny_settings
+from tiny_runs import KINDS, Quiet, kept_weights, tiny_run, tiny_settings
 
 STEPS, FITTING = 60, 16
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 class Clock:

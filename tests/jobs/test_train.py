@@ -105,13 +105,6 @@ def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Pa
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.thorough  # with a run that goes on: tests/jobs/test_resume.py
-def test_the_same_seed_gives_the_same_losses(tmp_path: Path, corpus_file: str, one_layer: str) -> None:
-    for name, seed in (("one", 3), ("again", 3), ("other", 4)):
-        train(settings(tmp_path / name, corpus_file, model=one_layer, steps=3, seed=seed), Quiet())
-    assert step_losses(tmp_path / "one") == step_losses(tmp_path / "again") != step_losses(tmp_path / "other")
-
-
 @pytest.mark.thorough
 def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
     finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str, monkeypatch: pytest.MonkeyPatch

@@ -25,16 +25,11 @@ from amoeba.stream.store import Store
 from same_runs import check_same_run, weights
 from selection import quick
 from tiny_models import EXPERTS, LAYERS, build
-from tiny_runs import KEPT, Quiet, make_inputs, tiny_run, tiny_settings
+from tiny_runs import KEPT, Quiet, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 COMMANDS = ("train", "finetune")
 CHANGED = {"batch_size": 3, "log_every": 1}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module", params=COMMANDS)
@@ -58,7 +53,7 @@ def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stop
     stops = []
     for count, stop in ((2, (1, 3)), (4, (3, 6))):  # a rank other than the first is asked to stop
         options = [(rank, count, command, given, stop) for rank in range(count)]
-        found = processes.run(rank_jobs.run_job if count == 2 else resumed_job, options)
+        found = processes.run(rank_jobs.run_job if count == 2 else rank_jobs.resumed_job, options)
         reports, said = zip(*found, strict=True)
         assert len({json.dumps([report.steps, report.final_loss]) for report in reports}) == 1
         assert all(report.interrupted and report.exit_code == 143 for report in reports)
@@ -73,10 +68,6 @@ def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stop
     check_same_run(tmp_path / "run", expected, KEPT[command])
 
 
-def resumed_job(*arguments: Any) -> Any:
-    return rank_jobs.run_job(*arguments, resume=True)
-
-
 @quick(lambda alone: alone == "finetune")
 def test_a_run_of_one_process_goes_on_over_ranks(
     processes: LocalRanks, alone: tuple[str, Path], inputs: Path, tmp_path: Path
@@ -86,7 +77,7 @@ def test_a_run_of_one_process_goes_on_over_ranks(
     shutil.rmtree(run / KEPT[command])
     shutil.rmtree(run / "checkpoints" / "checkpoint-12")
     given = told(command, run, inputs, experts="ranks")
-    processes.run(resumed_job, [(rank, 2, command, given) for rank in range(2)])
+    processes.run(rank_jobs.resumed_job, [(rank, 2, command, given) for rank in range(2)])
     check_same_run(run, expected, KEPT[command])
 
 

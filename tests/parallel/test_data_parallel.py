@@ -25,16 +25,11 @@ from amoeba.parallel.processes import LocalRanks
 from same_runs import check_same_run
 from selection import quick
 from tiny_models import build
-from tiny_runs import KEPT, Quiet, make_inputs, tiny_run, tiny_settings
+from tiny_runs import KEPT, Quiet, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
 CHANGED = {"batch_size": 3, "log_every": 1}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def alone(command: str, folder: Path, inputs: Path, **changes: Any) -> Path:
@@ -44,10 +39,6 @@ def alone(command: str, folder: Path, inputs: Path, **changes: Any) -> Path:
 
 def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, Any]:
     return tiny_settings(command, folder, inputs, **CHANGED | changes).as_dict()
-
-
-def resumed_job(*arguments: Any) -> Any:
-    return rank_jobs.run_job(*arguments, resume=True)
 
 
 @quick(lambda command, count: (command, count) in (("train", 2), ("finetune", 2)))
@@ -76,14 +67,14 @@ def test_a_run_goes_on_with_two_ranks_then_four_then_shared_experts_then_one_pro
 ) -> None:
     run = tmp_path / "run"
     given = told(command, run, inputs, experts="resident")
-    for count, stop, job in ((2, (1, 3), rank_jobs.run_job), (4, (2, 5), resumed_job)):
+    for count, stop, job in ((2, (1, 3), rank_jobs.run_job), (4, (2, 5), rank_jobs.resumed_job)):
         found = processes.run(job, [(rank, count, command, given, stop) for rank in range(count)])
         assert all(report.interrupted and report.steps == stop[1] for report, _ in found)
         assert any(f"torchrun --nproc-per-node {count} -m amoeba {command} --resume" in text for text in found[0][1])
     sharded = told(command, run, inputs, experts="ranks")
-    found = processes.run(resumed_job, [(rank, 2, command, sharded, (0, 7)) for rank in range(2)])
+    found = processes.run(rank_jobs.resumed_job, [(rank, 2, command, sharded, (0, 7)) for rank in range(2)])
     assert all(report.steps == 7 for report, _ in found)
-    found = processes.run(resumed_job, [(rank, 2, command, given, (0, 9)) for rank in range(2)])
+    found = processes.run(rank_jobs.resumed_job, [(rank, 2, command, given, (0, 9)) for rank in range(2)])
     assert all(report.steps == 9 for report, _ in found)
     tiny_run(tiny_settings(command, run, inputs, **CHANGED, experts="resident"), Quiet(), resume=True)
     check_same_run(run, alone(command, tmp_path / "alone", inputs, experts="resident"), KEPT[command])

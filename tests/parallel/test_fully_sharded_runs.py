@@ -27,16 +27,11 @@ from amoeba.parallel.rank_zero import RankZero
 from amoeba.parallel.shards import rows_here
 from same_runs import check_same_run
 from tiny_models import build
-from tiny_runs import KEPT, Quiet, make_inputs, tiny_run, tiny_settings
+from tiny_runs import KEPT, Quiet, tiny_run, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CHANGED = {"batch_size": 3, "log_every": 1}
 GRID = {"experts": "ranks", "expert_ranks": 2, "dense": "fsdp"}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +49,6 @@ def alone(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, Any]:
     return tiny_settings(command, folder, inputs, **CHANGED | GRID | changes).as_dict()
-
-
-def resumed_job(*arguments: Any) -> Any:
-    return rank_jobs.run_job(*arguments, resume=True)
 
 
 def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(
@@ -93,7 +84,7 @@ def test_two_by_two_ranks_then_two_then_one_go_on_as_if_the_run_had_never_stoppe
     given = told(command, tmp_path / "run", inputs)
     for count, stop in ((4, (3, 3)), (2, (1, 6))):  # a rank other than the first is asked to stop
         options = [(rank, count, command, given, stop) for rank in range(count)]
-        found = processes.run(rank_jobs.run_job if count == 4 else resumed_job, options)
+        found = processes.run(rank_jobs.run_job if count == 4 else rank_jobs.resumed_job, options)
         assert all(report.interrupted and report.steps == stop[1] for report, _ in found)
         parts = sorted(path.name for path in checkpoints(tmp_path / "run")[-1].glob("optimizer-*"))
         assert parts == [f"optimizer-0000{rank}-of-0000{count}.safetensors" for rank in range(count)]
@@ -111,7 +102,7 @@ def test_a_run_of_one_process_goes_on_over_two_by_two_ranks(
     run = shutil.copytree(alone["train"], tmp_path / "run")
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints" / "checkpoint-12")
-    processes.run(resumed_job, [(rank, 4, "train", told("train", run, inputs)) for rank in range(4)])
+    processes.run(rank_jobs.resumed_job, [(rank, 4, "train", told("train", run, inputs)) for rank in range(4)])
     check_same_run(run, alone["train"], "model")
 
 

@@ -234,6 +234,10 @@ def run_job(
     return tiny_runs.tiny_run(settings, console, rank_zero=rank_zero, **options), console.said
 
 
+def resumed_job(*arguments: Any) -> Any:
+    return run_job(*arguments, resume=True)
+
+
 def fail_to_write(rank: int, told: dict[str, Any], whose: int = 1) -> str:
     """What each of two ranks says when the disk of one is full at the second checkpoint."""
     import safetensors.torch

@@ -114,3 +114,11 @@ def older_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     for module, name in (*users, (node_library, "load_node")):
         monkeypatch.setattr(module, name, lambda name=name: older[name])
     monkeypatch.setenv("AMOEBA_CPU_PATH", "generic")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory):
+    """A small base with its tokenizer, and texts to train it on."""
+    from tiny_runs import make_inputs
+
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
