@@ -26,7 +26,7 @@ from amoeba.core.config import Activation
 from amoeba.core.problem import Needs
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu import packed_weights as packed
-from amoeba.cpu.node import NodeExperts, NodeFactors, backward, forward
+from amoeba.cpu.node_passes import NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights
 from amoeba.cpu.pool import WorkerPool
 

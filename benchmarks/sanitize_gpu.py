@@ -101,8 +101,8 @@ def run_in_codes(format: str, many_rows: bool = False) -> None:
     from amoeba.backends import quantised_rows
     from amoeba.core.weights import LORA_NAMES
     from amoeba.kernels.hopper import weight_only_gemm
-    from amoeba.precision.experts import quantise_experts
     from amoeba.precision.formats import FORMATS
+    from amoeba.precision.quantised_experts import quantise_experts
 
     normal, routing = _drawn(300)
     with torch.no_grad():

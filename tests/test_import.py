@@ -81,7 +81,7 @@ def test_public_names_are_listed_and_there():
         assert name in dir(amoeba)
     from amoeba.core.weights import LoraFactors
     from amoeba.cpu.packed_experts import pack_experts
-    from amoeba.integrations.placement import place_experts
+    from amoeba.integrations.place_experts import place_experts
 
     assert (amoeba.pack_experts, amoeba.place_experts, amoeba.LoraFactors) == (pack_experts, place_experts, LoraFactors)
     assert amoeba.lora.attach

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from amoeba import experts
 from amoeba.bench.memory import peak_bytes
-from amoeba.core.phases import mark, watch_phases
+from amoeba.core.phase_timer import mark, watch_phases
 from amoeba.core.weights import ExpertWeights
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import first_processes

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from amoeba.core.replays import Member
+from amoeba.core.graph_replays import Member
 from amoeba.core.torch_internals import occupy_gpu
 from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.cpu.memory import ExpertMemory

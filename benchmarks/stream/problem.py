@@ -24,8 +24,8 @@ from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.pointers import CPU
-from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import Format, format_named
+from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.stream.cache.synthetic import Locality, synthetic_trace
 from amoeba.stream.cache.trace import LayerShape, Trace
 from amoeba.stream.sizes import show_size

@@ -1,7 +1,7 @@
 """aMoEba: one mixture-of-experts engine for PyTorch that takes the shape of the hardware it finds.
 
 Names are imported when they are first used, so that `import amoeba` itself costs nothing, not even torch. If it comes
-before torch, torch's threads do not spin while they wait (system/waiting.py).
+before torch, torch's threads do not spin while they wait (system/thread_waiting.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from amoeba._version import __version__
-from amoeba.system.waiting import wait_passively
+from amoeba.system.thread_waiting import wait_passively
 
 if TYPE_CHECKING:
     from amoeba import lora, optim
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.cpu.packed_experts import pack_experts
     from amoeba.experts import experts
-    from amoeba.integrations.placement import place_experts as place_experts
+    from amoeba.integrations.place_experts import place_experts as place_experts
     from amoeba.integrations.precision import set_precision as set_precision
     from amoeba.layer import MoE
     from amoeba.placements import register_placement
@@ -73,7 +73,7 @@ _HOME = {
     "experts": "amoeba.experts",
     "explain": "amoeba.backends.registry",
     "pack_experts": "amoeba.cpu.packed_experts",
-    "place_experts": "amoeba.integrations.placement",
+    "place_experts": "amoeba.integrations.place_experts",
     "register_backend": "amoeba.backends.registry",
     "register_placement": "amoeba.placements",
     "route": "amoeba.routing.router",

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amoeba.core.config import MoEConfig, RouterConfig
+from amoeba.core.differentiation import reverse_only
 from amoeba.core.errors import bad_value
 from amoeba.core.torch_internals import transformed
-from amoeba.core.transforms import reverse_only
 from amoeba.core.weights import ExpertWeights
 from amoeba.experts import experts
 from amoeba.precision.recipes import UNCHANGED, Precision, check_precision, with_precision

@@ -17,13 +17,13 @@ from torch.nn import functional
 import amoeba.stream  # noqa: F401  registers its placement
 from amoeba import Activation, Routing, experts
 from amoeba.backends.backend import Request
-from amoeba.backends.composed import experts_composed
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.backends.registry import all_backends_of, backends_of
 from amoeba.core.placement import Placement
 from amoeba.core.weights import LORA_NAMES, ExpertWeights
 from amoeba.placements import all_placements
-from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4
+from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from amoeba.stream.placement import stream_from_memory
 from fp8_stand_ins import stand_in

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amoeba import Activation, Routing, experts
 from amoeba.backends import grouped
-from amoeba.backends.composed import experts_composed
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.core.layout import build_layout
 from amoeba.core.weights import LORA_NAMES
 from amoeba.proof.reference.experts import activate

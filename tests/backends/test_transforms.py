@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 from amoeba import MoE, MoEConfig, Routing, experts
 from amoeba.backends.backend import Request
-from amoeba.backends.composed import experts_composed
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.backends.registry import backends_of
 from amoeba.core.config import RouterConfig
 from amoeba.core.weights import ExpertWeights

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from amoeba import ExpertWeights, Routing
-from amoeba.backends import composed, eager, registry, triton
-from amoeba.backends.composed import experts_composed
+from amoeba.backends import custom_activation as composed
+from amoeba.backends import eager, registry, triton
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.backends.torch_rows import Groups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from amoeba.bench.document import make_document
-from amoeba.core import phases
-from amoeba.core.phases import mark, watch_phases
+from amoeba.core import phase_timer as phases
+from amoeba.core.phase_timer import mark, watch_phases
 from amoeba.parallel.processes import LocalRanks
 from benchmarks.ranks import run as suite
 from benchmarks.ranks import worker

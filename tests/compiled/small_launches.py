@@ -63,8 +63,8 @@ def _of_routing(dtype: torch.dtype) -> Launches:
 def _of_factors(dtype: torch.dtype) -> Launches:
     from amoeba.core.config import Activation
     from amoeba.core.weights import LoraFactors
-    from amoeba.kernels.lora.backward import lora_backward, widest_rank
     from amoeba.kernels.lora.join_factors import join_factors
+    from amoeba.kernels.lora.lora_backward import lora_backward, widest_rank
 
     def pair(per_expert: int, rank: int) -> None:
         N, offs = E * per_expert, words(E)

@@ -82,8 +82,8 @@ def main() -> dict[str, dict[str, int]]:
     from amoeba.core.weights import LoraFactors
     from amoeba.kernels.decode import by_expert, by_slot, decode, low_rank, quantised_configuration, slot_lists
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
-    from amoeba.precision.experts import QuantisedExperts
     from amoeba.precision.quantised import block_counts
+    from amoeba.precision.quantised_experts import QuantisedExperts
 
     E, K, H, I, R = 128, 8, 2048, 768, 16
     found: dict[str, dict[str, int]] = {}

@@ -41,7 +41,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels.lora import backward as lora_backward
+    from amoeba.kernels.lora import lora_backward as lora_backward
 
     kernel = lora_backward._lora_backward.kernel
     names = kernel.arg_names

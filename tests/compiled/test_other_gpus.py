@@ -120,8 +120,8 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.kernels.lora.epilogue import Addend
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
-    from amoeba.precision.experts import quantise_experts
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
+    from amoeba.precision.quantised_experts import quantise_experts
     from amoeba.stream.store.layers import layer_entry
     from amoeba.tasks.triton.backward import scheduled_backward
 

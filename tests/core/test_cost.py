@@ -11,7 +11,7 @@ from amoeba.backends import fp8_saved
 from amoeba.bench.memory import watch_saved
 from amoeba.core import cost
 from amoeba.precision import FP8_128, FP8_TRAINING, MXFP4, MXFP8, NVFP4
-from amoeba.precision.experts import quantise_experts
+from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.precision.weight_cache import quantised_weight
 from amoeba.proof.reference.experts import experts_forward
 

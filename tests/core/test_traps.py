@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from amoeba import Activation, Routing, experts
-from amoeba.backends.composed import experts_composed
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.proof.reference.experts import act_slope, activate
 from selection import each_value_once, quick
 from small_layer import H, K, Layer, T

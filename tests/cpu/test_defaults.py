@@ -16,9 +16,9 @@ from torch import Tensor
 
 from amoeba import MoE, MoEConfig, RouterConfig, Routing, experts
 from amoeba.backends import cpu_fused
-from amoeba.backends.composed import experts_composed
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.integrations.placement import place_experts
+from amoeba.integrations.place_experts import place_experts
 from amoeba.routing.router import load_balance_loss, z_loss
 from small_layer import Layer, kernel_device
 from tiny_models import build

@@ -20,7 +20,7 @@ from amoeba.core.config import Activation
 from amoeba.core.problem import Needs
 from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from amoeba.cpu import build
-from amoeba.cpu.node import NodeCache, NodeExperts, NodeFactors, backward, forward
+from amoeba.cpu.node_passes import NodeCache, NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool
 from amoeba.proof.reference.experts import experts_backward, experts_forward

@@ -30,7 +30,7 @@ def weights_of(out_features: int, in_features: int) -> Tensor:
 
 
 def unpacked(packing: _Packing) -> Tensor:
-    """(E, columns, depth) as stored, by csrc/words.h; what lies around them is zero."""
+    """(E, columns, depth) as stored, by csrc/packed_layout.h; what lies around them is zero."""
     experts, per_word = packing.data.shape[0], 4 if packing.data.dtype == torch.int8 else 2
     panels = -(-packing.columns // 32)
     tiles = packing.data.view(experts, panels, -1, 2, 16, 16, per_word)  # panel, tile, half, word, column, element

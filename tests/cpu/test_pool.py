@@ -17,7 +17,7 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.cpu import pool as pool_module
-from amoeba.cpu.node import NodeExperts, forward
+from amoeba.cpu.node_passes import NodeExperts, forward
 from amoeba.cpu.packed_weights import PackedWeights
 from amoeba.cpu.pool import WorkerPool, own_cores
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.core.problem import Needs
 from amoeba.cpu import packed_weights as packed
-from amoeba.cpu.node import NodeExperts, backward, forward
+from amoeba.cpu.node_passes import NodeExperts, backward, forward
 from amoeba.cpu.packed_weights import PackedWeights, Path
 from amoeba.cpu.pool import WorkerPool
 from selection import each_value_once

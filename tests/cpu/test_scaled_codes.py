@@ -18,9 +18,9 @@ from amoeba import Activation, ExpertWeights, Request, Routing, experts
 from amoeba.backends import cpu_decode, cpu_fused, read_quantised
 from amoeba.cpu.core import Core, load_core, why_no_core
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
-from amoeba.precision.experts import QuantisedExperts, ReadInBlocks, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks, dequantise_experts, quantise_experts
 from amoeba.proof import conformance
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.reference.experts import experts_forward

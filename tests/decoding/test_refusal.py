@@ -10,7 +10,7 @@ from transformers import GenerationConfig, Qwen3MoeForCausalLM
 from amoeba.cpu import placements as cpu_placements
 from amoeba.decoding import why_not
 from amoeba.decoding.refusal import why_not_chosen
-from amoeba.integrations.placement import place_experts
+from amoeba.integrations.place_experts import place_experts
 from tiny_models import build
 
 needs_engine = pytest.mark.skipif(cpu_placements._why_not() is not None, reason=str(cpu_placements._why_not()))

@@ -11,7 +11,7 @@ import torch
 
 from amoeba import experts
 from amoeba.core.weights import ExpertWeights, LoraFactors
-from amoeba.precision.experts import dequantise_experts
+from amoeba.precision.quantised_experts import dequantise_experts
 from amoeba.proof.reference import experts as reference
 from selection import each_value_once
 

@@ -15,7 +15,7 @@ from amoeba import lora, stream
 from amoeba.data.corpus import load_corpus
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.coverage import coverage
-from amoeba.integrations.placement import place_experts
+from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.generate.loaded_model import _warm_up

@@ -29,7 +29,7 @@ from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.generate.generate import GenerationOptions, generate
 from amoeba.jobs.settings import FinetuneSettings, load_settings
-from amoeba.precision.experts import QuantisedExperts, dequantise_experts
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
 from quantised_checkpoints import write_fp8, write_mxfp4
 from selection import quick
 from tiny_models import build, lora_gradients, save_byte_tokenizer, token_ids

@@ -32,7 +32,7 @@ from amoeba.data.corpus import load_corpus
 from amoeba.data.sft_dataset import PLAIN_TEMPLATE, SftDataset, pad_rows
 from amoeba.data.token_rows import NO_LABEL, PackedDataset
 from amoeba.data.tokenizer import train_tokenizer
-from amoeba.integrations.placement import Placed, place_experts
+from amoeba.integrations.place_experts import Placed, place_experts
 from amoeba.jobs import cpu_dtype
 from amoeba.jobs.convert.merge import merge
 from amoeba.jobs.finetune.finetune import AdapterAlone, finetune

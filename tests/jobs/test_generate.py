@@ -29,7 +29,7 @@ from amoeba.commands.typer_app import Typer
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import placements as cpu_placements
 from amoeba.decoding import Decoder
-from amoeba.integrations import placement
+from amoeba.integrations import place_experts as placement
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs import cpu_dtype
 from amoeba.jobs.generate import token_steps

@@ -20,7 +20,7 @@ from amoeba import lora
 from amoeba.cpu import placements as cpu_placements
 from amoeba.integrations.experts_module import described, experts_modules
 from amoeba.integrations.model_folder import load_model
-from amoeba.integrations.placement import place_experts
+from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs import placed_model
 from amoeba.jobs.cpu_dtype import DtypeChoice
 from amoeba.jobs.placed_model import attach_in, load_placed

@@ -27,7 +27,7 @@ from amoeba.integrations.model_folder import check_model
 from amoeba.jobs.convert import quantise as job
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.placements import placement_named
-from amoeba.precision.experts import QuantisedExperts, dequantise_experts
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
 from selection import quick
 from tiny_models import build, randomise, save_byte_tokenizer, token_ids
 

@@ -14,8 +14,8 @@ from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.kernels.decode import by_slot, decode, low_rank, quantised_configuration
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
-from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.quantised import block_counts
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference

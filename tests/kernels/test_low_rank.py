@@ -12,9 +12,9 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.weights import LoraFactors
-from amoeba.kernels.lora.backward import configuration, lora_backward
 from amoeba.kernels.lora.epilogue import padded_rank
 from amoeba.kernels.lora.join_factors import join_factors
+from amoeba.kernels.lora.lora_backward import configuration, lora_backward
 from amoeba.proof.reference import experts as truth
 from selection import each_value_once
 

@@ -25,8 +25,8 @@ from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.kernels.hopper import gemm, weight_only_gemm
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.precision import E2M1, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix, quantise
-from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.reference.experts import activate
 from selection import quick
 from small_layer import Layer, kernel_device

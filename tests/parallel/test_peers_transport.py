@@ -13,7 +13,7 @@ import torch
 
 import rank_jobs
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.core.phases import watch_phases
+from amoeba.core.phase_timer import watch_phases
 from amoeba.kernels import peer_context as peer_post
 from amoeba.kernels import peer_rows
 from amoeba.parallel import Owners, Ranks, ShardedExperts

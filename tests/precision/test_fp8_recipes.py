@@ -14,7 +14,7 @@ import amoeba
 from amoeba import ExpertWeights, LoraFactors, MoE, MoEConfig, Request, RouterConfig, Routing, experts, with_precision
 from amoeba.backends import fp8
 from amoeba.core.problem import Problem
-from amoeba.parallel.owners import Owners
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format

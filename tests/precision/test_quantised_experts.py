@@ -17,9 +17,9 @@ import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
 from amoeba.core.weights import LORA_NAMES
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
-from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import fp8_blocks
 from amoeba.precision.quantised import quantise
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from selection import quick

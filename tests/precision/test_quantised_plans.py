@@ -13,7 +13,7 @@ from amoeba import ExpertWeights, LoraFactors, Routing, experts
 from amoeba.backends import quantised_rows, quantised_triton, sorted_rows
 from amoeba.kernels.launch import plan as launch_plan
 from amoeba.precision import FP8_128, MXFP4, NVFP4, Format
-from amoeba.precision.experts import QuantisedExperts, quantise_experts
+from amoeba.precision.quantised_experts import QuantisedExperts, quantise_experts
 from repeated_steps import check_elsewhere
 from selection import quick
 from small_layer import Layer, kernel_device

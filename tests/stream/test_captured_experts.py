@@ -34,7 +34,7 @@ from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
 from amoeba.core.config import Activation, RouterConfig
-from amoeba.core.replays import CannotCapture
+from amoeba.core.graph_replays import CannotCapture
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS, MemoryStore

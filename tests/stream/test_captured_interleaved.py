@@ -15,7 +15,7 @@ from test_gpu_streamed_experts import DEVICE, by_triton, routed_wide, wide
 from torch import Tensor
 
 from amoeba import Routing, experts
-from amoeba.core.replays import Member
+from amoeba.core.graph_replays import Member
 from amoeba.stream.gpu.device import CudaDevice
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS

@@ -33,8 +33,8 @@ from amoeba.backends import quantised_triton, sorted_rows
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES
 from amoeba.kernels.decode import Like, quantised_configuration
-from amoeba.precision.experts import QuantisedExperts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
+from amoeba.precision.quantised_experts import QuantisedExperts, quantise_experts
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS, MemoryStore

@@ -21,7 +21,7 @@ from test_device_memory import E, Layers
 from test_fast_path import tables
 from torch import Tensor
 
-from amoeba.core.replays import CannotCapture, Member
+from amoeba.core.graph_replays import CannotCapture, Member
 from amoeba.kernels import expert_request
 from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.memory import DeviceMemory

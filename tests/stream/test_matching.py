@@ -155,7 +155,7 @@ def test_a_store_in_another_number_format_is_refused(stored) -> None:
 
 
 def test_experts_placed_in_another_format_are_refused(stored) -> None:
-    from amoeba.integrations.placement import place_experts
+    from amoeba.integrations.place_experts import place_experts
 
     model = resident(stored["qwen3_moe"][0])
     place_experts(model, "cpu-int8", trains=False, device=torch.device("cpu"))

@@ -18,7 +18,7 @@ from served_layers import Served, drawn_ids
 from test_device_memory import E
 from torch import Tensor
 
-from amoeba.core.replays import CannotCapture
+from amoeba.core.graph_replays import CannotCapture
 from amoeba.stream.cache.simulate import replay
 from amoeba.stream.cache.synthetic import Locality, synthetic_trace
 from amoeba.stream.cache.trace import LayerShape

@@ -13,7 +13,7 @@ import torch
 from simulated_device import LiveDevice, RepeatedFunction
 
 from amoeba.commands.output import Output
-from amoeba.core.replays import Member
+from amoeba.core.graph_replays import Member
 from benchmarks.stream import decode, place
 from benchmarks.stream import run as suite
 from benchmarks.stream.problem import SIZES, StreamProblem

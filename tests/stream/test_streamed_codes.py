@@ -26,7 +26,7 @@ from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.jobs.convert import quantise as quantising
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.sharded_model import load_share
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream import attaching
 from amoeba.stream.cpu.memory import READS
 from amoeba.stream.store import StoreError, aligned_buffer, index, open_store

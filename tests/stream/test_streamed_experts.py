@@ -17,8 +17,8 @@ from amoeba.backends import cpu, cpu_fused
 from amoeba.backends.backend import RowsApart
 from amoeba.core.weights import LORA_NAMES
 from amoeba.cpu.core import why_no_core
-from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, Format
+from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
 from selection import quick

@@ -12,8 +12,8 @@ from torch import Tensor
 from amoeba import Routing, experts
 from amoeba.backends import cpu_fused
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.precision.experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.precision.formats import format_named
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.reference import experts as reference
 from small_layer import E, Layer
 

@@ -19,7 +19,8 @@ from amoeba import Routing
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
 from amoeba.core.weights import ExpertWeights
-from amoeba.cpu import build, node, node_library, pool
+from amoeba.cpu import build, node_library, pool
+from amoeba.cpu import node_passes as node
 from amoeba.cpu import packed_weights as packed
 from amoeba.cpu.packed_weights import Path, load_packed
 from amoeba.cpu.pool import WorkerPool

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from amoeba.system.loading import loading
+from amoeba.system.fast_imports import loading
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_nothing_is_frozen_when_the_process_ends() -> None:
     """What is left of them makes extension modules complain on stderr."""
     code = (
         "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()));"
-        "from amoeba.system.loading import loading\nwith loading(): import json\nprint(gc.get_freeze_count() > 0)"
+        "from amoeba.system.fast_imports import loading\nwith loading(): import json\nprint(gc.get_freeze_count() > 0)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["True", "0"]

@@ -18,10 +18,10 @@ from amoeba.backends.backend import RowsApart
 from amoeba.backends.low_rank import Rows
 from amoeba.backends.read_quantised import scaled_codes
 from amoeba.core.problem import Problem, Save
-from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU, has_lines
-from amoeba.precision.experts import ReadInBlocks
+from amoeba.cpu.quantised_weights import ScaledCodes
+from amoeba.precision.quantised_experts import ReadInBlocks
 
 
 def serves(problem: Problem, most_rows: int) -> bool:

@@ -22,18 +22,18 @@ from torch import Tensor
 from amoeba.backends.backend import RowsApart
 from amoeba.backends.read_quantised import scaled_codes
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.cpu import node as one_node
+from amoeba.cpu import node_passes as one_node
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.codes import ScaledCodes
-from amoeba.cpu.node import NodeCache
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_factors import NodeFactors
 from amoeba.cpu.node_library import load_node
+from amoeba.cpu.node_passes import NodeCache
 from amoeba.cpu.numa import NumaNode, numa_nodes
 from amoeba.cpu.packed_weights import Path, current_path
 from amoeba.cpu.pointers import CPU, has_lines
-from amoeba.cpu.stored import StoredWeights
-from amoeba.precision.experts import ReadInBlocks
+from amoeba.cpu.quantised_weights import ScaledCodes
+from amoeba.cpu.unpacked_weights import StoredWeights
+from amoeba.precision.quantised_experts import ReadInBlocks
 
 logger = logging.getLogger("amoeba")
 

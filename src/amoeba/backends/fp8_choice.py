@@ -17,7 +17,7 @@ from amoeba.backends.backend import Request
 from amoeba.backends.fp8_triton import BACKEND
 from amoeba.core.weights import AnyExperts
 from amoeba.precision.recipes import AUTO, UNCHANGED, Fp8Experts, with_precision
-from amoeba.precision.unchanged import promise
+from amoeba.precision.unchanged_weights import promise
 
 RECIPE = "fp8"
 # bf16 over fp8, codes written in each pass (H200, document `fp8-few-rows` of a59005f, 2026-11-17):

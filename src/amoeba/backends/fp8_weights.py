@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.quantise import empty_weights, quantise_weights
 from amoeba.precision.quantised import QuantisedMatrix
-from amoeba.precision.unchanged import UnchangedWeights, promise
+from amoeba.precision.unchanged_weights import UnchangedWeights, promise
 
 
 class WeightCodes:

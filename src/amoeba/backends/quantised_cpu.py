@@ -22,7 +22,7 @@ from amoeba.backends.torch_rows import Groups
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import CPU
-from amoeba.precision.experts import QuantisedExperts, ReadInBlocks
+from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks
 from amoeba.system.cpu_features import compute_dtype
 
 # Up to so many routed rows in any routing, and up to so many for each expert that is visited, a pass without gradients

@@ -21,7 +21,7 @@ from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import constant_when_traced
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 
 
 class QuantisedFusedBackend(PassesBackend):

@@ -16,7 +16,7 @@ from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.torch_rows import TorchRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 
 
 class QuantisedEagerBackend(PassesBackend):

@@ -15,7 +15,7 @@ from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
 DECODE_TOKENS = 64

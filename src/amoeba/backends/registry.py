@@ -29,7 +29,7 @@ from amoeba.backends import (
     triton,
 )
 from amoeba.backends.backend import Backend, Request
-from amoeba.backends.measured import faster_than
+from amoeba.backends.measured_choice import faster_than
 from amoeba.core.errors import bad_value
 from amoeba.system.tried_versions import warn_about_torch
 

@@ -30,9 +30,9 @@ from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.core.problem import Needs, Problem
 from amoeba.core.weights import LoraFactors
 from amoeba.kernels import grouped_gemm
-from amoeba.kernels.lora.backward import Sums, lora_backward, widest_rank
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.lora.join_factors import Pair, join_factors
+from amoeba.kernels.lora.lora_backward import Sums, lora_backward, widest_rank
 
 
 class RowsOfPass(Protocol):

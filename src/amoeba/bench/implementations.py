@@ -28,7 +28,7 @@ from amoeba.core.weights import AnyExperts, ExpertWeights
 from amoeba.experts import experts
 from amoeba.placements import all_placements
 from amoeba.precision import UnchangedWeights
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.precision.recipes import SUMMARIES, with_precision
 from amoeba.routing.router import Routing
 from amoeba.system.machine import available_memory

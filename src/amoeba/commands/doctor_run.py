@@ -16,8 +16,8 @@ from amoeba.commands.output import Output
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.build import library_states
 from amoeba.placements import all_placements
-from amoeba.precision.experts import quantise_experts
 from amoeba.precision.formats import MXFP4
+from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.precision.recipes import AUTO, SUMMARIES, summary_of, with_precision
 from amoeba.routing.router import Routing
 from amoeba.system import tuned

@@ -29,7 +29,7 @@ import typer
 from amoeba.commands.options import speaks
 from amoeba.commands.output import Output
 from amoeba.core.errors import TOLD, RankLost, bad_value, is_out_of_memory, one_line
-from amoeba.system.loading import loading
+from amoeba.system.fast_imports import loading
 
 # A reader that went away (`| head -1`) is no failed check, but it is what click and rich exit with too.
 # RANK_LOST is what sysexits.h calls a temporary failure: the same command, started again, may succeed.

@@ -22,7 +22,7 @@ from amoeba.commands.options import (
 )
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.system.loading import loading
+from amoeba.system.fast_imports import loading
 from amoeba.system.shell import shell_command
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from amoeba.commands.options import (
 )
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.core.errors import bad_value, counted
-from amoeba.system.loading import loading
+from amoeba.system.fast_imports import loading
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.core.errors import bad_value
 from amoeba.jobs.train.run_folder import Silent
-from amoeba.parallel.launched import deadline_seconds, is_launched, launched_ranks
+from amoeba.parallel.launcher import deadline_seconds, is_launched, launched_ranks
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.ranks import Ranks
 from amoeba.system.shell import shell_words

@@ -16,7 +16,7 @@ from amoeba.commands.exits import usage
 from amoeba.commands.options import launched_processes, speaks
 from amoeba.commands.output import Output
 from amoeba.core.errors import TOLD, bad_value
-from amoeba.system.waiting import wait_as_torch_does
+from amoeba.system.thread_waiting import wait_as_torch_does
 
 _BEGAN = time.monotonic()  # the command line imports this file first
 _verbose_everywhere = False
@@ -31,7 +31,7 @@ def speak_up(wanted: bool) -> None:
 def start(verbose: bool, *, passive_waiting: bool = True, over_ranks: bool = False) -> Output:
     """verbose: every decision with its reason and its time, and what torch and transformers have to say.
 
-    passive_waiting: whether torch's threads wait as they do wherever amoeba is imported first (system/waiting.py).
+    passive_waiting: whether torch's threads wait as they do wherever amoeba is imported first.
     over_ranks: whether the command runs in several processes that torchrun starts. The others would all do the same
     work and write the same files, and are refused there.
     """

@@ -16,7 +16,7 @@ from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.commands.typer_app import Typer
 from amoeba.core.errors import bad_value, counted
-from amoeba.system.loading import loading
+from amoeba.system.fast_imports import loading
 
 if TYPE_CHECKING:
     from amoeba.bench.shapes import Shape

@@ -11,7 +11,7 @@ from amoeba.commands.exits import TRAINER, finish, need, usage
 from amoeba.commands.options import Json, RunOptions, Verbose, speaks
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.system.loading import loading
+from amoeba.system.fast_imports import loading
 from amoeba.system.shell import shell_command
 
 if TYPE_CHECKING:

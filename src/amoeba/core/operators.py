@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.core.differentiation import REMEDY, differentiable, once, refuse_batched
 from amoeba.core.operands import Operand
-from amoeba.core.transforms import REMEDY, differentiable, once, refuse_batched
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Any]  # a tensor, or None

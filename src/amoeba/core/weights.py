@@ -158,7 +158,7 @@ class AnyExperts(Protocol):
     own_experts: how many of num_experts this process has; LoRA factors are for these.
     tensors:   what autograd sees of the weights.
 
-    A kind whose experts may come while a CUDA graph is replayed has `replays` too, see `amoeba.core.replays`.
+    A kind whose experts may come while a CUDA graph is replayed has `replays` too, see `amoeba.core.graph_replays`.
     """
 
     placement: str

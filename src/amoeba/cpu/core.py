@@ -21,7 +21,6 @@ from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.torch_internals import constant_when_traced
 from amoeba.cpu.build import CoreUnavailable, load, with_library
-from amoeba.cpu.codes import CCoding, ScaledCodes
 from amoeba.cpu.node_library import activation_number
 from amoeba.cpu.pointers import (
     CPU,
@@ -32,6 +31,7 @@ from amoeba.cpu.pointers import (
     has_lines,
     optional_address,
 )
+from amoeba.cpu.quantised_weights import CCoding, ScaledCodes
 
 logger = logging.getLogger("amoeba")
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
-from amoeba.cpu.codes import ScaledCodes
 from amoeba.cpu.node_library import CNode, activation_number
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, empty_in_huge_pages, packing_address
 from amoeba.cpu.pointers import optional_address
-from amoeba.cpu.stored import StoredWeights
+from amoeba.cpu.quantised_weights import ScaledCodes
+from amoeba.cpu.unpacked_weights import StoredWeights
 
 
 @dataclass(frozen=True, eq=False)

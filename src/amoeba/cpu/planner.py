@@ -20,8 +20,8 @@ from amoeba.core.config import Activation
 from amoeba.core.errors import counted
 from amoeba.core.placement import LayerSizes
 from amoeba.core.problem import Save
-from amoeba.cpu.node import workspace_bytes
 from amoeba.cpu.node_experts import NodeExperts
+from amoeba.cpu.node_passes import workspace_bytes
 from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU

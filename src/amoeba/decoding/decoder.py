@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.core.replays import CannotCapture, Member
+from amoeba.core.graph_replays import CannotCapture, Member
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Rows, Step, replays_in

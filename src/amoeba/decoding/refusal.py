@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from amoeba.core.errors import one_line
-from amoeba.core.replays import replays_of
+from amoeba.core.graph_replays import replays_of
 from amoeba.decoding.cache import why_not_fixed
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in

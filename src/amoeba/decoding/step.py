@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.core.replays import Member, Replays, replays_of
-from amoeba.decoding.attention import decoding_attention
+from amoeba.core.graph_replays import Member, Replays, replays_of
 from amoeba.decoding.cache import FixedCache
+from amoeba.decoding.cache_attention import decoding_attention
 from amoeba.decoding.compiled_layers import compiled_layers
 from amoeba.decoding.sampling import Sampler
 from amoeba.integrations.experts_module import experts_modules, placed_in

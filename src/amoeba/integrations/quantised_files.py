@@ -25,9 +25,9 @@ from torch import Tensor
 from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
-from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.formats import E8M0, MXFP4, Format, format_named, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
+from amoeba.precision.quantised_experts import QuantisedExperts
 
 # What follows the name of a quantised tensor's weight; "" is the weight itself.
 BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_matrix_scale"

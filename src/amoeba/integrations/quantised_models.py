@@ -21,10 +21,10 @@ import torch
 from amoeba.integrations.experts_module import described, experts_modules, hand_over
 from amoeba.integrations.quantised_files import QuantisedFiles, check_no_codes, check_readable, format_of
 from amoeba.integrations.without_experts import experts_left_out
-from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.formats import E8M0, fp8_blocks
 from amoeba.precision.placements import placement_of
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
+from amoeba.precision.quantised_experts import QuantisedExperts
 
 logger = logging.getLogger("amoeba")
 

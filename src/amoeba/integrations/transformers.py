@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.backends.composed import experts_composed
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import AnyExperts, ExpertWeights, LoraFactors
 from amoeba.experts import experts

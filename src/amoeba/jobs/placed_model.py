@@ -24,7 +24,7 @@ from amoeba.core.errors import BadValue
 from amoeba.core.placement import Load
 from amoeba.integrations.experts_module import described, stored, take_back_shapes
 from amoeba.integrations.model_folder import UnreadTensor, load_config, load_model, load_rest, load_without_weights
-from amoeba.integrations.placement import Placed, place_experts
+from amoeba.integrations.place_experts import Placed, place_experts
 from amoeba.jobs.cpu_dtype import DtypeChoice
 from amoeba.stream.attaching import Streamed, attach
 from amoeba.stream.store import Store, aligned_buffer, is_store, open_store

@@ -182,7 +182,7 @@ class FinetuneSettings(RunSettings):
     model:    a folder that save_pretrained wrote, or a name on the hub.
     targets:  what gets factors, see `amoeba.lora.attach`.
     steps:    None for `epochs` passes over the data.
-    experts:  where the frozen experts are kept, see `amoeba.integrations.placement`.
+    experts:  where the frozen experts are kept, see `amoeba.integrations.place_experts`.
     ram:      a budget of memory through which they are streamed, see `amoeba.stream.attach`; None: they are not,
               unless the model is a store.
     vram:     the same on a GPU; ram is then for experts in pinned memory below it.

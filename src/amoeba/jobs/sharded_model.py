@@ -35,8 +35,8 @@ from amoeba.integrations.model_folder import (
     load_without_weights,
 )
 from amoeba.integrations.own_tensors import own_tensors, sharded_modules
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.owners import Owners
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_parameter, shard_experts

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.core.phases import mark
+from amoeba.core.phase_timer import mark
 from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.peer_context import NAMES, ROWS, SLOTS, PeerContext, Plan
 from amoeba.kernels.peer_counters import (

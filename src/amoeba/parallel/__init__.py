@@ -1,7 +1,7 @@
 """Experts over ranks: each process of a group owns some of a layer's experts, and tokens travel to their owners."""
 
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.gradients import add_up_gradients, clip_gradients
-from amoeba.parallel.owners import Owners
 from amoeba.parallel.placement import RANKS
 from amoeba.parallel.ranks import RankLost, Ranks
 from amoeba.parallel.sharded import ShardedExperts, own_parameter, shard_experts, shard_lora

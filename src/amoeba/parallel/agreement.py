@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.parallel.owners import Owners
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.ranks import Ranks
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from amoeba.core.errors import bad_value
-from amoeba.parallel.owners import Owners
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.transports.choice import chosen_by_auto
 

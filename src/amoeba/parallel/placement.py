@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from amoeba.core.placement import Placement, Tolerance
-from amoeba.parallel.backend import RanksBackend
 from amoeba.parallel.sharded import shard_experts
+from amoeba.parallel.sharded_backend import RanksBackend
 from amoeba.placements import register_placement
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import AnyExperts, ExpertWeights, LoraFactors
-from amoeba.parallel.owners import Owners
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.ranks import Ranks
 
 Tokens = Literal["own", "same"]

@@ -14,7 +14,7 @@ from amoeba.precision.formats import (
     Format,
 )
 from amoeba.precision.quantised import QuantisedMatrix, quantise
-from amoeba.precision.unchanged import UnchangedWeights
+from amoeba.precision.unchanged_weights import UnchangedWeights
 
 __all__ = [
     "E2M1",

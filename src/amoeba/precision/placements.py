@@ -10,8 +10,8 @@ from amoeba.core import cost
 from amoeba.core.config import Activation
 from amoeba.core.placement import LayerSizes, Placement, Tolerance
 from amoeba.core.weights import ExpertWeights
-from amoeba.precision.experts import dequantise_experts, quantise_experts
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.quantised_experts import dequantise_experts, quantise_experts
 from amoeba.precision.recipes import with_precision
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.backend import Backend, Request
-from amoeba.backends.composed import experts_composed
+from amoeba.backends.custom_activation import experts_composed
 from amoeba.backends.registry import backends_of, explain, named_backends
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import Placement

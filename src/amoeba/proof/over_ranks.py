@@ -25,7 +25,7 @@ from amoeba.core.config import Activation
 from amoeba.core.placement import Placement
 from amoeba.core.weights import LORA_NAMES, AnyExperts
 from amoeba.experts import experts
-from amoeba.parallel.owners import Owners
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.processes import LocalRanks, RankFailed, first_processes
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import Tokens, shard_experts

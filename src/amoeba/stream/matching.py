@@ -21,7 +21,7 @@ from torch import nn
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.integrations.experts_module import described, experts_modules, layout_of, placed_in, resident
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.experts import ExpertsInSlots
 from amoeba.stream.store import FolderStore, PackedStore, aligned_buffer
 from amoeba.stream.store.layers import LayerEntry, StoredExperts

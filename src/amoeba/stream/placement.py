@@ -17,7 +17,7 @@ from amoeba.core.errors import bad_value
 from amoeba.core.placement import Placement, Tolerance
 from amoeba.core.weights import ExpertWeights
 from amoeba.placements import register_placement
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.cpu.backend import StreamedBackend
 from amoeba.stream.cpu.memory import ExpertMemory, StreamedExperts
 from amoeba.stream.gpu.backend import GpuStreamedBackend

@@ -12,7 +12,7 @@
 //   add<W>(sum, rows, r, w, columns)   with word w + W of row r; w is a multiple of 4, for loads of four words
 // The sums of int8 are the same on all of them to the bit. VPMADDUBSW is not among them: its sums of two saturate.
 #pragma once
-#include "words.h"
+#include "packed_layout.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 

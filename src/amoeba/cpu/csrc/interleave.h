@@ -1,6 +1,6 @@
 // Rows of bf16 into words: pairs of rows interleaved, and tiles of sixteen by sixteen words transposed.
 #pragma once
-#include "words.h"
+#include "packed_layout.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 

@@ -1,4 +1,4 @@
-// Matrices of experts into the order of the tiles (see words.h), zeros in the padding.
+// Matrices of experts into the order of the tiles (see packed_layout.h), zeros in the padding.
 #pragma once
 #include "interleave.h"
 

@@ -1,4 +1,4 @@
-// Frozen weights packed once, in bf16 or int8, in the layout of words.h; what multiplies them is node.cpp. The caller
+// Frozen weights packed once, in bf16 or int8, in the layout of packed_layout.h; what multiplies them is node.cpp. The caller
 // checked its tensors.
 #include <cerrno>
 

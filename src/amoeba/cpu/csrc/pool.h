@@ -12,7 +12,7 @@
 #include <mutex>
 #include <thread>
 
-#include "words.h"
+#include "packed_layout.h"
 #ifdef __linux__
 #include <pthread.h>
 #include <sched.h>

@@ -1,6 +1,6 @@
 // The permutation of routed slots (token t, choice k) into rows that are sorted by expert, stable in the slot.
 #pragma once
-#include "words.h"
+#include "packed_layout.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 

@@ -30,7 +30,7 @@ from amoeba.data.tokenizer import check_understands
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
-from amoeba.integrations.placement import Placed, check_placement
+from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.text_model import text_config
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.placed_model import attach_in, load_placed

@@ -23,7 +23,7 @@ from amoeba.backends.backend import Request
 from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
-from amoeba.integrations.placement import Placed, check_placement
+from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.jobs.convert.merged_adapters import check_not_merged
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.generate.options import GenerationOptions

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from amoeba.core.errors import is_out_of_memory, one_line
-from amoeba.core.replays import CannotCapture
+from amoeba.core.graph_replays import CannotCapture
 
 logger = logging.getLogger("amoeba")
 

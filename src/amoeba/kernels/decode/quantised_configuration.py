@@ -19,8 +19,8 @@ from amoeba.kernels.decode.configuration import (
     goes_by_slot,
 )
 from amoeba.kernels.launch import next_power_of_2
-from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.formats import MXFP4, NVFP4
+from amoeba.precision.quantised_experts import QuantisedExperts
 
 # By slot, by the bits of a number: bytes of weights that a program of the up projection has in flight, and the warps of
 # both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: dev/log.

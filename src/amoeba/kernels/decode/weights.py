@@ -23,8 +23,8 @@ from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Tile
 from amoeba.kernels.dequantise import block_constants
 from amoeba.kernels.tile_sizes import capability_of
-from amoeba.precision.experts import QuantisedExperts
 from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.precision.quantised_experts import QuantisedExperts
 
 
 def is_quantised(weights: Any) -> bool:

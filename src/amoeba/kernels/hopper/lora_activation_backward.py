@@ -8,7 +8,7 @@ N = T·K routed rows · E experts · I intermediate · J = 2I · R rank of a fac
 
 dh and ds are those of `amoeba.kernels.activate.activate_backward`, after which others read dh and s·a again. Here
 the matrix unit multiplies them in shared memory: dh · B, and the part that 128 rows have in Σ dhᵀ · low and in
-Σ (s·a)ᵀ · dlow_down (`amoeba.kernels.lora.backward` adds the parts up, without atomics). So dh is written once and not
+Σ (s·a)ᵀ · dlow_down (`kernels.lora.lora_backward` adds the parts up, without atomics). So dh is written once and not
 read, and s·a is not written at all. Rows from offs_E[-1] on are not written and nothing depends on what they hold,
 their ds_N is 0. `dh_NJ` may be `h_NJ`: no column of a row is written before it was read.
 
@@ -57,8 +57,8 @@ from amoeba.kernels.hopper.tma import barrier, bulk_load, bulk_store, descriptor
 from amoeba.kernels.launch import quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.launch.persistent_grid import programs
-from amoeba.kernels.lora.backward import Sums
 from amoeba.kernels.lora.epilogue import padded_rank
+from amoeba.kernels.lora.lora_backward import Sums
 from amoeba.kernels.tile_sizes import Configuration
 from amoeba.kernels.tiles import slots
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from amoeba.core.phases import mark
+from amoeba.core.phase_timer import mark
 from amoeba.core.torch_internals import why_not_symmetric_memory
 from amoeba.parallel.agreement import facts_of
-from amoeba.parallel.owners import Owners
+from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.capacity import layer_of, rounded_up

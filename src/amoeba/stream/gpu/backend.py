@@ -30,8 +30,8 @@ from torch import Tensor
 
 from amoeba.backends import triton
 from amoeba.backends.backend import PassesBackend, Request
+from amoeba.core.graph_replays import CannotCapture
 from amoeba.core.problem import Gradients, Needs, Problem, Save
-from amoeba.core.replays import CannotCapture
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.stream.gpu.memory import GpuStreamedExperts
 from amoeba.stream.gpu.slot_kernels import kernels_of

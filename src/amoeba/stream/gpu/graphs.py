@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
-from amoeba.core.replays import CannotCapture, Member
+from amoeba.core.graph_replays import CannotCapture, Member
 from amoeba.stream.gpu.interleaved import Interleaved
 from amoeba.stream.gpu.loader import GroupLoads
 from amoeba.stream.gpu.mailbox import Groups, Mailbox

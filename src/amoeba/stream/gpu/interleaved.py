@@ -33,7 +33,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from amoeba.core.replays import CannotCapture, Member
+from amoeba.core.graph_replays import CannotCapture, Member
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
 from amoeba.stream.gpu.loader import Group, GroupLoads

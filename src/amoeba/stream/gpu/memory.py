@@ -36,7 +36,7 @@ from amoeba.stream.store.store import Store
 class GpuStreamedExperts(ExpertsInSlots):
     """Experts of one layer of which a few are in slots on a GPU: the kind of weights "streamed-gpu".
 
-    replays: passes of a few tokens may be captured (`amoeba.core.replays`).
+    replays: passes of a few tokens may be captured (`amoeba.core.graph_replays`).
     """
 
     memory: DeviceMemory = field(repr=False)

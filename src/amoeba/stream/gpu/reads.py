@@ -15,7 +15,7 @@ Experts of a request that are on the disk alone are read, copied and told to the
 A read of a few milliseconds has a beginning and an end in which the disk rests. Here the first read is enqueued as soon
 as a request was read, ahead of all tables, into memory that is nobody's slot; the threads that read copy each piece to
 the GPU, and the last of them calls for the word: no thread has to wake up for that, and none needs Python's lock
-(store/csrc/onward.h).
+(store/csrc/copy_to_device.h).
 
 What passed by without a host slot is on the GPU alone. That costs nothing: a host slot would have been the first to be
 taken again (cache.py), and in replayed traces 1 to 5 % fewer experts are read from the disk without it.

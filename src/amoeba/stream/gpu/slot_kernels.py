@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amoeba.backends import quantised_triton, triton
 from amoeba.core.problem import Gradients, Needs, Problem
-from amoeba.precision.experts import QuantisedExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.store.layers import StoredExperts
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 reads = open_compiled_reads(threads=32)         # None where nothing can be compiled
 reads.read(descriptor, offset, address, size, told)     # whether all of it was read; told(begin, bytes) of each part
 
-loads = reads.loads(onward)                             # ranges that go on to a device, without Python (csrc/onward.h)
+loads = reads.loads(onward)                             # ranges that go on to a device (csrc/copy_to_device.h)
 loads.begin(descriptor, offset, address, size)          # reads begin, and this returns
 loads.open([(0, begin, bytes, target)], place, value)   # of load 0: where its bytes go; the word behind all copies
 loads.end()                                             # waits; whether all of it went on, and the word too
@@ -40,7 +40,7 @@ _SIGNATURES = {
 
 
 class Onward(ctypes.Structure):
-    """As onward.h has it: addresses of functions of CUDA's driver, and what they are called with."""
+    """As copy_to_device.h has it: addresses of functions of CUDA's driver, and what they are called with."""
 
     _fields_ = tuple((name, c_uint64) for name in ("enter", "copy", "write", "context", "stream"))
 

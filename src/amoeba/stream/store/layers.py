@@ -24,9 +24,9 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import ExpertWeights
-from amoeba.precision.experts import QuantisedExperts, Stored
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised import block_counts
+from amoeba.precision.quantised_experts import QuantisedExperts, Stored
 
 BLOCK = 4096  # bytes; blobs are multiples of it: O_DIRECT reads whole blocks of the disk
 _PART = 256  # bytes; where a part begins: enough for every load a kernel makes

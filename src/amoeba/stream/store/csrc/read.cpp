@@ -1,7 +1,7 @@
 // Reads ranges of files in small pieces by many threads, so that one expert alone fills the queue of a disk. Python's
 // threads would take its lock for each piece. reading.py says when this is used; where it fails, Python reads again and
-// says what is wrong. What is read may go on to a device without Python (onward.h).
-#include "onward.h"
+// says what is wrong. What is read may go on to a device without Python (copy_to_device.h).
+#include "copy_to_device.h"
 
 using amoeba::Loads;
 using amoeba::Onward;
