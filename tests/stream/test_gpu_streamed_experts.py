@@ -7,6 +7,7 @@ On a machine without a GPU a simulated device stands for it, whose copies come l
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import closing
 
 import pytest
@@ -178,7 +179,7 @@ def test_it_is_explained() -> None:
 class FailingStore(MemoryStore):
     """Reads of some experts fail until they are mended."""
 
-    failing: frozenset[int] = frozenset()
+    failing: Collection[int] = ()
 
     def _read(self, layer: int, expert: int, memory) -> None:
         memory.tensor.fill_(255)  # half of a read: NaN

@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from test_gpu_streamed_experts import FailingStore
 from torch import Tensor
 
 from amoeba import Activation, ExpertWeights, LoraFactors, Request, Routing, experts, explain
@@ -200,25 +201,12 @@ def test_another_dtype_is_refused() -> None:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-class FailingStore(MemoryStore):
-    """Reads of some experts fail until they are mended."""
-
-    def __init__(self, weights: ExpertWeights, failing: set[int]) -> None:
-        super().__init__(weights)
-        self.failing = failing
-
-    def _read(self, layer: int, expert: int, memory) -> None:
-        memory.tensor.fill_(255)  # half of a read
-        if expert in self.failing:
-            raise OSError(f"expert {expert} cannot be read")
-        super()._read(layer, expert, memory)
-
-
 @pytest.mark.parametrize("slots", [1, 3, E])
 def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int) -> None:
     resident = weights_of(torch.float32)
     for failing in ({2}, {0, 3, 5}, set(range(E))):
-        store = FailingStore(resident, set(failing))
+        store = FailingStore(resident)
+        store.failing = set(failing)
         memory = ExpertMemory(store, [slots])
         x_TH, routing = routed(40, torch.float32)
         for _ in range(2):
