@@ -9,8 +9,10 @@ import torch
 
 from amoeba.core import config as configurations
 from amoeba.core.config import RouterConfig, ScoreFunction
+from amoeba.kernels import expert_request
+from amoeba.kernels import router as router_kernel
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.routing import route
+from amoeba.routing import fused_router, route
 from amoeba.routing.fused_router import why_not_shape
 
 LOGITS_TE = torch.zeros(2, 4, dtype=torch.float64)
@@ -27,6 +29,8 @@ def test_routing_refuses_it(config: RouterConfig) -> None:
     with pytest.raises(ValueError, match=REFUSED):
         route(LOGITS_TE, config)
     assert "softplus" in (why_not_shape(torch.float32, config) or "")
+    assert "softplus" in (expert_request.why_not(1, config) or "")
+    assert fused_router.SCORES == router_kernel.SCORES == get_args(ScoreFunction)
 
 
 def test_the_reference_refuses_it(config: RouterConfig) -> None:

@@ -28,6 +28,8 @@ def why_not(weights: AnyExperts) -> str | None:
     assert isinstance(weights, QuantisedExperts)
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"
+    if weights.format.element not in (E2M1, E4M3):
+        return f"reads e4m3 and e2m1, these weights are in {weights.format.element.name}"
     return why_not_codes(weights.format.block, weights.parts)
 
 
@@ -41,7 +43,7 @@ def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:
         scales,
         format.block,
         stored.parts,
-        "e2m1" if format.element is E2M1 else "e4m3",
+        "e2m1" if format.element is E2M1 else "e4m3",  # `why_not` refuses others
         stored.columns,
         None if format.scale == "fp32" else _scale_values(format.scale),
         stored.matrix_scale,

@@ -67,7 +67,7 @@ from amoeba.kernels.mailbox import (
     Turn,
     answer_length,
 )
-from amoeba.kernels.router import MAX_COLUMNS, MAX_TOP_K, choose_experts, columns, forward_constants
+from amoeba.kernels.router import MAX_COLUMNS, MAX_TOP_K, SCORES, choose_experts, columns, forward_constants
 
 LOOKS = tl.constexpr(64)  # at `arrived`, for one at `trouble`
 X_TILE = tl.constexpr(2048)  # numbers of x that one warp has under way
@@ -174,6 +174,8 @@ def why_not(tokens: int, config: RouterConfig) -> str | None:
     """Why such a pass takes two launches, or None."""
     if columns(config) > MAX_COLUMNS or config.top_k > MAX_TOP_K:
         return "the router's kernel is not for so many experts"
+    if config.score not in SCORES:
+        return f"the router's kernel does not score by {config.score}"
     if config.capacity_factor is not None:
         return "what is over an expert's capacity is dropped behind the router"
     if next_power_of_2(tokens) * columns(config) > MOST_ELEMENTS:

@@ -29,6 +29,7 @@ from amoeba.core.errors import bad_value
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 MAX_COLUMNS = 512  # a row stays in registers
+SCORES = ("softmax", "sigmoid", "topk_softmax")
 MAX_TOP_K = 16  # each choice is a pass over the row
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

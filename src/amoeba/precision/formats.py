@@ -52,6 +52,19 @@ class Element(ABC):
     def decode(codes: Tensor) -> Tensor:
         """fp32."""
 
+    @staticmethod
+    def pack(codes: Tensor) -> Tensor:
+        """Two codes of four bits to a byte along the last dimension, of an even length."""
+        return codes[..., 0::2] | codes[..., 1::2] << 4
+
+    @classmethod
+    def decode_packed(cls, packed: Tensor) -> Tensor:
+        """fp32, twice as long as the packed codes of four bits."""
+        every_byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+        table = cls.decode(torch.stack((every_byte & 15, every_byte >> 4), dim=1))
+        values = table.index_select(0, packed.flatten().to(torch.int32))
+        return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
 
 class _E4M3(Element):
     """OCP's e4m3 (torch.float8_e4m3fn): no infinities, NaN is 0x7f and 0xff."""
@@ -89,19 +102,6 @@ class _E2M1(Element):
         signed = (*_E2M1.VALUES, *(-value for value in _E2M1.VALUES))
         table = torch.tensor(signed, dtype=torch.float32, device=codes.device)
         return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-
-    @staticmethod
-    def pack(codes: Tensor) -> Tensor:
-        """Two codes to a byte along the last dimension, of an even length."""
-        return codes[..., 0::2] | codes[..., 1::2] << 4
-
-    @staticmethod
-    def decode_packed(packed: Tensor) -> Tensor:
-        """fp32, twice as long."""
-        every_byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
-        table = _E2M1.decode(torch.stack((every_byte & 15, every_byte >> 4), dim=1))
-        values = table.index_select(0, packed.flatten().to(torch.int32))
-        return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 class E8M0:

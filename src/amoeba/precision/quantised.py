@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.precision.formats import E2M1, E4M3, E8M0, Format
+from amoeba.precision.formats import E4M3, E8M0, Format
 
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -90,7 +90,7 @@ class QuantisedMatrix:
         element, (block_rows, block_columns) = self.format.element, self.format.block
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=dtype, device=self.data.device)
-        values = E2M1.decode_packed(self.data) if element.bits == 4 else element.decode(self.data)
+        values = element.decode_packed(self.data) if element.bits == 4 else element.decode(self.data)
         values = values[..., : self.columns]
         scales = self.scale_values()
         if block_rows > 1:
@@ -156,7 +156,7 @@ def _quantise_one(
     quotients = blocks / values[:, :, None, :, None]
     encoded = format.element.encode(quotients).view(parts, down * block_rows, -1)[:, :of_part].reshape(rows, -1)
     if format.element.bits == 4:
-        encoded = E2M1.pack(encoded)
+        encoded = format.element.pack(encoded)
         not_finite = (~blocks.isfinite()).any(dim=4).any(dim=2)
         codes = codes.masked_fill(not_finite, E8M0.nan if format.scale == "e8m0" else 0x7F)
     data.copy_(encoded[:, : data.shape[1]])
