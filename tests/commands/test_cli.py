@@ -297,7 +297,7 @@ def test_one_process_may_go_on_with_what_several_began_and_begins_nothing_over_r
     with over_ranks("ranks", NotedOutput(), resume=True) as rank_zero:
         assert rank_zero.count == 1 and rank_zero.ranks is not None
     with (
-        pytest.raises(ValueError, match="--experts ranks: expected several processes, as torchrun starts them"),
+        pytest.raises(ValueError, match="--experts ranks: expected several processes, started by torchrun"),
         over_ranks("ranks", NotedOutput()),
     ):
         pass

@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Callable[[Place], object], Callable[[Place], list[object]
     "an architecture that is a number": (
         lambda p: change_json(p.model / "config.json", model_type=9), generate(), "MODEL: expected"),
     "tokenizer.json cut short": (lambda p: cut_short(p.model / "tokenizer.json"), generate(), "whose tokenizer loads"),
-    "weights cut short": (lambda p: cut_short(p.model / "model.safetensors"), generate(), "a whole safetensors file"),
+    "weights cut short": (lambda p: cut_short(p.model / "model.safetensors"), generate(), "a complete safetensors file"),
     "weights of no bytes": (
         lambda p: (p.model / "model.safetensors").write_bytes(b""), generate(), "model.safetensors: expected a whole"),
     "a weight that is missing": (
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Callable[[Place], object], Callable[[Place], list[object]
     "weights as a pickle to train on": (
         lambda p: without_weights(p, "pytorch_model.bin"), train(), "a pickle, which is not read"),
     "weights cut short to train on": (
-        lambda p: cut_short(p.model / "model.safetensors"), train(), "a whole safetensors file"),
+        lambda p: cut_short(p.model / "model.safetensors"), train(), "a complete safetensors file"),
     "weights without their tokenizer": (
         lambda p: [path.unlink() for path in p.model.glob("tokenizer*")], train(), "a checkpoint with a tokenizer"),
     "rows longer than the model's positions": (
@@ -206,10 +206,10 @@ CASES: dict[str, tuple[Callable[[Place], object], Callable[[Place], list[object]
         "layers of the base model: expected 3; got 2"),
     "merging twice": (
         merged_before, lambda p: ["merge", p.folder / "merged", "--adapter", p.adapter, "--out", p.folder / "again"],
-        "--adapter: expected one that is not in the model's weights yet"),
+        "--adapter: expected an adapter that is not merged into the model yet"),
     "an adapter on the model that it was merged into": (
         merged_before, lambda p: ["generate", p.folder / "merged", "Once", "--adapter", p.adapter],
-        "--adapter: expected one that is not in the model's weights yet"),
+        "--adapter: expected an adapter that is not merged into the model yet"),
     "merging into a file": (
         nothing, lambda p: ["merge", p.model, "--adapter", p.adapter, "--out", p.folder / "text.txt" / "merged"],
         "--out: expected room to write"),
@@ -482,5 +482,5 @@ def test_the_merged_folder_remembers_what_is_in_it(place):
     merge(place.folder / "one", place.folder / "other", place.folder / "two")
     noted = json.loads((place.folder / "two" / "merged_adapters.json").read_text())["adapters"]
     assert [entry["adapter"] for entry in noted] == [str(place.adapter), str(place.folder / "other")]
-    with pytest.raises(ValueError, match="not in the model's weights yet"):
+    with pytest.raises(ValueError, match="not merged into the model yet"):
         merge(place.folder / "two", place.adapter, place.folder / "three")

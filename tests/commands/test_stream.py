@@ -38,7 +38,7 @@ def test_budgets_are_replayed_and_printed():
     result = simulate("--synthetic", SMALL, "--json")
     found = results(result)
     assert [row["budget"] for row in found] == ["10%", "25%", "50%"]
-    assert "45 % repeat at the next token, 80 % within 8" in result.stdout
+    assert "45 % of its selections repeat at the next token, 80 % within 8" in result.stdout
     for column in ("budget", "hits %", "from memory MB/token", "floor ms/token"):
         assert column in result.stdout
     assert "disk" not in result.stdout.splitlines()[4]
@@ -96,7 +96,7 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
     for _ in range(20):
         writer.add(0, [1, 2])
     result = simulate(tmp_path / "open", "--json")
-    assert results(result) and "was not closed" in result.stderr
+    assert results(result) and "is incomplete" in result.stderr
     assert "20 tokens in 20 passes" in result.stdout
     writer.close()
 
@@ -110,11 +110,11 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
         (("--synthetic", SMALL, "--budget", "25"), "--budget: expected shares such as 10%,25%; got '25'"),
         (("--synthetic", SMALL, "--budget", "0%"), "budget: expected more than 0 %, at most 100 %; got 0 %"),
         (("--synthetic", SMALL, "--budget", "nan%"), "budget: expected more than 0 %"),
-        (("--synthetic", SMALL, "--budget", "5%", "--vram", "8GiB"), "--budget: expected shares, or bytes by"),
+        (("--synthetic", SMALL, "--budget", "5%", "--vram", "8GiB"), "--budget: expected shares, or bytes with"),
         (("--synthetic", SMALL, "--vram", "8 apples"), "--vram: expected a size in bytes; got '8 apples'"),
         (("--synthetic", SMALL, "--vram", "1MiB"), "--vram: expected at least 18 MiB for 2 layers; got 1 MiB"),
         (("--synthetic", SMALL, "--ram", "1MiB"), "--ram: expected at least 18 MiB for 2 layers; got 1 MiB"),
-        (("--synthetic", SMALL, "--expert-size", "0"), "--expert-size: expected at least a byte; got 0"),
+        (("--synthetic", SMALL, "--expert-size", "0"), "--expert-size: expected at least one byte; got 0"),
         (("--synthetic", SMALL, "--link", "0"), "--link and --disk: expected more than 0 GB/s; got 0 and 5"),
         (("--synthetic", SMALL, "--disk", "nan"), "--link and --disk: expected more than 0 GB/s"),
         (("--synthetic", SMALL, "--warm-up", "60"), "warm-up: expected 0 to 59 tokens"),

@@ -35,7 +35,13 @@ def test_schedules_are_run_and_told():
     found = document(result)
     assert found["ok"] and found["fault"] is None and found["schedules"] == 3
     assert set(found["errors"]) == {"x", "weight", "gate", "gate_up", "down"}
-    for words in ("nobody got stuck", "ok: gradients within", "workers were busy", "gradPostGEMM", "waited steps each"):
+    for words in (
+        "no worker got stuck",
+        "ok: gradients within",
+        "workers were busy",
+        "gradPostGEMM",
+        "waited steps each",
+    ):
         assert words in result.stdout
     for kind in Kind:
         assert (found["kinds"][kind.name.lower()]["tasks"] > 0) == (kind != Kind.RETURN)
@@ -67,7 +73,7 @@ def test_an_estimate_over_ranks_tells_how_much_of_the_exchange_is_hidden():
     result = simulate(*TIMED, "--ranks", 2, "--json")
     travelled = document(result)["travelled"]
     assert travelled["time"] > 0 and 0 <= travelled["hidden"] <= 1
-    assert f"dy of other ranks was {travelled['time']:.1f} us on its way" in result.stdout
+    assert f"dy from other ranks was in transit for {travelled['time']:.1f} us" in result.stdout
 
 
 def test_small_layers_are_estimated_in_their_own_order():

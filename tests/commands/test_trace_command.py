@@ -64,7 +64,7 @@ def test_a_folder_is_no_file_and_one_file_is_not_two(tmp_path):
     for words in (("--out", tmp_path), ("--out", tmp_path / "trace.json", "--picture", tmp_path)):
         result = trace(*words)
         assert result.exit_code == 2 and "a folder" in result.output
-    assert "another file than --out" in trace("--out", tmp_path / "trace.svg").output
+    assert "a file other than --out" in trace("--out", tmp_path / "trace.svg").output
 
 
 @pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_on_a_gpu_each_multiprocessor_is_a_thread_of_the_trace(tmp_path):
         (("--out", "/dev/null"), "a device"),
         (("--out", "FILE/trace.json"), "is a file"),
         (("--picture", "FILE/trace.svg"), "--picture: expected a file in a folder"),
-        (("--out", "FOLDER/a.svg"), "--picture: expected another file than --out"),
+        (("--out", "FOLDER/a.svg"), "--picture: expected a file other than --out"),
     ],
     ids=str,
 )

@@ -59,7 +59,7 @@ def test_verify_over_ranks_starts_its_own_processes_and_compares_bits():
     assert {each["backend"] for each in in_fp8} == {f"2 ranks, {recipe}" for recipe in recipes}
     tolerances = {each["tolerance"]["gradients"] for each in in_fp8}
     assert tolerances == {3e-3} and all(each["cases_checked"] for each in in_fp8)  # those of the recipes
-    assert "the bits of one process" in result.stdout
+    assert "bitwise identical to one process" in result.stdout
 
 
 @pytest.mark.parametrize("more", [("--ranks", "99"), ("--ranks", "1"), ("--ranks", "2", "--backend", "eager")])
@@ -100,7 +100,7 @@ def test_verify_says_who_refuses_and_that_nothing_checked_is_no_success(monkeypa
     two = ("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "eager", "--backend", "absent")
     result = invoke(*two)
     assert result.exit_code == 0
-    assert "not served (-v tells why)" in result.stdout and "\n  absent: float32\n" in result.stdout
+    assert "not supported (-v shows why)" in result.stdout and "\n  absent: float32\n" in result.stdout
     why = invoke(*two, "-v")
     assert "absent (cases: 3 in float32): needs hardware that is not here" in why.stdout
     alone = invoke("verify", "--device", "cpu", "--dtype", "fp32", "--backend", "absent")
@@ -117,9 +117,7 @@ def test_verify_says_which_cases_the_time_was_too_short_for(monkeypatch):
     document = last_line(result)
     assert (document["cases"], document["cases_left_out"]) == (1, 2)
     assert {row["dtype"] for row in document["backends"] if row["cases_checked"] == 1} == {"float32", "float64"}
-    assert (
-        "1 of 3 cases within 0 s, the rest was left out; amoeba verify --thorough has 3 and no limit" in result.stdout
-    )
+    assert "1 of 3 cases in 0 s, the rest were skipped; amoeba verify --thorough has 3 and no limit" in result.stdout
     assert "1 of 6 done, now eager in float64: " in result.stderr, "a pipe sees how far it is"
     document = last_line(invoke(*words, "--thorough"))
     assert (document["cases"], document["cases_left_out"]) == (3, 0)

@@ -127,7 +127,7 @@ def test_one_long_row_among_a_thousand_short_ones_leaves_rows_to_train_on(tmp_pa
     assert len(corpus.train) + len(corpus.held_out) == 1001
     assert f"{len(corpus.train)} documents to train on" in corpus.description
     assert f"{len(corpus.held_out)} held out" in corpus.description
-    assert "% of them and not 5.0%: the documents are of very different lengths" in corpus.description
+    assert "% instead of 5.0% because document lengths vary widely" in corpus.description
 
 
 @given(
@@ -257,7 +257,7 @@ def test_blank_records_are_counted(tmp_path):
     path = written(tmp_path, "a.jsonl", lines({"text": "a"}, {"text": " "}, {"text": ""}, {"text": "b"}))
     corpus = load_corpus(str(path))
     assert len(corpus.train + corpus.held_out) == 2
-    assert corpus.description.endswith("; left out: 2 blank documents")
+    assert corpus.description.endswith("; skipped: 2 blank documents")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_a_folder_is_read_in_order_with_what_is_left_out_counted(tmp_path):
     ]
     description = load_corpus(str(tmp_path)).description
     for part in ("1 hidden file", "1 binary file", "1 blank document"):
-        assert f"left out: {part}" in description
+        assert f"skipped: {part}" in description
 
 
 def test_a_bad_file_in_a_folder_is_not_skipped(tmp_path):

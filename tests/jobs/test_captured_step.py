@@ -103,7 +103,7 @@ class TestOnAGpu:
         )
         assert done.returncode == 0, done.stderr
         assert "replayed 7 times" in done.stdout, done.stderr
-        assert "one kernel after another" not in done.stderr and "AccumulateGrad" not in done.stderr
+        assert "launching kernels one by one" not in done.stderr and "AccumulateGrad" not in done.stderr
 
     def test_a_failure_tells_its_first_error_and_leaves_torch_as_it_was(self):
         weight = nn.Parameter(torch.ones(4, device="cuda"))

@@ -73,7 +73,7 @@ def run(folder: Path, inputs: Path, resume: bool = False, **changes: Any) -> lis
 def test_the_faster_one_is_taken_and_said_with_both_figures(bf16, chosen, machine, inputs, tmp_path):
     machine.seconds[torch.bfloat16] = bf16
     said = run(tmp_path / "run", inputs)
-    assert said == [f"a pass of 2 rows on this CPU: 0.2 s in float32, {bf16} s in bfloat16; trained in {chosen}"]
+    assert said == [f"a pass of 2 rows on this CPU: 0.2 s in float32, {bf16} s in bfloat16; training in {chosen}"]
     assert machine.timed == [torch.float32, torch.bfloat16]
     assert machine.autocasts == [chosen == "bfloat16"] * 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["began_with"]["dtype"] == chosen

@@ -94,7 +94,7 @@ def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, input
     found, said = run(tmp_path / "broken", inputs, compile="on", **SHORT)
     assert found == by_itself  # the batch that was tried has left nothing behind
     assert loads(tmp_path / "broken") == loads(tmp_path / "plain")
-    assert [line for line in said if line.startswith("without decoder layers compiled")] == [
+    assert [line for line in said if line.startswith("decoder layers are not compiled")] == [
         next(line for line in said if line.endswith("RuntimeError: no compiler for this"))
     ]
 
@@ -140,7 +140,7 @@ class TestPackedRows:
 
     def test_a_run_repeats_and_resumes_bit_by_bit(self, packs, tmp_path, inputs):
         first, said = run(tmp_path / "first", inputs, "finetune", **self.LONG)
-        assert any(line.startswith("packed into") and "--batch-size counts these" in line for line in said)
+        assert any(line.startswith("packed into") and "--batch-size counts packed rows" in line for line in said)
         again, _ = run(tmp_path / "again", inputs, "finetune", **self.LONG)
         assert again == first
         shutil.rmtree(tmp_path / "again" / "checkpoints" / "checkpoint-4")
@@ -157,7 +157,7 @@ class TestPackedRows:
         shutil.rmtree(tmp_path / "run" / "adapter")
         told = tiny_settings("finetune", tmp_path / "run", inputs, **self.LONG)
         monkeypatch.setattr(finetune, "why_not_by_documents", lambda model: "there is no GPU")
-        with pytest.raises(ValueError, match=r"a machine on which rows are packed.*there is no GPU"):
+        with pytest.raises(ValueError, match=r"a machine that packs rows.*there is no GPU"):
             tiny_run(told, Quiet(), resume=True)
 
     def test_a_small_set_keeps_its_steps_and_a_cpu_its_rows(self, tmp_path, inputs, monkeypatch):

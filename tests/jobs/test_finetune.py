@@ -204,7 +204,7 @@ def test_the_merged_folder_gives_the_adapted_logits_in_plain_transformers(
     adapted = base_model(base)
     lora.load(adapted, folder / "adapter")
     assert relative(logits_of(base_model(tmp_path / "merged")), logits_of(adapted)) < 1e-5
-    with pytest.raises(ValueError, match="--out: expected a folder that is not there yet"):
+    with pytest.raises(ValueError, match="--out: expected a folder that does not exist yet"):
         merge(base, folder, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
 
@@ -339,7 +339,7 @@ def test_bad_rows_are_named_by_line(lines: list[str], message: str, base: Path, 
         (["--targets", "w_qkv"], "'w_qkv', which matches nothing in this model"),
         (["--experts", "gpu"], "experts: expected one of resident, cpu-bf16, cpu-int8, fp8-weights"),
         (["--precision", "fp8-ste"], "--precision: expected one of bf16, fp8, mxfp8, mxfp4, nvfp4; got 'fp8-ste'"),
-        (["--precision", "fp8", "--experts", "cpu-int8"], "--precision: expected experts in fp8, where the model's"),
+        (["--precision", "fp8", "--experts", "cpu-int8"], "--precision: expected --experts resident, or no --experts"),
         (["--precision", "bf16", "--experts", "fp8-weights"], "--precision: expected experts in bf16"),
         (["--epochs", "0"], "epochs: expected a number above 0"),
         (["--steps", "0"], "steps: expected an integer of at least 1"),
@@ -369,7 +369,7 @@ def test_rows_longer_than_the_models_positions_are_cut_there_and_it_is_said(
     console = Quiet()
     finetune(settings(tmp_path / "run", tmp_path / "short", data, steps=1), console)
     said = "\n".join(console.said)
-    assert "rows have 40 tokens at most and not 1024" in said
+    assert "rows are limited to 40 tokens instead of 1024" in said
     assert "are cut at 40 tokens" in said
 
 

@@ -239,7 +239,7 @@ def test_it_stops_at_the_end_token_and_does_not_write_it(folder):
 def test_it_stops_where_the_models_positions_end_and_says_so(folder, announced):
     report = run(folder, "x" * (POSITIONS - 2))
     assert report.generated_tokens == 3
-    assert "at most 3 new tokens and not 17: the model has 64 positions" in announced.text
+    assert "at most 3 new tokens instead of 17: the model has 64 positions" in announced.text
     assert run(folder, "x" * POSITIONS).generated_tokens == 1
 
 
@@ -386,7 +386,9 @@ def test_a_step_that_cannot_be_captured_is_told_and_does_not_change_the_text(fol
         "plain",
         "capturing a step failed (RuntimeError: not while capturing)",
     )
-    assert "warning: capturing a step failed (RuntimeError: not while capturing); going on without" in result.stderr
+    assert (
+        "warning: capturing a step failed (RuntimeError: not while capturing); continuing without it" in result.stderr
+    )
 
 
 def test_the_compile_flag_reaches_the_steps(folder, by_decoder, monkeypatch):

@@ -121,12 +121,12 @@ def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, a
     with out.open("a") as file:
         file.write('{"line": 2, "mod')  # and killed while writing
     result = invoke(folder, "--prompts", prompts, "--out", out, "--batch-size", 2)
-    assert "2 prompts answered, 2 were before" in result.stderr
+    assert "2 prompts answered, 2 already done" in result.stderr
     assert [len(batch) for batch in calls] == [2, 2, 2]
     assert {record["prompt"]: record["text"] for record in records(out.read_text()).values()} == alone
     assert result.stdout == ""
     before = out.read_text()
-    assert "all prompts are answered already" in invoke(folder, "--prompts", prompts, "--out", out).stderr
+    assert "all prompts are already answered" in invoke(folder, "--prompts", prompts, "--out", out).stderr
     assert out.read_text() == before
     assert len(calls) == 3
 
@@ -175,7 +175,7 @@ def test_a_bad_line_is_named_before_a_model_is_loaded(folder, tmp_path, monkeypa
 def test_what_does_not_go_together_is_refused(folder, prompts):
     assert "expected a prompt, or --prompts FILE; got both" in refusal(folder, "Once", "--prompts", prompts)
     assert "expected a prompt, or --prompts FILE; got neither" in refusal(folder)
-    assert "--out: expected --prompts FILE beside it" in refusal(folder, "Once", "--out", "x")
+    assert "--out: expected to be used with --prompts FILE" in refusal(folder, "Once", "--out", "x")
     assert "expected auto, continuous or padded; got 'all'" in refusal(
         folder, "--prompts", prompts, "--batching", "all"
     )
@@ -229,7 +229,7 @@ def test_continuous_batching_and_what_it_fails_with(folder, prompts, alone, monk
     assert document["batching"] == ("padded" if fails else "continuous")
     if fails:
         assert document["batching_reason"] == "continuous batching failed with 2 prompts"
-        assert "warning: transformers' continuous batching failed (no page); going on in padded batches" in (
+        assert "warning: transformers' continuous batching failed (no page); continuing with padded batches" in (
             result.stderr
         )
 

@@ -148,7 +148,9 @@ def test_a_file_that_was_cut_short_is_named(tmp_path):
     save(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors: expected a whole safetensors file.*[Cc]opy or download"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: expected a complete safetensors file.*[Cc]opy or download"
+    ):
         by_layers(tmp_path, None, "resident")
 
 

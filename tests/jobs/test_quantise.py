@@ -129,7 +129,7 @@ def test_an_interrupted_run_goes_on_and_leaves_no_model_before(
         quantise_folder(models["qwen3_moe"], out, format, progress=stop_at_second)
     assert not (out / "config.json").exists() and len(list(out.glob("*.safetensors"))) == 1
     with pytest.raises(
-        ValueError, match=r"--out: expected a new folder, or one to go on with.*another model or format"
+        ValueError, match=r"--out: expected a new folder, or an unfinished one.*another model or format"
     ):
         quantise_folder(models["qwen3_moe"], out, next(each for each in FORMATS if each != format))
     with pytest.raises(ValueError, match="which amoeba quantise has not finished"):

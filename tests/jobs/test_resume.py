@@ -111,7 +111,7 @@ def test_a_signal_writes_a_checkpoint_and_says_how_to_go_on(terminated: tuple[Pa
     folder, report, console = terminated
     assert (report.interrupted, report.exit_code, report.steps) == (True, 128 + SIGNALS[command], 9)
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-8", "checkpoint-9"]
-    assert f"stopped at step 9; go on with: amoeba {command} --resume {folder}" in console.said
+    assert f"stopped at step 9; continue with: amoeba {command} --resume {folder}" in console.said
     assert not (folder / KEPT[command]).exists()
     evaluated = [line for line in logged(folder) if line["kind"] == "eval"]
     assert evaluated[-1]["step"] == report.final_loss_step < 9 and evaluated[-1]["loss"] == report.final_loss
@@ -171,7 +171,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 def test_an_unknown_checkpoint_is_refused(run: Path, command: str) -> None:
     told = settings_of(KINDS[command], str(run), None, {})
     assert "--from: expected a checkpoint of" in refusal(told, start_from="checkpoint-7")
-    with pytest.raises(ValueError, match="--from: expected a run to go on with"):
+    with pytest.raises(ValueError, match="--from: expected --resume as well"):
         tiny_run(dataclasses.replace(told, out=str(run.parent / "new")), Quiet(), start_from="checkpoint-8")
 
 
@@ -224,7 +224,7 @@ def test_appended_data_is_refused_with_what_changed_and_what_to_do(run: Path, co
     longer = tmp_path / "longer.jsonl"
     longer.write_text(Path(told.data).read_text() * 3 + '{"prompt": "And ", "completion": "more."}\n')
     said = refusal(dataclasses.replace(told, data=str(longer)))
-    assert "the data: expected the" in said and "documents" in said and "put the data back" in said.lower()
+    assert "the data: expected the" in said and "documents" in said and "restore the data" in said.lower()
     assert f"start a new run: amoeba {command}" in said
 
 
@@ -232,7 +232,7 @@ def test_other_text_of_the_same_length_is_refused(tmp_path: Path) -> None:
     then, now = (began_with(Corpus([Text(text)], [Text("held out")], "")) for text in ("ab", "ba"))
     earlier = Earlier(tmp_path, "amoeba train", None, {}, then)
     check_data(earlier, then)
-    with pytest.raises(ValueError, match=r"expected the 1 documents \(2 characters\) to train on.*with other text"):
+    with pytest.raises(ValueError, match=r"expected the 1 documents \(2 characters\) to train on.*with different text"):
         check_data(earlier, now)
 
 
@@ -313,7 +313,7 @@ def test_a_config_file_and_out_are_not_ignored(run: Path, command: str, tmp_path
     for words, said in {
         ("--config", str(tmp_path / "other.yaml")): "--learning-rate: expected 0.01",
         ("--out", str(tmp_path / "elsewhere")): "--out: expected the folder of --resume",
-        ("--seed", "3"): "--seed: expected 0, with which the run in",
+        ("--seed", "3"): "--seed: expected 0, as in the run in",
     }.items():
         result = CliRunner().invoke(app, [command, "--resume", str(run), *words])
         assert result.exit_code == 2, result.output
@@ -363,7 +363,7 @@ def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_offered(
         path.write_bytes(content)
     shutil.rmtree(run / "checkpoints" / "checkpoint-8")
     files[0].write_bytes(b"")
-    assert "No earlier checkpoint is whole" in refusal(told)
+    assert "No earlier checkpoint is complete" in refusal(told)
 
 
 def older(run: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(
 ) -> None:
     older(run)
     _, console = resume(run, command)
-    assert any("older version, without hashes" in said for said in console.said)
+    assert any("older version without hashes" in said for said in console.said)
     assert kept_weights(run, command) == kept_weights(whole[0], command)
 
 
@@ -416,7 +416,7 @@ def test_a_lost_log_loses_no_training(run: Path, command: str, whole: tuple[Path
 def test_two_runs_do_not_write_into_one_folder(run: Path, command: str) -> None:
     told = settings_of(KINDS[command], str(run), None, {})
     with run_folder(str(run), True, print):
-        assert f"process {os.getpid()} of " in (said := refusal(told)) and "--resume: expected a folder that no" in said
+        assert f"process {os.getpid()} on " in (said := refusal(told)) and "--resume: expected a folder that no" in said
         with pytest.raises(ValueError, match="--out: expected a folder that no other run writes to"):
             tiny_run(told, Quiet())
     with run_folder(str(run), True, print):
@@ -513,7 +513,7 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(WatchedTrainer, "_save", full)
-    with pytest.raises(ValueError, match=rf"{KEPT[command]}: expected room for it.*No space left"):
+    with pytest.raises(ValueError, match=rf"{KEPT[command]}: expected enough space.*No space left"):
         resume(run, command, start_from="checkpoint-12")
     assert contents(run / KEPT[command]) == before
     assert not list(run.glob(".*.writing"))

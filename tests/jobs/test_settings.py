@@ -84,7 +84,7 @@ def test_yaml_says_what_people_mean_by_it(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("stepz: 7", "got 'stepz'. Perhaps steps was meant."),
-        ("qwertz: 7", "got 'qwertz'. Remove or rename what is not among them."),
+        ("qwertz: 7", "got 'qwertz'. Remove or rename unknown settings."),
         ("- steps", "got a list."),
         ("steps: many", "steps in run.yaml: expected a whole number; got 'many'."),
         ("steps: 1.5", "steps in run.yaml: expected a whole number; got 1.5."),
@@ -118,7 +118,7 @@ def test_a_list_of_targets_holds_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0, 0.0, -0.5, 1, 2.5, float("nan")])
 def test_nothing_held_out_is_refused_with_what_to_write_instead(share):
     with pytest.raises(
-        ValueError, match=r"held_out: expected a share above 0 .* or a file; got .*\. Every run measures"
+        ValueError, match=r"held_out: expected a share above 0 .* or a file; got .*\. Every run needs held-out text"
     ):
         TrainSettings(held_out=share)
 
@@ -128,6 +128,6 @@ def test_nothing_held_out_is_refused_with_what_to_write_instead(share):
 def test_a_budget_for_a_resumed_run_that_does_not_stream_is_refused_by_its_own_name(option, experts, tmp_path):
     settings = FinetuneSettings(model="base", data="x.jsonl", experts=experts, out=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(settings.as_dict()))
-    with pytest.raises(ValueError, match=rf"^--{option}: .* began with --experts {experts}.*Leave --{option} out"):
+    with pytest.raises(ValueError, match=rf"^--{option}: .* started with --experts {experts}.*Leave --{option} out"):
         settings_of(FinetuneSettings, str(tmp_path), None, {option: "8GiB"})
     assert settings_of(FinetuneSettings, str(tmp_path), None, {}).experts == experts

@@ -96,7 +96,7 @@ def test_where_compiling_fails_steps_are_captured(model, monkeypatch, warnings):
     steps = choose(model, compile=True)
     assert steps.kind == "captured"
     assert steps.reason == "compiling a step failed (RuntimeError: no such kernel)"
-    assert f"{steps.reason}; going on without" in warnings.text
+    assert f"{steps.reason}; continuing without it" in warnings.text
 
 
 @pytest.mark.parametrize(

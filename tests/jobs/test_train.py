@@ -198,7 +198,7 @@ def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(
     assert given.vocab_size == 600
     report = train(given, console)
     assert report.final_loss < report.start_loss
-    assert "a tokenizer of 600 tokens" in " ".join(console.said)
+    assert "tokenizer with 600 tokens" in " ".join(console.said)
     config = json.loads((Path(report.model) / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(report.model)
     assert len(tokenizer) == config["vocab_size"] == 600
@@ -208,13 +208,13 @@ def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(
 
 
 def test_a_folder_with_a_run_is_not_overwritten(finished: tuple[Path, Any, Quiet], corpus_file: str) -> None:
-    with pytest.raises(ValueError, match=r"holds no run yet.*--resume"):
+    with pytest.raises(ValueError, match=r"a folder without a run.*--resume"):
         train(settings(finished[0], corpus_file), Quiet())
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path, corpus_file: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--out: expected a folder that can be written"):
+    with pytest.raises(ValueError, match="--out: expected a writable folder"):
         train(settings(tmp_path / "file" / "run", corpus_file), Quiet())
 
 

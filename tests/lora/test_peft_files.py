@@ -313,7 +313,7 @@ def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
     make_adapter(tmp_path, "qwen3_moe", BOTH)
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="a whole safetensors file"):
+    with pytest.raises(ValueError, match="a complete safetensors file"):
         read_adapter(tmp_path)
     tensors.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(FileNotFoundError, match="is a pickle and not read"):

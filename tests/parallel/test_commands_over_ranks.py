@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_on_one_rank_stops_all_and_leaves_the_earlier_checkp
 ) -> None:
     given = told("train", tmp_path / "run", inputs, experts="ranks")
     first, second = processes.run(rank_jobs.fail_to_write, [(rank, given) for rank in range(2)])
-    assert "the checkpoint of step 8: expected room for it" in second and "goes on from step 4" in second
+    assert "the checkpoint of step 8: expected enough space" in second and "continues from step 4" in second
     assert "rank 1 failed" in first and "No space left on device" in first
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     assert not (tmp_path / "run" / "checkpoints" / "writing").exists()
@@ -181,7 +181,7 @@ class TestWithoutOthers:
         words = ["train", "--model", str(inputs / "base"), "--out", str(tmp_path / "run"), "--experts", "ranks"]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 2 and not (tmp_path / "run").exists()
-        assert "--experts ranks: expected several processes, as torchrun starts them; got this one" in result.stderr
+        assert "--experts ranks: expected several processes, started by torchrun; got a single process" in result.stderr
         assert "torchrun --nproc-per-node 2 -m amoeba" in result.stderr
 
     def test_a_group_of_one_has_all_experts_and_says_so(self, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_on_the_rank_that_writes_stops_all(
 ) -> None:
     given = told("train", tmp_path / "run", inputs)
     first, second = processes.run(rank_jobs.fail_to_write, [(rank, given, 0) for rank in range(2)])
-    assert "the checkpoint of step 8: expected room for it" in first and "goes on from step 4" in first
+    assert "the checkpoint of step 8: expected enough space" in first and "continues from step 4" in first
     assert "rank 0 failed" in second
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
 
@@ -150,14 +150,14 @@ class TestRefusals:
 
     def test_generate_is_told_how_to_share_the_experts(self, processes: LocalRanks, inputs: Path) -> None:
         said = self.refused(processes, ["generate", str(inputs / "base"), "In", "--max-new-tokens", "2"])
-        assert "generate: expected one process, or experts that several share; got 4 processes" in said
+        assert "generate: expected one process, or --experts ranks; got 4 processes" in said
         assert "Start it without torchrun, or add --experts ranks." in said
 
     def test_streamed_experts_are_for_one_process(self, processes: LocalRanks, inputs: Path, tmp_path: Path) -> None:
         words = ["finetune", str(inputs / "base"), "--data", str(inputs / "finetune.jsonl"), "--ram", "1GiB"]
         words += ["--vram", "1GiB"] if torch.cuda.is_available() else []
         said = self.refused(processes, [*words, "--out", str(tmp_path / "run")])
-        assert "streamed experts: expected one process, whose memory they pass through; got 4" in said
+        assert "streamed experts: expected one process; got 4" in said
         assert not (tmp_path / "run").exists()
 
     def test_scales_over_all_tokens_are_for_one_process(
@@ -173,7 +173,7 @@ class TestRefusals:
             "fp8-all",
         ]
         said = self.refused(processes, [*words, "--out", str(tmp_path / "run"), "--sequence-length", "32"])
-        assert "precision: expected a recipe whose scales are of single rows" in said
+        assert "precision: expected a recipe with one scale per row" in said
         assert not (tmp_path / "run").exists()
 
 

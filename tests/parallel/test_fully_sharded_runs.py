@@ -91,7 +91,7 @@ def test_two_by_two_ranks_then_two_then_one_go_on_as_if_the_run_had_never_stoppe
     console = Quiet()
     settings = tiny_settings(command, tmp_path / "run", inputs, **CHANGED | GRID)
     tiny_run(settings, console, resume=True, rank_zero=RankZero(Ranks()))
-    assert "the run had its experts over 2 ranks, which do not divide the 1 of now: over all" in console.said
+    assert "the run used groups of 2 ranks, which does not divide 1; now using all ranks" in console.said
     check_same_run(tmp_path / "run", alone[command], KEPT[command])
 
 
@@ -207,7 +207,7 @@ def test_ranks_that_share_a_gpu_are_refused_before_anything_waits() -> None:
 @pytest.mark.parametrize(("kind", "given"), [(TrainSettings, {}), (FinetuneSettings, {"model": "m"})])
 def test_what_is_for_experts_over_ranks_wants_them_there(kind: Any, given: dict[str, Any]) -> None:
     for more, option in (({"expert_ranks": 2}, "--expert-ranks 2"), ({"dense": "fsdp"}, "--dense fsdp")):
-        with pytest.raises(ValueError, match=f"{option}: expected --experts ranks with it"):
+        with pytest.raises(ValueError, match=f"{option}: expected --experts ranks"):
             kind(**given, **more)
     with pytest.raises(ValueError, match="dense: expected one of ddp, fsdp; got 'zero'"):
         kind(**given, experts="ranks", dense="zero")
@@ -219,7 +219,7 @@ def test_the_command_refuses_them_for_resident_experts(inputs: Path, tmp_path: P
     words = ["train", "--model", str(inputs / "base"), "--out", str(tmp_path / "run"), "--expert-ranks", "2"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and not (tmp_path / "run").exists()
-    assert "--expert-ranks 2: expected --experts ranks with it" in result.stderr
+    assert "--expert-ranks 2: expected --experts ranks" in result.stderr
 
 
 @pytest.mark.parametrize(("experts", "count", "own"), [(10, 4, 2), (6, 4, 1), (5, 6, 3), (2, 8, 4), (7, 3, 3)])

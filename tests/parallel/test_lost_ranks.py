@@ -21,7 +21,7 @@ def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
     with LocalRanks(3, preload=rank_jobs.PRELOAD) as processes:
         vain, _ = processes.run(rank_jobs.wait_in_vain, [(0, 1.0), (1, 1.0)])
         assert vain.startswith("rank 0 waited 1.0 s (deadline 1 s) for the numbers of tokens to come, exchange 1, ")
-        assert "from rank 1, who left no word. Look at the output of rank 1" in vain
+        assert "from rank 1, which did not report. Look at the output of rank 1" in vain
 
         with pytest.raises(RankFailed) as raised:
             processes.run(rank_jobs.lose_a_rank, [(rank,) for rank in range(3)])
@@ -29,7 +29,7 @@ def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
         assert "exit code -9" in raised.value.failures[2]
         for rank in (0, 1):
             said, seconds = raised.value.results[rank]
-            assert said.startswith(f"rank {rank} waited") and "from rank 2, who left no word" in said
+            assert said.startswith(f"rank {rank} waited") and "from rank 2, which did not report" in said
             assert "the connection says" in said and seconds < 10
 
 

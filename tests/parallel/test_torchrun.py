@@ -82,7 +82,7 @@ def test_a_signal_to_torchrun_stops_both_ranks_with_a_checkpoint(launched: Launc
     (checkpoint,) = checkpoints(launched.run)
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     assert said.count("step 2/100000") == said.count("stopping after this step") == 1  # one of them speaks
-    assert f"stopped at step {step}; go on with: torchrun --nproc-per-node 2 -m amoeba train --resume" in said
+    assert f"stopped at step {step}; continue with: torchrun --nproc-per-node 2 -m amoeba train --resume" in said
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == step
     assert (checkpoint / "optimizer-00001-of-00002.safetensors").is_file()
 
@@ -94,7 +94,7 @@ def test_a_killed_rank_ends_the_other_which_says_who_it_was(launched: Launched) 
     began = time.monotonic()
     said = launched.end()
     assert time.monotonic() - began < 30
-    assert "amoeba: rank 0 waited" in said and "from rank 1, who left no word" in said
+    assert "amoeba: rank 0 waited" in said and "from rank 1, which did not report" in said
     assert checkpoints(launched.run) == [] and not (launched.run / "model").exists()
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_fsdp_waits_for_in_vain_ends_all_others_in_words(grid: Launc
     began = time.monotonic()
     said = grid.end()
     assert time.monotonic() - began < 45
-    assert "rank 3, who left no word" in said and "unexpected" not in said
+    assert "rank 3, which did not report" in said and "unexpected" not in said
     assert said.count("exitcode  : 75") == 3  # of each of the others
 
 
@@ -115,5 +115,5 @@ def test_a_signal_stops_two_by_two_ranks_with_a_checkpoint(grid: Launched) -> No
     said = grid.end()
     (checkpoint,) = checkpoints(grid.run)
     assert said.count("stopping after this step") == 1
-    assert "go on with: torchrun --nproc-per-node 4 -m amoeba train --resume" in said
+    assert "continue with: torchrun --nproc-per-node 4 -m amoeba train --resume" in said
     assert (checkpoint / "optimizer-00003-of-00004.safetensors").is_file()

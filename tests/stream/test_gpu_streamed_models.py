@@ -272,7 +272,7 @@ def test_two_rows_are_interleaved_and_give_the_tokens_of_one_after_the_other(sto
 
 @pytest.mark.parametrize("given", [{"ram": "1MiB"}, {"vram": "1MiB", "miss": "cpu"}])
 def test_prefetching_without_misses_that_are_moved_to_a_gpu_is_refused(given: dict, stores) -> None:
-    with pytest.raises(ValueError, match="prefetch: expected vram beside it"):
+    with pytest.raises(ValueError, match="prefetch: expected vram as well"):
         amoeba.stream.attach(stores[torch.float32][1], prefetch=True, **given)
     options = [word for name, value in given.items() for word in (f"--{name}", value)]
     found = CliRunner().invoke(app, ["generate", str(stores[torch.float32][1]), "a", "--prefetch", *options])

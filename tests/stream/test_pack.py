@@ -263,7 +263,7 @@ def test_what_is_no_store_is_not_written_into(model, tmp_path, what):
     else:
         save_model(out)
     before = out.read_text() if what == "file" else contents(out)
-    with pytest.raises(ValueError, match="--out: expected a new folder, or a store to go on with"):
+    with pytest.raises(ValueError, match="--out: expected a new folder, or an unfinished store"):
         pack(model, out)
     assert (out.read_text() if what == "file" else contents(out)) == before
 
@@ -296,7 +296,9 @@ def test_a_source_that_is_written_while_it_is_packed_is_refused(model, tmp_path)
         if now.bytes == now.total:
             flip(folder / "model.safetensors", -1)
 
-    with pytest.raises(StoreError, match=r"model: expected a model that stays as it is.*pack again"):
+    with pytest.raises(
+        StoreError, match=r"model: expected a model that does not change while it is packed.*pack again"
+    ):
         pack(folder, tmp_path / "store", progress=change)
     with pytest.raises(StoreError, match="not packed to its end"):
         open_store(tmp_path / "store")
@@ -316,11 +318,11 @@ def test_the_command_packs_checks_and_names_what_is_damaged(tmp_path):
     done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--check", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["damaged"] == []
-    assert "every checksum is right" in done.stdout
+    assert "all checksums match" in done.stdout
     with open_store(store) as opened:
         check_experts(opened, model)
     done = CliRunner().invoke(app, ["pack", str(tmp_path / "model")])
-    assert "2 of 2 layers were packed already" in done.stdout
+    assert "2 of 2 layers were already packed" in done.stdout
     for name in ("experts/00001.bin", "rest.safetensors"):
         data = bytearray((store / name).read_bytes())
         data[-1] ^= 128
@@ -372,7 +374,7 @@ def test_interrupted_the_command_keeps_what_is_whole(model, tmp_path, monkeypatc
     assert done.exit_code == 130
     assert "run the same command again" in done.stderr
     done = CliRunner().invoke(app, ["pack", str(model), "--out", str(tmp_path / "store")])
-    assert "1 of 2 layers were packed already" in done.stdout
+    assert "1 of 2 layers were already packed" in done.stdout
 
 
 def test_every_tensor_of_the_rest_begins_at_a_multiple_of_its_width(tmp_path: Path) -> None:
@@ -405,7 +407,7 @@ def test_small_files_that_have_changed_are_updated(model, tmp_path):
     changed = ["chat_template.jinja", "config.json", "generation_config.json", "old.json", "tokenizer_config.json"]
     assert json.loads(done.stdout.splitlines()[-1])["updated"] == changed
     assert "updated from the model's folder: chat_template.jinja, config.json" in done.stdout
-    assert "2 of 2 layers were packed already" in done.stdout
+    assert "2 of 2 layers were already packed" in done.stdout
     there = contents(store)
     assert "old.json" not in there and "notes.txt" in there
     for name, data in contents(folder).items():

@@ -352,7 +352,7 @@ def test_a_store_is_streamed_without_being_told_to(stored) -> None:
         (("--ram", "1KiB"), "ram: expected at least"),
         (("--ram", "much"), "ram: expected a size in bytes"),
         (("--ram", "1GiB", "--experts", "resident"), "Leave one out"),
-        (("--ram", "1GiB", "--device", "cuda"), "cpu for experts that are streamed there"),
+        (("--ram", "1GiB", "--device", "cuda"), "cpu, where the experts are streamed"),
         (("--ram", "1GiB", "--dtype", "bfloat16"), "as the checkpoint has its experts"),
         (("--vram", "1KiB"), "vram: expected"),
         (("--record", "x"), "Add --ram"),

@@ -241,7 +241,7 @@ def test_the_command_searches_keeps_and_returns_a_document(monkeypatch):
         ((), "neither"),
         (("--shape", "small", "--model", "demo"), "both"),
         (("--shape", "1,2"), "five positive integers"),
-        (("--shape", "small", "--dtype", "float64"), "The kernels serve no other"),
+        (("--shape", "small", "--dtype", "float64"), "The kernels support no other dtype"),
         (("--shape", "small", "--minutes", "0"), "more than 0"),
         (("--shape", "small", "--minutes", "nan"), "more than 0"),
         (("--model", "nowhere"), "config.json"),

@@ -74,7 +74,10 @@ def check_sustained(seconds: float | None, device: torch.device) -> None:
         return
     if not 0 < seconds <= _MOST_SUSTAINED_SECONDS:
         raise bad_value(
-            "--sustained", f"seconds, at most {_MOST_SUSTAINED_SECONDS:g}", seconds, "4 are enough for a step of 20 ms"
+            "--sustained",
+            f"seconds, at most {_MOST_SUSTAINED_SECONDS:g}",
+            seconds,
+            "4 seconds are enough for a step of 20 ms",
         )
     try:
         open_meter(device)
@@ -164,7 +167,7 @@ def _notes(report: Report, timed: Sequence[Measurement]) -> Iterator[str]:
     if timed:
         fewest, most = min(m.rounds for m in timed), max(m.rounds for m in timed)
         rounds = str(most) if fewest == most else f"{fewest} to {most}"
-        yield f"medians of {rounds} rounds; vs: so many times faster"
+        yield f"medians of {rounds} rounds; vs: speed-up over the other"
         if report.rest_ms:
             yield f"rests of {report.rest_ms:g} ms before each pass, and caches flushed"
     yield f"error: the worst of output and gradients, against {dtype_name(report.reference)}"
@@ -182,8 +185,8 @@ def _print_sustained(
     output.table(f"{title}, back to back", list(rows[0]), [list(row.values()) for row in rows])
     found = next(iter(by_name.values()))
     output.line(
-        f"  no rests, about {found.seconds:.1f} s each in {TURNS} turns after warming up; W and MHz: means, "
-        f"of a limit of {found.power_limit_watts:.0f} W"
+        f"  back to back, about {found.seconds:.1f} s in {TURNS} alternating rounds after warm-up; W and MHz: means, "
+        f"power limit {found.power_limit_watts:.0f} W"
     )
 
 
@@ -217,8 +220,8 @@ def _print_captured(title: str, timed: Sequence[Measurement], output: Output) ->
     output.table(f"{title}, in CUDA graphs", list(rows[0]), [list(row.values()) for row in rows])
     layers = next(each.backward_host.layers for each in found if each.backward_host is not None)
     output.line(
-        "  forward, backward: device ms, eager and as graphs, replayed in turns; vs: backward so many times as fast; "
-        f"host: ms until a backward returns, median (least), alone and each of {layers} layers"
+        "  forward, backward: device ms, eager and as graphs, replayed alternately; vs: speed-up of the backward; "
+        f"host: ms until a backward returns, median (minimum), alone and per layer of {layers}"
     )
     for each in found:
         if each.not_in_graphs is not None:

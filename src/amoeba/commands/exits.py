@@ -35,15 +35,15 @@ from amoeba.system.fast_imports import loading
 # RANK_LOST is what sysexits.h calls a temporary failure: the same command, started again, may succeed.
 CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, RANK_LOST, INTERRUPTED = 1, 1, 2, 70, 75, 130
 TRACEBACK = "AMOEBA_TRACEBACK"
-_START_AGAIN = "Run the same command again; a training run goes on with --resume."
+_START_AGAIN = "Run the same command again; a training run continues with --resume."
 _OF_EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "accelerate", "yaml", "peft")
 TRAINER = ("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")  # for `need`
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write elsewhere",
     errno.EDQUOT: "free some space, or write elsewhere",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or write elsewhere",
-    errno.EACCES: "change its permissions, or choose another",
-    errno.EPERM: "change its permissions, or choose another",
+    errno.EACCES: "change its permissions, or choose another path",
+    errno.EPERM: "change its permissions, or choose another path",
     errno.EROFS: "write elsewhere",
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "name a folder",
@@ -127,8 +127,8 @@ def _run(app: Callable[..., object]) -> None:
             _note(str(told), getattr(told, "remedy", None))
             _tell(str(told))
             sys.exit(BAD_USAGE)
-        remedy = f"{TRACEBACK}=1 before the command shows where; please report it with that."
-        said = f"unexpected {type(error).__name__}: {one_line(error)}. This is a bug, ours or of a package that we use"
+        remedy = f"set {TRACEBACK}=1 to see the traceback, and please include it in a bug report."
+        said = f"unexpected {type(error).__name__}: {one_line(error)}. This is a bug in amoeba or in a package it uses"
         _note(said, remedy)
         _tell(f"{said}: {remedy}")
         sys.exit(BUG)
@@ -195,12 +195,12 @@ def _in_our_words(error: Exception) -> Exception | None:
     if is_out_of_memory(error):
         if isinstance(error, MemoryError) and str(error):
             return error  # foreseen by us, in our words
-        remedy = "take a smaller batch, shorter rows or a smaller model, or free some memory"
-        return bad_value("memory", "enough for this", one_line(error), remedy)
+        remedy = "use a smaller batch, shorter rows or a smaller model, or free some memory"
+        return bad_value("memory", "enough for this command", one_line(error), remedy)
     if isinstance(error, ImportError):
         return None if (error.name or "").split(".")[0] == "amoeba" else _missing(error)
     if isinstance(error, EOFError):
-        return bad_value("input", "a whole file", one_line(error), "it ends too early: write or copy it again")
+        return bad_value("input", "a complete file", one_line(error), "the file ends too early: write or copy it again")
     if isinstance(error, ValueError | OSError | RankLost):
         return error
     if type(error).__module__.split(".")[0].startswith("safetensors"):

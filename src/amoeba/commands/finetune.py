@@ -113,12 +113,12 @@ def run(settings: FinetuneSettings, shared: RunOptions, output: Output) -> dict[
     more += [word for option, size in budgets.items() if size is not None for word in (option, size)]
     output.facts(
         [
-            ("held-out loss", f"{report.losses()}, of the answers"),
+            ("held-out loss", f"{report.losses()}, on the answers"),
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
-            ("trained", f"{report.trainable_parameters / 1e6:.2f}M numbers; the base model is as it was"),
+            ("trained", f"{report.trainable_parameters / 1e6:.2f}M parameters; the base model is unchanged"),
             ("adapter", report.adapter),
             ("try", shell_command("generate", report.base_model, "...", "--adapter", report.adapter, *more)),
-            ("run", f"{report.folder}    look: {shell_command('report', report.folder)}"),
+            ("run", f"{report.folder}    report: {shell_command('report', report.folder)}"),
         ]
     )
     return asdict(report)

@@ -64,14 +64,14 @@ class ManyPrompts:
     def check(self, prompt: str | None) -> None:
         if (prompt is None) == (self.prompts is None):
             got = "neither" if prompt is None else "both"
-            raise bad_value("generate", "a prompt, or --prompts FILE", got, "write one of them")
+            raise bad_value("generate", "a prompt, or --prompts FILE", got, "give one of them")
         given = {
             "--out": self.out is not None,
             "--batching": self.batching != "auto",
             "--batch-size": self.batch_size is not None,
         }
         if self.prompts is None and (without := [name for name, is_given in given.items() if is_given]):
-            raise bad_value(" and ".join(without), "--prompts FILE beside it", "one prompt", "leave it out")
+            raise bad_value(" and ".join(without), "to be used with --prompts FILE", "a single prompt", "leave it out")
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,7 @@ def generate(
 def _check_ranks(experts: str, rank_zero: RankZero) -> None:
     if rank_zero.count > 1 and experts != "ranks":
         remedy = "start it without torchrun, or add --experts ranks"
-        raise bad_value(
-            "generate", "one process, or experts that several share", f"{rank_zero.count} processes", remedy
-        )
+        raise bad_value("generate", "one process, or --experts ranks", f"{rank_zero.count} processes", remedy)
 
 
 def _one(
@@ -307,7 +305,7 @@ def summary(report: GenerationReport) -> str:
 def summary_of_prompts(report: PromptsReport) -> str:
     parts = [f"{counted(report.prompts, 'prompt')} answered"]
     if report.skipped:
-        parts.append(f"{report.skipped} were before")
+        parts.append(f"{report.skipped} already done")
     parts.append(f"{report.generated_tokens} generated{_rate(report.generated_tokens_per_second)}")
     if report.batching is not None:
         parts.append(f"batching {report.batching}")

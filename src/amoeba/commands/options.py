@@ -157,7 +157,7 @@ def experts_in(precision: str | None, experts: str | None) -> str | None:
     named = experts if precision == "bf16" else f"{precision}-weights"
     in_codes = experts is not None and experts.endswith("-weights")
     if experts not in (None, "auto", "resident", named) or (precision == "bf16" and in_codes):
-        expected = f"experts in {precision}, where the model's other weights are"
+        expected = "--experts resident, or no --experts"
         raise bad_value("--precision", expected, f"--experts {experts}", "leave out one of the two")
     return named
 
@@ -171,27 +171,25 @@ def check_file_to_write(option: str, file: Path, example: str) -> None:
     """Before minutes of work whose result could not be written. example: a name for it."""
     if file.exists() and not file.is_file():
         got = f"{file}, {'a folder' if file.is_dir() else 'a device'}"
-        raise bad_value(option, "the name of a file", got, f"give a name, such as {example} in it")
+        raise bad_value(option, "the name of a file", got, f"add a file name, such as {example}")
     there = next(folder for folder in (file, *file.absolute().parents) if folder.exists())
     if there != file and not there.is_dir():
-        raise bad_value(option, "a file in a folder", f"{file}, and {there} is a file", "name a folder that is one")
+        raise bad_value(option, "a file in a folder", f"{file}, but {there} is a file", "choose another folder")
     if not os.access(there, os.W_OK):
-        raise bad_value(option, "a file that can be written", f"{file}, and {there} is read-only", "write elsewhere")
+        raise bad_value(option, "a file that can be written", f"{file}, but {there} is read-only", "write elsewhere")
 
 
 def parse_device(name: str) -> torch.device:
     import torch
 
     if name not in DEVICES:
-        raise bad_value(
-            "--device", f"one of {', '.join(DEVICES)}", repr(name), "leave it out for the best that is here"
-        )
+        raise bad_value("--device", f"one of {', '.join(DEVICES)}", repr(name), "leave it out to use the best device")
     if name == "cuda" and not torch.cuda.is_available():
         raise bad_value(
             "--device",
             "a device of this machine",
-            f"'cuda', and torch {torch.__version__} finds no GPU",
-            "use --device cpu, or install a driver and a torch that go together: `amoeba doctor` shows what is found",
+            f"'cuda', but torch {torch.__version__} finds no GPU",
+            "use --device cpu, or install a driver that matches your torch: `amoeba doctor` shows what it finds",
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

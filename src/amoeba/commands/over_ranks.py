@@ -37,8 +37,8 @@ def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterato
     if not is_launched() and not resume:
         raise bad_value(
             "--experts ranks",
-            "several processes, as torchrun starts them",
-            "this one alone",
+            "several processes, started by torchrun",
+            "a single process",
             f"start it as `{_with_torchrun(sys.argv[1:])}`, or leave --experts out",
         )
     with launched_ranks(deadline_seconds()) as ranks:

@@ -49,7 +49,7 @@ def pack(
             document |= _pack(folder, store, trust_remote_code, output)
         elif not is_store(store.expanduser()):
             remedy = "pack the model first: the same command without --check"
-            raise bad_value("--check", "a store", f"{str(store)!r}, which is none", remedy)
+            raise bad_value("--check", "a store", f"{str(store)!r}, which is not a store", remedy)
     damaged: list[str] = []
     if check:
         with usage():
@@ -75,17 +75,15 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
         with output.working():
             report = pack_folder(folder, store, trust_remote_code=trust_remote_code, progress=lines.show)
     except KeyboardInterrupt:
-        raise interrupted("the layers that are whole are kept; run the same command again to go on") from None
+        raise interrupted("finished layers are kept; run the same command again to continue") from None
     if report.repaired:
         output.line(f"repaired: {', '.join(report.repaired)}")
     if report.updated:
         output.line(f"updated from the model's folder: {', '.join(report.updated)}")
     if report.resumed_layers:
-        output.line(f"{report.resumed_layers} of {report.layers} layers were packed already")
+        output.line(f"{report.resumed_layers} of {report.layers} layers were already packed")
     if report.left_out:
-        output.line(
-            f"left out: {len(report.left_out)} tensors that the model has no place for ({report.left_out[0]}, ...)"
-        )
+        output.line(f"skipped {len(report.left_out)} tensors that the model does not use ({report.left_out[0]}, ...)")
     size = (
         f"{show_size(report.expert_bytes)} of experts in {report.numbers}, {show_size(report.rest_bytes)} of the rest"
     )
@@ -109,7 +107,7 @@ def _check(store: Path, output: Output) -> list[str]:
     for said in damaged:
         output.line(f"damaged: {said}")
     if not damaged:
-        output.line(f"{store}: every checksum is right")
+        output.line(f"{store}: all checksums match")
     return damaged
 
 

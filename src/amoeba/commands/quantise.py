@@ -59,11 +59,11 @@ def _run(folder: Path, out: Path, format: str, trust_remote_code: bool, output: 
         with output.working():
             report = quantise_folder(folder, out, format, trust_remote_code=trust_remote_code, progress=show)
     except KeyboardInterrupt:
-        raise interrupted("the layers that are whole are kept; run the same command again to go on") from None
+        raise interrupted("finished layers are kept; run the same command again to continue") from None
     if report.resumed_layers:
-        output.line(f"{report.resumed_layers} of {report.layers} layers were written already")
-    size = f"{show_size(report.expert_bytes)}, {report.bytes_per_parameter:.3f} bytes a number"
+        output.line(f"{report.resumed_layers} of {report.layers} layers were already written")
+    size = f"{show_size(report.expert_bytes)}, {report.bytes_per_parameter:.3f} bytes per weight"
     output.line(f"written to {report.out}: {report.experts} experts in {report.layers} layers in {format}, {size}")
     if not report.read_by_transformers:
-        output.line("transformers by itself does not read this format; amoeba does")
+        output.line("plain transformers cannot load this format; amoeba can")
     return asdict(report)

@@ -32,7 +32,7 @@ def write(folder: Path, out: Path | None, output: Output) -> dict[str, Any]:
 
     path = write_report(folder, out).resolve()
     output.line(f"written to {path}")
-    output.line(f"open {path.as_uri()} in a browser; it needs no network")
+    output.line(f"open {path.as_uri()} in a browser; it works offline")
     return {
         "document": "amoeba report",
         "run": str(folder.resolve()),

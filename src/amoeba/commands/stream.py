@@ -68,7 +68,9 @@ def simulate(
         from amoeba.stream.cache.simulate import check_warm_up
 
         if not (link > 0 and disk > 0):
-            raise bad_value("--link and --disk", "more than 0 GB/s", f"{link:g} and {disk:g}", "measured ones are best")
+            raise bad_value(
+                "--link and --disk", "more than 0 GB/s", f"{link:g} and {disk:g}", "use measured values if you can"
+            )
         size = _expert_size(expert_size)
         replayed, name = load_trace(trace, synthetic, size)
         check_warm_up(replayed, warm_up)
@@ -116,10 +118,10 @@ def choose_budgets(trace: Trace, budget: str | None, vram: str | None, ram: str 
         shares = (budget or "10%,25%,50%").split(",")
         return [Setting(text.strip(), slots_of_share(trace.layers, _share(text)), None) for text in shares]
     if budget is not None:
-        raise bad_value("--budget", "shares, or bytes by --vram and --ram", "both", "leave one of them out")
+        raise bad_value("--budget", "shares, or bytes with --vram and --ram", "both", "leave one of them out")
     if any(not layer.expert_bytes for layer in trace.layers):
         remedy = "give --expert-size, or use --budget 25%"
-        raise bad_value("trace", "a known size of an expert, for --vram and --ram", "none", remedy)
+        raise bad_value("trace", "a known expert size, for --vram and --ram", "none", remedy)
     if vram is None:
         assert ram is not None
         return [Setting(f"{ram} RAM", _slots(trace, "--ram", ram, 1), [0] * len(trace.layers), on_gpu=False)]
@@ -187,11 +189,11 @@ def _say_trace(trace: Trace, name: str, locality: Any, output: Output) -> None:
     )
     if not math.isnan(locality.next_token):
         output.line(
-            f"of its selections {100 * locality.next_token:.0f} % repeat at the next token, "
+            f"{100 * locality.next_token:.0f} % of its selections repeat at the next token, "
             f"{100 * locality.within_window:.0f} % within 8"
         )
     if not trace.complete:
-        output.warning(f"{name} was not closed by whoever wrote it; what is whole of it is replayed")
+        output.warning(f"{name} is incomplete: its writer did not close it. Replaying the complete part")
 
 
 def _result(trace: Trace, setting: Setting, counters: Counters, link: float, disk: float) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def _expert_size(text: str | None) -> int | None:
         return None
     found = parse_size("--expert-size", text)
     if found < 1:
-        raise bad_value("--expert-size", "at least a byte", text, "write for example 9MiB")
+        raise bad_value("--expert-size", "at least one byte", text, "write for example 9MiB")
     return found
 
 
@@ -265,9 +267,7 @@ def _share(text: str) -> float:
             raise ValueError
         return float(number) / 100
     except ValueError:
-        raise bad_value(
-            "--budget", "shares such as 10%,25%", repr(text), "bytes are given by --vram and --ram"
-        ) from None
+        raise bad_value("--budget", "shares such as 10%,25%", repr(text), "for bytes, use --vram and --ram") from None
 
 
 def _range(numbers: set[int]) -> str:

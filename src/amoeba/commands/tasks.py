@@ -180,7 +180,7 @@ def _prove(
     else:
         worst = max(errors, key=lambda name: errors[name])
         output.line(
-            "each task ran once, each read came after its writes, counters ended at their totals, nobody got stuck"
+            "each task ran once, each read came after its writes, counters ended at their totals, no worker got stuck"
         )
         output.line(f"{'ok' if ok else 'FAILED'}: gradients within {errors[worst]:.1e} of the reference ({worst})")
     document = _document(shape, ranks, workers, passes, summary)
@@ -271,7 +271,7 @@ def _say_travelled(ran: Ran, workers: int, output: Output, unit: str = UNIT) -> 
     found = travelled(ran.records, workers)
     if found is None:
         return {}
-    output.line(f"dy of other ranks was {found.time:.1f} {unit} on its way, of which {found.hidden:.0%} was hidden")
+    output.line(f"dy from other ranks was in transit for {found.time:.1f} {unit}, {found.hidden:.0%} of it hidden")
     return {"travelled": found._asdict()}
 
 

@@ -65,7 +65,9 @@ def trace(
         for option, file, name in (("--out", out, "trace.json"), ("--picture", drawn, "trace.svg")):
             check_file_to_write(option, file, name)
         if drawn == out:
-            raise bad_value("--picture", "another file than --out", drawn, "leave it out for one next to the JSON")
+            raise bad_value(
+                "--picture", "a file other than --out", drawn, "leave it out to write it next to the JSON file"
+            )
         check_memory([(kind, found)], place, training=True)
         problem, dy_TH = _problem(found, place, kind, seed)
         _check(problem)
@@ -186,7 +188,7 @@ def _check(problem: Problem) -> None:
     if reason is not None:
         raise bad_value(
             "--device",
-            "one that our kernels serve",
+            "a device that the kernels support",
             f"{problem.weights.device.type}: `triton` {reason}",
             "run it on a GPU, or with TRITON_INTERPRET=1 and --dtype float32",
         )

@@ -95,7 +95,7 @@ def run(settings: TrainSettings, shared: RunOptions, output: Output) -> dict[str
             ("steps", f"{report.steps} in {report.seconds:.0f} s, {report.tokens_per_second:,.0f} tokens/s at the end"),
             ("dead experts", f"{report.dead_experts} at the end"),
             ("model", f"{report.model}    try: {shell_command('generate', report.model, 'The')}"),
-            ("run", f"{report.folder}    look: {shell_command('report', report.folder)}"),
+            ("run", f"{report.folder}    report: {shell_command('report', report.folder)}"),
         ]
     )
     return asdict(report)

@@ -80,13 +80,17 @@ def check_dtypes(names: Sequence[str]) -> list[torch.dtype]:
     found = parse_dtypes(names, [torch.bfloat16])
     for dtype in found:
         if dtype_name(dtype) not in SERVED:
-            raise bad_value("--dtype", f"one of {', '.join(SERVED)}", dtype_name(dtype), "the kernels serve no other")
+            raise bad_value(
+                "--dtype", f"one of {', '.join(SERVED)}", dtype_name(dtype), "the kernels support no other dtype"
+            )
     return found
 
 
 def check_minutes(minutes: float) -> None:
     if not 0 < minutes <= MOST_MINUTES:
-        raise bad_value("--minutes", f"more than 0, at most {MOST_MINUTES:g}", minutes, "5 are enough for a layer")
+        raise bad_value(
+            "--minutes", f"more than 0, at most {MOST_MINUTES:g}", minutes, "5 minutes are enough for one layer"
+        )
 
 
 def choose_shapes(
@@ -155,7 +159,7 @@ def run(
             " the same command again begins with those"
         )
     if results:
-        output.line(f"kept in {path}: in use from the next run on; {tuned.VARIABLE}=off leaves it aside")
+        output.line(f"saved to {path}; the next run uses it ({tuned.VARIABLE}=off ignores it)")
     return {
         "document": "amoeba tune",
         "gpu": gpu._asdict(),

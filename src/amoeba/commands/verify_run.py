@@ -71,11 +71,11 @@ def run(
 def check_ranks(ranks: int, device: str, backends: Sequence[str], thorough: bool) -> None:
     """What goes together with --ranks."""
     if ranks > _MOST_RANKS:
-        raise bad_value("--ranks", f"at most {_MOST_RANKS}", ranks, "each is a process of this machine")
+        raise bad_value("--ranks", f"at most {_MOST_RANKS}", ranks, "each rank is a process on this machine")
     for option, given in (("--device", device == "cuda"), ("--backend", backends), ("--thorough", thorough)):
         if given:
             raise bad_value(
-                option, "to be left out with --ranks, which has its own cases on the CPU", "both", "drop it"
+                option, "no such option with --ranks, which runs its own cases on the CPU", "both", "drop it"
             )
 
 
@@ -98,7 +98,7 @@ def run_over_ranks(ranks: int, dtypes: Sequence[torch.dtype], output: Output) ->
     }
     _print(document, output)
     if document["ok"]:
-        output.line("gradients of weights, biases, factors and routing weights: the bits of one process")
+        output.line("gradients of weights, biases, factors and routing weights: bitwise identical to one process")
     return document, document["ok"]
 
 
@@ -194,7 +194,7 @@ def _print_refusals(document: dict[str, Any], output: Output) -> None:
             cases_of = ", ".join(f"{count} in {dtype}" for dtype, count in refusal["cases"].items())
             output.line(f"  {refusal['backend']} (cases: {cases_of}): {refusal['reason']}")
     elif document["refusals"]:
-        output.heading("not served (-v tells why)")
+        output.heading("not supported (-v shows why)")
         refused = [row for row in document["backends"] if row["cases_refused"]]
         for backend in dict.fromkeys(row["backend"] for row in refused):
             mine = [row for row in refused if row["backend"] == backend]
@@ -207,7 +207,7 @@ def _left_out(document: dict[str, Any]) -> str:
     done, left_out = document["cases"], document["cases_left_out"]
     everything = f"amoeba verify --thorough has {len(cases(thorough=True))} and no limit"
     if left_out:
-        return f"{done} of {done + left_out} cases within {SECONDS} s, the rest was left out; {everything}"
+        return f"{done} of {done + left_out} cases in {SECONDS} s, the rest were skipped; {everything}"
     return f"all {done} cases of the short form; {everything}"
 
 

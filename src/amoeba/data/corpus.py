@@ -66,9 +66,9 @@ def load_corpus(
     if not isinstance(held_out, str):
         share = characters(held) / (characters(train) + characters(held))
         if not held_out / FAR_FROM_ASKED < share < held_out * FAR_FROM_ASKED:
-            description += f", {share:.1%} of them and not {held_out:.1%}: the documents are of very different lengths"
+            description += f", {share:.1%} instead of {held_out:.1%} because document lengths vary widely"
     for kind, count in left_out.items():
-        description += f"; left out: {counted(count, kind)}"
+        description += f"; skipped: {counted(count, kind)}"
     return Corpus(train, held, description, _by_kind(held, kinds))
 
 

@@ -70,9 +70,9 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         self.description += f"{answers / tokens:.0%} of them answers"
         shortened = sum(len(row.ids) > most_tokens for row in rows)
         if shortened:
-            self.description += f"; {shortened} are cut at {most_tokens} tokens"
+            self.description += f"; {shortened} cut at {most_tokens} tokens"
         if len(self.rows) < len(rows):
-            self.description += f"; left out: {len(rows) - len(self.rows)} whose answer begins after the cut"
+            self.description += f"; skipped {len(rows) - len(self.rows)} whose answer starts after the cut"
 
     @property
     def longest(self) -> int:

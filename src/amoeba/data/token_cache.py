@@ -66,7 +66,7 @@ def _read(path: Path) -> bytes | None:
         return None
     digest, content = stored[:_DIGEST], stored[_DIGEST:]
     if digest != _hash(content):
-        logger.warning("%s is not what was written: it is made anew", path)
+        logger.warning("%s is damaged: writing it again", path)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # used now

@@ -73,7 +73,7 @@ def check_model(name: str) -> str:
     of_a_run = (trained / "config.json").is_file()
     remedy = f"give the run's model: {str(trained)!r}" if of_a_run else "give the folder that save_pretrained wrote"
     if (path / UNFINISHED).is_file():
-        remedy = "give the command that began it once more: it goes on where it was"
+        remedy = "run the command that started it again: it continues where it stopped"
         raise bad_value("MODEL", "a finished model", f"{name!r}, which amoeba quantise has not finished", remedy)
     if is_unfinished_store(path):
         remedy = "run the same amoeba pack command again: it continues where it stopped"
@@ -251,7 +251,7 @@ def has_weights(folder: Path) -> bool:
                 pass
         except SafetensorError as error:
             raise bad_value(
-                str(path), "a whole safetensors file", one_line(error), "copy or download it again"
+                str(path), "a complete safetensors file", one_line(error), "copy or download it again"
             ) from error
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles and not files:

@@ -96,7 +96,7 @@ def faster_dtype(
     fp32, bf16 = seconds
     dtype = torch.bfloat16 if bf16 < fp32 else torch.float32
     taken = f"{fp32:.3g} s in float32, {bf16:.3g} s in bfloat16"
-    say(f"a pass of {count} rows on this CPU: {taken}; trained in {_name(dtype)}")
+    say(f"a pass of {count} rows on this CPU: {taken}; training in {_name(dtype)}")
     return dtype
 
 

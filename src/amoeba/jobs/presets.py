@@ -145,5 +145,5 @@ def training_defaults(model: str) -> dict[str, Any]:
 def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         wanted = f"one of {', '.join(PRESETS)}, or a folder with a config.json"
-        raise bad_value("--model", wanted, repr(name), "check the spelling, or the path")
+        raise bad_value("--model", wanted, repr(name), "check the spelling or the path")
     return PRESETS[name]

@@ -127,7 +127,7 @@ class RunSettings:
         if minutes is not None and not (isinstance(minutes, int | float) and 0 < minutes < math.inf):
             raise bad_value("minutes", "a number above 0", repr(minutes), "leave it out for all steps")
         if not isinstance(self.held_out, str) and not 0 < self.held_out < 1:
-            remedy = "every run measures its loss on text that it does not train on: write for example 0.01, or a file"
+            remedy = "every run needs held-out text to measure its loss: write for example 0.01, or a file"
             raise bad_value("held_out", "a share above 0 and below 1, or a file", self.held_out, remedy)
         kinds = (("balance", Balance), ("compile", Compile), ("optimizer_states", States), ("dense", Dense))
         for name, kind in kinds:
@@ -139,7 +139,7 @@ class RunSettings:
             _check_count("expert_ranks", self.expert_ranks)
         if self.experts != "ranks" and (self.expert_ranks is not None or self.dense != "ddp"):
             option = "--dense fsdp" if self.expert_ranks is None else f"--expert-ranks {self.expert_ranks}"
-            raise bad_value(option, "--experts ranks with it", f"experts {self.experts}", "add it, or leave this out")
+            raise bad_value(option, "--experts ranks", f"experts {self.experts}", "add it, or leave this out")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -167,11 +167,11 @@ class TrainSettings(RunSettings):
             raise bad_value("experts", "resident or ranks", repr(self.experts), "leave it out for resident")
         check_precision(self.precision)
         if self.experts == "ranks" and self.precision == OF_ALL_TOKENS:
-            expected = "a recipe whose scales are of single rows, with experts over ranks"
-            raise bad_value("precision", expected, self.precision, "take fp8")
+            expected = "a recipe with one scale per row, with --experts ranks"
+            raise bad_value("precision", expected, self.precision, "use fp8")
         _check_count("steps", self.steps)
         if self.vocab_size < 300:
-            raise bad_value("vocab_size", "at least 300", self.vocab_size, "256 bytes and some merges have to fit")
+            raise bad_value("vocab_size", "at least 300", self.vocab_size, "it must hold 256 bytes and some merges")
         super().__post_init__()
 
 
@@ -265,7 +265,7 @@ def _unknown(path: Path, found: object, known: list[str]) -> ValueError:
     unknown = sorted(str(name) for name in found if name not in known) if isinstance(found, Mapping) else []
     got = ", ".join(map(repr, unknown)) or f"a {type(found).__name__}"
     meant = [near for name in unknown for near in get_close_matches(name, known, n=1)]
-    remedy = f"perhaps {', '.join(meant)} was meant" if meant else "remove or rename what is not among them"
+    remedy = f"you may have meant {', '.join(meant)}" if meant else "remove or rename unknown settings"
     return bad_value(str(path), f"a mapping of {', '.join(known)}", got, remedy)
 
 

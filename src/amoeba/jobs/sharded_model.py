@@ -84,7 +84,7 @@ def load_share(
         shard_model(model.requires_grad_(trains), ranks, tokens)
         return model
     with store:
-        store.check_plain("leave --experts ranks out: experts over ranks are no codes yet")
+        store.check_plain("leave --experts ranks out: quantised experts cannot be distributed yet")
         config = load_config(name, trust_remote_code=trust_remote_code)
         shape = load_without_weights(config, name, trust_remote_code=trust_remote_code)
         model = load_rest(shape, name, dict(store.rest_tensors()), dtype)
@@ -210,7 +210,7 @@ def finish_folder(folder: Path) -> None:
     if [path.name for path in files] != expected:
         got = ", ".join(path.name for path in files)
         raise bad_value(
-            str(folder), "the part of every rank", got, "give all ranks the same folder, on one file system"
+            str(folder), "a part from every rank", got, "give all ranks the same folder, on one file system"
         )
     entries = {name: (path.name, entry.size) for path in files for name, entry in tensors_of(path).items()}
     index = {

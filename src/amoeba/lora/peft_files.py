@@ -184,7 +184,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        remedy = "check that the folder was copied whole"
+        remedy = "check that the folder was copied completely"
         if path.with_suffix(".bin").is_file():
             remedy = "the adapter_model.bin there is a pickle and not read; save it again with safe_serialization=True"
         raise not_found(str(path), "the tensors of a PEFT adapter", "no such file", remedy)
@@ -192,7 +192,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
-        raise bad_value(str(path), "a whole safetensors file", error, "copy the adapter again") from error
+        raise bad_value(str(path), "a complete safetensors file", error, "copy the adapter again") from error
 
 
 def _read_metadata(metadata: dict[str, str], key: str, path: Path) -> dict[str, Any]:

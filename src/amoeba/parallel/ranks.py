@@ -183,13 +183,13 @@ class Ranks:
         missing, elsewhere = self._others(what)
         failed = self._failed()
         if failed:
-            whom = "; ".join(f"rank {other}, who failed: {text}" for other, text in failed.items())
+            whom = "; ".join(f"rank {other}, which failed: {text}" for other, text in failed.items())
         elif missing:
-            whom = f"{spoken_ranks(missing)}, who left no word"
+            whom = f"{spoken_ranks(missing)}, which did not report"
         elif elsewhere:
-            whom = "; ".join(f"rank {other}, who waits for {note}" for other, note in elsewhere.items())
+            whom = "; ".join(f"rank {other}, which waits for {note}" for other, note in elsewhere.items())
         else:
-            whom = "the others, who wait for the same: the network between them is slow or broken"
+            whom = "the others, which wait for the same: the network between them is slow or broken"
         dead = not failed and "timed out" not in str(error).lower()
         # gloo begins with the place in its source, and goes on with what it is typically
         said = re.sub(r"^\[.*?\] ", "", one_line(error)).partition(". ")[0]

@@ -149,11 +149,11 @@ def attach(
     check_miss(miss)
     if miss != "move" and vram is None:
         raise bad_value(
-            "miss", "move, or vram beside it", repr(miss), "without a GPU experts are computed on the CPU anyway"
+            "miss", "move, or vram as well", repr(miss), "without a GPU experts are computed on the CPU anyway"
         )
     if prefetch and (vram is None or miss != "move"):
         got = "no vram" if vram is None else f"miss={miss!r}"
-        raise bad_value("prefetch", "vram beside it, and misses that are moved", got, "leave it out")
+        raise bad_value("prefetch", "vram as well, and miss='move'", got, "leave it out")
     home_of(vram)
     if isinstance(model, nn.Module):
         loaded, source = model, model_folder(str(store or getattr(model, "name_or_path", "")))

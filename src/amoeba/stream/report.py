@@ -38,9 +38,7 @@ class PartOfRun:
 
     def __str__(self) -> str:
         bound = "disk" if self.disk_seconds >= self.link_seconds else "link"
-        floor = (
-            f"no less than {_show(self.floor_seconds)} by the {bound}" if self.floor_seconds else "nothing was moved"
-        )
+        floor = f"floor {_show(self.floor_seconds)} ({bound})" if self.floor_seconds else "no transfers"
         return (
             f"{self.name}: {counted(self.tokens, 'token')} in {_show(self.seconds)} ({self.tokens_per_second:.1f}/s), "
             f"waited {_show(self.waited_seconds)}; {floor}"
@@ -94,7 +92,9 @@ class StreamReport:
             by_cpu = (
                 f"{100 * self.computed / max(1, self.requested):.1f} % computed by the CPU, " if self.computed else ""
             )
-            early = "" if self.prefetch_recall is None else f"{100 * self.prefetch_recall:.1f} % of the others early, "
+            early = (
+                "" if self.prefetch_recall is None else f"{100 * self.prefetch_recall:.1f} % of the others prefetched, "
+            )
             below = (
                 by_cpu
                 + early

@@ -91,7 +91,7 @@ class Timeline:
             self._events.append(event)
         elif not self._is_full:
             self._is_full = True
-            logger.warning("%s: what comes after the first %d events is left out", self.path, MOST_EVENTS)
+            logger.warning("%s: only the first %d events are kept", self.path, MOST_EVENTS)
 
     def close(self) -> None:
         for add in self.at_close:

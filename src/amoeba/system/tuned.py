@@ -124,7 +124,7 @@ def read(path: Path, gpu: Gpu) -> Entries:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _warn_once(f"{path} is left aside: it cannot be read ({type(error).__name__}); `amoeba tune` writes it anew")
+        _warn_once(f"ignoring {path}: it cannot be read ({type(error).__name__}); `amoeba tune` writes it again")
         return {}
     return found
 

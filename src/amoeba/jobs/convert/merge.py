@@ -69,7 +69,9 @@ def merge(
     transformers_logging.disable_progress_bar()
     target = Path(out).expanduser()
     if target.exists():
-        raise bad_value("--out", "a folder that is not there yet", f"{str(out)!r}, which is", "choose another name")
+        raise bad_value(
+            "--out", "a folder that does not exist yet", f"{str(out)!r}, which exists", "choose another name"
+        )
     name, adapter = check_model(str(model_folder)), find_adapter(adapter)
     check_not_merged(name, adapter)
     tokenizer, _ = load_tokenizer_and_config(name, adapter, trust_remote_code=trust_remote_code)

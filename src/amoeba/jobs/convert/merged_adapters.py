@@ -34,9 +34,9 @@ def check_not_merged(model: str, adapter: Path) -> None:
         if entry.get("sha256") == digest:
             raise bad_value(
                 "--adapter",
-                "one that is not in the model's weights yet",
-                f"{str(adapter)!r}, which {model!r} has in them ({NAME})",
-                f"use that model without it, or the base model {entry.get('base_model')!r} with it",
+                "an adapter that is not merged into the model yet",
+                f"{str(adapter)!r}, which is already merged into {model!r} ({NAME})",
+                f"use that model without the adapter, or the base model {entry.get('base_model')!r} with it",
             )
 
 

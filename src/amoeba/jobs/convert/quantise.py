@@ -68,7 +68,7 @@ def quantise_folder(
 ) -> QuantiseReport:
     """format: fp8, mxfp8, mxfp4 or nvfp4. Called again after it was interrupted, it goes on where it was."""
     if format not in FORMATS:
-        raise bad_value("--format", f"one of {', '.join(FORMATS)}", repr(format), "take fp8, the most exact of them")
+        raise bad_value("--format", f"one of {', '.join(FORMATS)}", repr(format), "use fp8, the most accurate one")
     with FolderStore(model, trust_remote_code=trust_remote_code) as source:
         source.check_plain("give the unquantised checkpoint")
         return _Quantising(source, Path(out).expanduser(), format, trust_remote_code, progress).run()
@@ -135,7 +135,7 @@ class _Quantising:
             own = self.out.resolve() == self.source.folder.resolve()
             found = "is the model itself" if own else "holds another model or format" if told else "is there"
             remedy = "choose another name" if own else "choose another name, or remove it"
-            raise bad_value("--out", "a new folder, or one to go on with", f"{str(self.out)!r}, which {found}", remedy)
+            raise bad_value("--out", "a new folder, or an unfinished one", f"{str(self.out)!r}, which {found}", remedy)
 
     def _remove(self, with_folder: bool) -> None:
         for file in (*self.files, UNFINISHED):

@@ -123,7 +123,7 @@ def finetune(
     told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
     check_same_job(rank_zero, COMMAND, settings, told, model=settings.model)
     if settings.data is None:
-        raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "name one")
+        raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "give one")
     if rank_zero.ranks is None or settings.experts != "ranks":
         check_placement(settings.experts)
     name = check_model(settings.model)
@@ -169,7 +169,9 @@ def _finetune(
         names = {"adapter": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, FinetuneReport, names)
         if ended is not None:
-            console.say(f"already finished after {ended.steps} steps; more steps are a new run, with another --out")
+            console.say(
+                f"already finished after {ended.steps} steps; to train longer, start a new run with another --out"
+            )
             return ended
     earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, rank_zero)
     if earlier and earlier.checkpoint:
@@ -187,7 +189,7 @@ def _finetune(
         check_data(earlier, content)
     chat = any(isinstance(document, Conversation) for document in corpus.train)
     if chat and not has_template:
-        console.say('the tokenizer has no chat template: turns are written "role: content", one a line')
+        console.say('the tokenizer has no chat template: writing turns as "role: content", one per line')
     check_understands(tokenizer, corpus.train)
     rows = _rows(corpus, tokenizer, model_config, settings, console)
 
@@ -195,10 +197,10 @@ def _finetune(
     model, placed = base.model, base.placed
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
-        console.say(f"experts by {covered}; only those of amoeba get factors")
+        console.say(f"experts by {covered}; only experts run by amoeba get LoRA factors")
     attached = lora.attach(model, settings.r, settings.alpha, settings.targets, train_router=settings.train_router)
     if attached.left_out:
-        console.say(f"without factors: {in_one_line(attached.left_out)}")
+        console.say(f"no LoRA factors on: {in_one_line(attached.left_out)}")
     text_config(model.config).use_cache = False
     check_same_model(rank_zero, model, {"where the experts are": placed.placement})
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
@@ -219,7 +221,7 @@ def _finetune(
     for memory in placed.plans:
         logger.info("%s", memory)
     console.say(
-        f"training {trainable / 1e6:.2f}M numbers in factors of rank {settings.r} on {', '.join(settings.targets)}"
+        f"training {trainable / 1e6:.2f}M parameters: LoRA rank {settings.r} on {', '.join(settings.targets)}"
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
     )
     check_balance(model, settings.balance, settings.z_loss_coefficient)
@@ -320,8 +322,8 @@ def _check_streaming(name: str, settings: FinetuneSettings, rank_zero: RankZero)
         remedy = "add it, for example --vram auto, or hide the GPU: CUDA_VISIBLE_DEVICES= amoeba finetune ..."
         raise bad_value("vram", "a budget on the GPU, where the model trains", "none", remedy)
     if rank_zero.count > 1:
-        remedy = "start it without torchrun, or share out the experts of an ordinary checkpoint: --experts ranks"
-        raise bad_value("streamed experts", "one process, whose memory they pass through", rank_zero.count, remedy)
+        remedy = "start it without torchrun, or distribute the experts of an ordinary checkpoint with --experts ranks"
+        raise bad_value("streamed experts", "one process", rank_zero.count, remedy)
 
 
 def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
@@ -340,11 +342,11 @@ def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneS
     most = min(settings.sequence_length, positions(model_config) or settings.sequence_length)
     if most < settings.sequence_length:
         console.say(
-            f"rows have {most} tokens at most and not {settings.sequence_length}: the model's positions end there"
+            f"rows are limited to {most} tokens instead of {settings.sequence_length}: the model has no more positions"
         )
     train, held_out = (SftDataset(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
     check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
-    console.say(f"to train on: {train.description}; held out: {held_out.description}")
+    console.say(f"training data: {train.description}; held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     least = 0
     if torch.cuda.is_available() and train.expected_longest(settings.batch_size) >= WORTH_PADDING * train.longest:
@@ -369,14 +371,14 @@ def _packed(
     if reason is not None and began:
         raise bad_value(
             "--resume",
-            f"a machine on which rows are packed, as in the run in {earlier.folder if earlier else ''}",
-            f"one on which they are not: {reason}",
+            f"a machine that packs rows, as in the run in {earlier.folder if earlier else ''}",
+            f"one that does not: {reason}",
             "resume it where it began, or start a new run with another --out",
         )
     if reason is not None:
         logger.info("rows are not packed: %s", reason)
         return rows, False
-    console.say(f"packed into {train.description}; --batch-size counts these")
+    console.say(f"packed into {train.description}; --batch-size counts packed rows")
     documents = max(train.documents_per_row, held_out.documents_per_row)
     return Rows(train, held_out, stack, train.tokens_per_row, documents, rows.longest), True
 
@@ -385,7 +387,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
     if tokenizer.eos_token_id is None:
         raise bad_value(
             "MODEL",
-            "a tokenizer with an end-of-text token, which ends an answer",
+            "a tokenizer with an end-of-text token to end answers",
             "one without eos_token",
             "set eos_token in its tokenizer_config.json",
         )

@@ -61,7 +61,7 @@ class BatchOptions:
         if self.batching not in ("auto", "continuous", "padded"):
             raise bad_value("batching", "auto, continuous or padded", repr(self.batching), "leave it out for auto")
         if self.size is not None and self.size < 1:
-            raise bad_value("batch_size", "at least 1", self.size, "leave it out for a usual size")
+            raise bad_value("batch_size", "at least 1", self.size, "leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def generate_prompts(
         rows.append(Row(prompt, ids, most_new_tokens(found.config, ids, options.max_new_tokens, prompt.place)))
     run = _Run(results, len(rows), progress)
     if not rows:
-        say("all prompts are answered already")
+        say("all prompts are already answered")
         return run.report(None, None, {})
     with closing(load(found, options, rows[0].ids[0], say, rank_zero)) as loaded:
         return _generate(run, loaded, rows, batches, options, rank_zero)
@@ -216,7 +216,7 @@ def _answers(
     model = loaded.model
     reason = "as asked" if batches.batching == "padded" else why_not_continuous(model)
     if reason is not None and batches.batching == "continuous":
-        raise bad_value("batching", "one that serves this model", f"continuous: {reason}", "take padded, or auto")
+        raise bad_value("batching", "one that supports this model", f"continuous: {reason}", "use padded or auto")
     if reason is None:
         run.batching, run.batching_reason = "continuous", "transformers' continuous batching"
         logger.info("batching continuous")
@@ -318,7 +318,7 @@ class Results:
     def _of_another_run(self, place: str) -> ValueError:
         return bad_value(
             place,
-            f"results of these prompts with {self.model}, to go on after them",
+            f"results of these prompts with {self.model}, to continue after them",
             "something else",
             "name another --out, or move the file away",
         )

@@ -174,17 +174,17 @@ def _check_streaming(name: str, options: GenerationOptions) -> None:
     if not _streams(name, options):
         remedy = "add --ram or --vram, for example --ram auto"
         if options.record is not None:
-            raise bad_value("record", "streamed experts, whose routing is recorded", "resident ones", remedy)
+            raise bad_value("record", "streamed experts", "resident ones", remedy)
         if options.trace is not None:
-            raise bad_value("trace", "streamed experts, whose loads are timed", "resident ones", remedy)
+            raise bad_value("trace", "streamed experts", "resident ones", remedy)
         return
     if options.experts != "auto":
         raise bad_value(
-            "experts", "none for a store, whose experts are streamed", repr(options.experts), "leave it out"
+            "experts", "no --experts with a store, which streams its experts", repr(options.experts), "leave it out"
         )
     if options.device is not None and options.device.type != where:
         remedy = "leave --device out: --vram streams to the GPU, --ram alone to the CPU"
-        raise bad_value("device", f"{where} for experts that are streamed there", options.device, remedy)
+        raise bad_value("device", f"{where}, where the experts are streamed", options.device, remedy)
 
 
 def _stream(found: FoundModel, options: GenerationOptions, choice: DtypeChoice) -> tuple[Streamed, DtypeChoice]:
@@ -248,7 +248,7 @@ def _backend_of(module: Any) -> tuple[str, str]:
 
     weights = weights_of(module)
     if weights is None:
-        return "composed", f"the activation or norm of {type(module).__name__} is called as it is"
+        return "composed", f"the activation or norm of {type(module).__name__} runs unchanged"
     x_TH = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=weights.device)
     routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
     explanation = explain(Request(x_TH, routing, weights))

@@ -53,21 +53,21 @@ class GenerationOptions:
                 "temperature", "a number from 0 (greedy) up", self.temperature, "0.7 is common, 1 is the model's own"
             )
         if self.top_k is not None and self.top_k < 0:
-            raise bad_value("top_k", "at least 0", self.top_k, "leave it out, or 0, to keep every token")
+            raise bad_value("top_k", "at least 0", self.top_k, "leave it out or set it to 0 to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise bad_value("top_p", "0 < top_p <= 1", self.top_p, "leave it out, or 1, to keep every token")
+            raise bad_value("top_p", "0 < top_p <= 1", self.top_p, "leave it out or set it to 1 to keep every token")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise bad_value("repetition_penalty", "a number above 0", self.repetition_penalty, "1 penalises nothing")
         if (self.ram is not None or self.vram is not None) and self.experts != "auto":
             raise bad_value(
-                "experts", "none beside ram and vram, which stream them", repr(self.experts), "leave one out"
+                "experts", "no experts with ram or vram, which stream them", repr(self.experts), "leave one out"
             )
         if self.miss != "move" and self.vram is None:
-            raise bad_value("miss", "move, or vram beside it", repr(self.miss), "leave it out, or stream with --vram")
+            raise bad_value("miss", "move, or vram as well", repr(self.miss), "leave it out, or stream with --vram")
         if self.prefetch and self.vram is None:
-            raise bad_value("prefetch", "vram beside it", "no vram", "leave it out, or stream with --vram")
+            raise bad_value("prefetch", "vram as well", "no vram", "leave it out, or stream with --vram")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out to have one drawn")
+            raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out for a random seed")
 
 
 def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def continuous(model: Any, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row
 
 
 def _tell_failure(reason: str) -> None:
-    logger.warning("transformers' continuous batching failed (%s); going on in padded batches", reason[:300])
+    logger.warning("transformers' continuous batching failed (%s); continuing with padded batches", reason[:300])
 
 
 def batches_of(rows: Sequence[Row], size: int, equal_lengths: bool) -> list[list[Row]]:

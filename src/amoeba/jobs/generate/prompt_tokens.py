@@ -26,7 +26,7 @@ def tokenise(tokenizer: Any, prompt: str | Sequence[Message], chat: bool, name: 
             "--chat",
             "a tokenizer with a chat template",
             "one without",
-            "leave --chat out, or take the chat model of the family (its name often ends in Instruct)",
+            "leave --chat out, or use the family's chat model (its name often ends in Instruct)",
         )
     messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
     for message in messages:
@@ -37,7 +37,7 @@ def tokenise(tokenizer: Any, prompt: str | Sequence[Message], chat: bool, name: 
     else:
         ids = tokenizer(prompt)["input_ids"]
     if not ids:
-        raise bad_value(name, "at least one token", f"none from {shown(prompt)}", "write something to go on from")
+        raise bad_value(name, "at least one token", f"none from {shown(prompt)}", "write some text to continue")
     if tokenizer.unk_token_id is not None and set(ids) <= {tokenizer.unk_token_id, *begin_tokens(tokenizer)}:
         raise bad_value(
             name,
@@ -71,9 +71,9 @@ def most_new_tokens(config: Any, prompt_ids: list[int], asked: int, name: str = 
             name,
             f"at most {room} tokens, the model's max_position_embeddings",
             f"{len(prompt_ids)} tokens",
-            "shorten it, or take a model with a longer context",
+            "shorten it, or use a model with a longer context",
         )
     most = min(asked, room - len(prompt_ids) + 1)  # the last token takes no position: it is not read again
     if most < asked:
-        logger.info("at most %d new tokens and not %d: the model has %d positions", most, asked, room)
+        logger.info("at most %d new tokens instead of %d: the model has %d positions", most, asked, room)
     return most

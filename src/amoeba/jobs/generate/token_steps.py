@@ -133,7 +133,7 @@ def _failed(what: str, error: Exception) -> str:
     """The reason, which somebody should see: what follows is slower than it need be."""
     cause = "there was not enough memory" if is_out_of_memory(error) else type(error).__name__
     reason = f"{what} a step failed ({cause}: {one_line(error)[:300]})"
-    logger.warning("%s; going on without", reason)
+    logger.warning("%s; continuing without it", reason)
     return reason
 
 

@@ -50,7 +50,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
     over_ranks = trainer.rank_zero.count > 1  # which exchange counts and gradients within a pass
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     if compiles and over_ranks:
-        say("without decoder layers compiled: several ranks share each batch")
+        say("decoder layers are not compiled: several ranks share each batch")
         compiles = False
     with ExitStack() as stack:
         taken: list[str] = []

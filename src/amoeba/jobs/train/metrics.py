@@ -88,7 +88,7 @@ class RunLog(TrainerCallback):
             return
         kept, torn = [], 0
         if not self.path.exists():
-            self.console.say(f"{self.path} is not there: what was logged before is lost, the training is not")
+            self.console.say(f"{self.path} is missing: earlier log lines are lost, but the training continues")
         for text in self.path.read_text(errors="replace").splitlines() if self.path.exists() else []:
             try:
                 line = json.loads(text)
@@ -103,7 +103,7 @@ class RunLog(TrainerCallback):
                 self.dead_experts = line.get("dead_experts", 0)
                 self.tokens_per_second = line.get("tokens_per_second") or 0.0
         if torn:
-            self.console.say(f"{self.path}: {counted(torn, 'torn line')} left out")
+            self.console.say(f"{self.path}: {counted(torn, 'torn line')} skipped")
         write_whole(self.path, "".join(kept))
 
     def evaluations(self) -> list[tuple[int, float]]:

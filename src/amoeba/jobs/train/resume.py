@@ -76,7 +76,7 @@ def go_on(
     """None for a run that begins. start_from: a checkpoint's name or step, in place of the last."""
     if not resume:
         if start_from:
-            raise bad_value("--from", "a run to go on with", "none", "name its folder: --resume RUN --from CHECKPOINT")
+            raise bad_value("--from", "--resume as well", "none", "name the run folder: --resume RUN --from CHECKPOINT")
         return None
     record = _read_record(folder)
     _check_settings(settings, record, folder, kept, command)
@@ -88,7 +88,9 @@ def go_on(
     chosen = _chosen(found, start_from, folder) if start_from else (found[-1] if found else None)
     if chosen is not None:
         if not sealed:
-            console.say(f"{folder} is of an older version, without hashes: looking only whether its files can be read")
+            console.say(
+                f"{folder} was written by an older version without hashes: checking only that its files can be read"
+            )
         with rank_zero.all_or_none("looking whether the checkpoint is whole"):
             if rank_zero.here:
                 _check_whole(chosen, found, sealed, folder, command)
@@ -113,8 +115,8 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
         raise bad_value(
             "--resume",
             "the folder of an earlier run",
-            f"{resume!r}, a model's",
-            "leave --resume out and give it as the model",
+            f"{resume!r}, a model folder",
+            "leave --resume out and pass the folder as the model",
         )
     if unknown:
         other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
@@ -124,7 +126,7 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
         raise bad_value("--out", f"the folder of --resume ({resume}), or nothing", told["out"], "leave --out out")
     placed = earlier.get("experts", "auto")
     for name in (name for name in ("ram", "vram") if name in told and "experts" not in told and placed != "auto"):
-        expected = f"none: the run in {resume} began with --experts {placed}, which does not stream them"
+        expected = f"none: the run in {resume} started with --experts {placed}, which does not stream"
         raise bad_value(f"--{name}", expected, told[name], f"leave --{name} out, or start a new run with another --out")
     if told.get("experts", "ranks") != "ranks":  # then nothing is left of how ranks shared the model
         earlier = {name: value for name, value in earlier.items() if name not in ("expert_ranks", "dense")}
@@ -137,7 +139,7 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    remedy = f"put it back from a copy; the checkpoints in {folder / 'checkpoints'} are as they were"
+    remedy = f"restore it from a copy; the checkpoints in {folder / 'checkpoints'} are unchanged"
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -145,7 +147,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise bad_value(str(path), "the settings of the run, as an object", type(record).__name__, remedy)
     if DIGEST in record and not digest_fits(record):
-        raise bad_value(str(path), "the settings as the run wrote them", "other ones", remedy)
+        raise bad_value(str(path), "the settings as the run wrote them", "different ones", remedy)
     return record
 
 
@@ -159,12 +161,12 @@ def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path,
         if AT_RESUME[name] == "by content" and moved and "began_with" in record and record[name] not in PRESETS:
             continue
         more = f"{shell_command(command, '--model', folder / kept)} --steps ... --out ANOTHER"
-        remedy = f"leave it out, or, once the run has ended, train on with {more}" if name == "steps" else ""
+        remedy = f"leave it out, or train longer when the run has ended: {more}" if name == "steps" else ""
         raise bad_value(
             f"--{name.replace('_', '-')}",
-            f"{record[name]!r}, with which the run in {folder} began",
+            f"{record[name]!r}, as in the run in {folder}",
             repr(now),
-            remedy or "leave it out; another value makes another run, with another --out",
+            remedy or "leave it out, or start a new run with another --out",
         )
 
 
@@ -204,18 +206,18 @@ def check_data(earlier: Earlier, now: dict[str, Any]) -> None:
         if now[side] != then[side]:
             raise bad_value(
                 "the data",
-                f"the {_amount(then[side])} {of_what} with which the run in {earlier.folder} began",
-                _amount(now[side]) + (", with other text" if _amount(now[side]) == _amount(then[side]) else ""),
-                f"put the data back as it was, or {earlier.new_run}",
+                f"the {_amount(then[side])} {of_what} that the run in {earlier.folder} started with",
+                _amount(now[side]) + (", with different text" if _amount(now[side]) == _amount(then[side]) else ""),
+                f"restore the data, or {earlier.new_run}",
             )
     if now["weights"] != then["weights"]:
         before, after = then["weights"] or {}, now["weights"] or {}
         names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         raise bad_value(
             "MODEL",
-            f"the weights with which the run in {earlier.folder} began",
-            f"others in {', '.join(names)}",
-            f"put them back as they were, or {earlier.new_run}",
+            f"the weights that the run in {earlier.folder} started from",
+            f"different ones in {', '.join(names)}",
+            f"restore them, or {earlier.new_run}",
         )
 
 
@@ -230,9 +232,9 @@ def check_model_config(earlier: Earlier, config: Any) -> None:
         if name in now and name not in _NOT_COMPARED and now[name] != then:
             raise bad_value(
                 "--resume",
-                f"the model with which the run in {earlier.folder} began ({name} {then!r})",
+                f"the model of the run in {earlier.folder} ({name} {then!r})",
                 f"{name} {now[name]!r}",
-                "put the model's config.json back as it was, and leave --model as the run began with",
+                "restore the model's config.json, and use the same --model",
             )
 
 
@@ -244,7 +246,7 @@ def _chosen(found: list[Path], name: str, folder: Path) -> Path:
         if name in (path.name, str(step_of(path)), str(path)):
             return path
     there = ", ".join(path.name for path in found) or "none"
-    raise bad_value("--from", f"a checkpoint of {folder} ({there})", repr(name), "name one of these")
+    raise bad_value("--from", f"a checkpoint of {folder} ({there})", repr(name), "choose one of these")
 
 
 def _check_whole(checkpoint: Path, found: list[Path], sealed: bool, folder: Path, command: str) -> None:
@@ -253,10 +255,14 @@ def _check_whole(checkpoint: Path, found: list[Path], sealed: bool, folder: Path
         return
     others = [path for path in reversed(found) if step_of(path) < step_of(checkpoint) and not _trouble(path, sealed)]
     if others:
-        remedy = f"go on from the one before: {shell_command(command, '--resume', folder, '--from', others[0].name)}"
+        remedy = (
+            f"continue from the previous one: {shell_command(command, '--resume', folder, '--from', others[0].name)}"
+        )
     else:
-        remedy = "no earlier checkpoint is whole: put the file back from a copy, or start a new run with another --out"
-    raise bad_value(str(checkpoint), "a whole checkpoint", "; ".join(trouble), remedy)
+        remedy = (
+            "no earlier checkpoint is complete: restore the file from a copy, or start a new run with another --out"
+        )
+    raise bad_value(str(checkpoint), "a complete checkpoint", "; ".join(trouble), remedy)
 
 
 def _trouble(checkpoint: Path, sealed: bool) -> list[str]:
@@ -303,10 +309,10 @@ def finished_run(
     if (folder / kept / MANIFEST).is_file() and (trouble := damages(folder / kept)):
         raise bad_value(
             str(folder / kept),
-            "what the finished run kept, as it was written",
+            "the files of the finished run, unchanged",
             "; ".join(trouble),
-            "where you changed it yourself there is nothing to resume; otherwise move the folder away and resume again:"
-            " it is then written anew from the last checkpoint",
+            "if you changed them yourself, there is nothing to resume; otherwise move the folder away and resume again:"
+            " the files are then written again from the last checkpoint",
         )
     return kind(**({name: line[name] for name in wanted} | {"folder": str(folder)} | names))
 

@@ -85,7 +85,9 @@ def run_folder(out: str, resume: bool, say: Callable[[str], None], rank_zero: Ra
 @contextmanager
 def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
     if resume and not (folder / "config.json").is_file():
-        raise bad_value("--resume", "the folder of an earlier run", repr(str(folder)), "check the path, or train anew")
+        raise bad_value(
+            "--resume", "the folder of an earlier run", repr(str(folder)), "check the path, or start a new run"
+        )
     made = not folder.exists()
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -93,12 +95,12 @@ def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise bad_value("--out", "a folder that can be written", f"{folder} ({error})", "choose another") from error
+        raise bad_value("--out", "a writable folder", f"{folder} ({error})", "choose another folder") from error
     with _locked(folder, "--resume" if resume else "--out", say):
         if not resume and (folder / "metrics.jsonl").exists():
             raise bad_value(
                 "--out",
-                "a folder that holds no run yet",
+                "a folder without a run",
                 str(folder),
                 f"use {shell_words('--resume', folder)}, or another --out",
             )
@@ -129,15 +131,15 @@ def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[N
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            got = f"{folder}, in which {file.read().strip() or 'another process'} is at work"
+            got = f"{folder}, which {file.read().strip() or 'another process'} is using"
             raise bad_value(
                 option, "a folder that no other run writes to", got, "wait until it ends, or use another --out"
             ) from None
         except OSError as error:
-            say(f"{folder} cannot be locked ({error.strerror}): see to it that no other run writes to it")
+            say(f"{folder} cannot be locked ({error.strerror}): make sure that no other run writes to it")
         with suppress(OSError):  # a full disk: the lock holds all the same
             file.truncate(0)
-            file.write(f"process {os.getpid()} of {socket.gethostname()}")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         yield
 

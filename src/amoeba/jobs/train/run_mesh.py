@@ -20,8 +20,8 @@ def check_ranks(settings: RunSettings, resume: bool, rank_zero: RankZero) -> Non
     if rank_zero.ranks is not None and settings.expert_ranks is not None and not resume:
         check_expert_ranks(settings.expert_ranks, rank_zero.count)
     if rank_zero.count > 1 and getattr(settings, "precision", UNCHANGED) == OF_ALL_TOKENS:
-        expected = "a recipe whose scales are of single rows, since each rank has a part of the batch"
-        raise bad_value("precision", expected, OF_ALL_TOKENS, "take fp8, or start it without torchrun")
+        expected = "a recipe with one scale per row, because each rank has only part of the batch"
+        raise bad_value("precision", expected, OF_ALL_TOKENS, "use fp8, or start it without torchrun")
 
 
 def shared_batches(rank_zero: RankZero) -> str:
@@ -38,6 +38,6 @@ def mesh_of(
         return None
     own = settings.expert_ranks
     if resume and own is not None and ranks.count % own and settings_of_run(folder).get("expert_ranks") == own:
-        console.say(f"the run had its experts over {own} ranks, which do not divide the {ranks.count} of now: over all")
+        console.say(f"the run used groups of {own} ranks, which does not divide {ranks.count}; now using all ranks")
         own = None
     return make_mesh(ranks, own, settings.dense, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

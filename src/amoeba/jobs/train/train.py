@@ -115,7 +115,7 @@ def _train(
         names = {"model": str(folder / kept.name)}
         ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
         if ended is not None:
-            console.say(f"already finished after {ended.steps} steps; to train on: {COMMAND} {_on(ended.model)}")
+            console.say(f"already finished after {ended.steps} steps; to train longer: {COMMAND} {_on(ended.model)}")
             return ended
     earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, rank_zero)
     torch.manual_seed(settings.seed)
@@ -138,12 +138,12 @@ def _train(
     rank_zero.check_same(data_facts(content) | digests, "give every rank the same --data, --held-out and tokenizer")
     console.say(
         f"{len(train_rows)} rows of {settings.sequence_length} tokens, {len(held_out_rows)} held out; "
-        f"a tokenizer of {len(tokenizer)} tokens"
+        f"tokenizer with {len(tokenizer)} tokens"
     )
 
     model = _build_model(settings, tokenizer, config, trust_remote_code, mesh)
     if config is not None and type(model.config) is not type(config):
-        console.say(f"{type(model).__name__} alone is trained and saved: {settings.model} has other parts than text")
+        console.say(f"training and saving only {type(model).__name__}, the text part of {settings.model}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = _compute_dtype(settings, earlier, model, train_rows, console, rank_zero)
     if device == "cuda":
@@ -158,7 +158,7 @@ def _train(
         console.say(shared_batches(rank_zero))
     parameters = count_parameters(model, None if mesh is None else mesh.experts)
     console.say(
-        f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters; on {device} in "
+        f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters, on {device} in "
         f"{str(dtype).removeprefix('torch.')}, experts by {covered}{'' if mesh is None else f' {mesh}'}"
     )
     precision = None

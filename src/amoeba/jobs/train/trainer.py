@@ -114,7 +114,7 @@ class FastTrainer(Trainer):
         if self.rank_zero.count > 1:
             if not isinstance(predicted, Tensor):
                 remedy = "train it in one process, without torchrun"
-                raise bad_value("ranks", "a model whose loss takes the number of tokens", "one without", remedy)
+                raise bad_value("ranks", "a model whose loss accepts the number of tokens", "one without", remedy)
             predicted = self.rank_zero.add_up(predicted, "numbers of tokens to predict")
         return batches, predicted
 
@@ -257,8 +257,8 @@ class FastTrainer(Trainer):
             self.captures = self._tries < CAPTURES
             if not self.captures:
                 logger.warning(
-                    "passes are launched one kernel after another, which takes longer: a CUDA graph cannot hold them"
-                    " (-v tells why)"
+                    "launching kernels one by one, which is slower: the passes cannot be captured in a CUDA graph"
+                    " (-v shows why)"
                 )
         finally:
             for parameter in model.parameters():

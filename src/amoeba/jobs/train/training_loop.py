@@ -210,10 +210,14 @@ class WatchedTrainer(FastTrainer):
         whole = checkpoints(self.folder)
         return bad_value(
             what,
-            f"room for it in {self.folder}",
+            f"enough space in {self.folder}",
             str(error),
             f"free some space, then: {shell_command(self.command, '--resume', self.folder)} "
-            + (f"(goes on from step {step_of(whole[-1])})" if whole else "(starts anew, no checkpoint was finished)"),
+            + (
+                f"(continues from step {step_of(whole[-1])})"
+                if whole
+                else "(starts over: there is no complete checkpoint)"
+            ),
         )
 
     def _diverged(self, error: NotFinite) -> ValueError:
@@ -221,11 +225,11 @@ class WatchedTrainer(FastTrainer):
         kept = ", ".join(path.name for path in whole)
         remedy = f"lower --learning-rate (it is {self.args.learning_rate:g}) in a run with another --out"
         if self.state.global_step == 0:
-            remedy = "look at the model and its dtype: nothing has been trained yet"
+            remedy = "check the model and its dtype: this is the first step"
         elif whole and self.command == "amoeba train":  # the older: the last may be of the step that went astray
-            remedy += f"; it may begin with {shell_words('--model', whole[0])}"
+            remedy += f"; it can start from {shell_words('--model', whole[0])}"
         expected = f"finite numbers (stopped at step {self.state.global_step}; "
-        expected += f"kept from before: {kept})" if whole else "there was no checkpoint yet)"
+        expected += f"checkpoints kept: {kept})" if whole else "there was no checkpoint yet)"
         return bad_value("training", expected, str(error), remedy)
 
     def final_held_out_loss(self) -> float:
@@ -369,7 +373,7 @@ def _set_later_aside(trainer: WatchedTrainer, folder: Path, last: Path | None) -
         return
     for later in [path for path in checkpoints(folder) if step_of(path) > step_of(last)]:
         set_aside(later)
-        trainer.run_log.console.say(f"{later.name} was set aside in {later.parent}")
+        trainer.run_log.console.say(f"moved {later.name} to {later.parent}")
 
 
 def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -> tuple[RunReport, str]:
@@ -380,7 +384,7 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         with trainer.rank_zero.all_or_none("setting later checkpoints aside"):
             _set_later_aside(trainer, folder, last)
         log.forget_after(step_of(last) if last else -1)
-        say(f"resuming from {last.name}" if last else "no checkpoint was finished: starting anew")
+        say(f"resuming from {last.name}" if last else "there is no complete checkpoint: starting over")
     if trainer.budget is not None and last is not None:
         trainer.budget.go_on_from(last)
     losses = trainer.held_out_losses()
@@ -395,7 +399,7 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         again = shell_command(trainer.command, "--resume", folder)
         if trainer.rank_zero.count > 1:
             again = f"torchrun --nproc-per-node {trainer.rank_zero.count} -m {again}, or with any other number of ranks"
-        say(f"stopped at step {trainer.state.global_step}; go on with: {again}")
+        say(f"stopped at step {trainer.state.global_step}; continue with: {again}")
         final_step, final = log.last_evaluation or losses[-1]
         result = checkpoints(folder)[-1]
     else:
@@ -435,7 +439,7 @@ def stop_at_signals(run_log: RunLog) -> Iterator[None]:
             return
         run_log.stopped_by = number
         with suppress(RuntimeError):  # the signal may have come in the middle of another line
-            run_log.console.say("stopping after this step; once more to stop at once")
+            run_log.console.say("stopping after this step; press Ctrl-C again to stop now")
 
     before = {}
     try:

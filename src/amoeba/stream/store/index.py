@@ -37,7 +37,7 @@ from amoeba.stream.store.reading import PART
 
 INDEX, UNFINISHED, REST = STORE_INDEX, PACKING, "rest.safetensors"
 FORMAT, VERSION, PLAIN, BLOCK_SCALED = "amoeba expert store", 1, "plain", "block_scaled"
-_AGAIN = "copy the store again, or pack it anew with `amoeba pack`"
+_AGAIN = "copy the store again, or repack it with `amoeba pack`"
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def _format(path: Path, facts: dict[str, Any]) -> tuple[Format | None, int]:
 def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if is_unfinished_store(folder):
-        remedy = "run the same `amoeba pack` again: it goes on where it was"
-        raise StoreError(folder, "a whole store", "one that is not packed to its end", remedy)
+        remedy = "run the same `amoeba pack` again: it continues where it stopped"
+        raise StoreError(folder, "a complete store", "an incomplete one", remedy)
     try:
         facts = json.loads(path.read_bytes())
         if facts["format"] != FORMAT:
@@ -138,7 +138,10 @@ def read_index(folder: Path) -> Index:
         if (facts["version"], facts["part_bytes"]) != (VERSION, PART):
             got = f"version {facts['version']} with parts of {facts['part_bytes']} bytes"
             raise StoreError(
-                path, f"version {VERSION} with parts of {PART} bytes", got, "use a newer aMoEba, or pack anew"
+                path,
+                f"version {VERSION} with parts of {PART} bytes",
+                got,
+                "use a newer aMoEba, or pack the model again",
             )
         layers = tuple(_stored_layer(path, *each) for each in enumerate(facts["layers"]))
         if not layers:

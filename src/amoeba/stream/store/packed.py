@@ -22,7 +22,7 @@ from amoeba.stream.store.reading import THREADS, Range, Reader, checksum, checks
 from amoeba.stream.store.store import Store, Verify
 from amoeba.stream.store.tensor_files import TensorEntry, tensors_of
 
-_AGAIN = "copy the store again, or pack it anew with `amoeba pack`"
+_AGAIN = "copy the store again, or repack it with `amoeba pack`"
 _EDITED = "change it in the model's folder and pack that again with `amoeba pack`, or copy the store again"
 
 

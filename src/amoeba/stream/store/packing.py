@@ -91,7 +91,7 @@ def pack(
     trust_remote_code: bool = False,
     progress: Callable[[Progress], None] = lambda now: None,
 ) -> PackReport:
-    """StoreError where a file cannot be read or there is no room; called again, it goes on where it was."""
+    """StoreError where a file cannot be read or there is no room; called again, it continues where it stopped."""
     with FolderStore(model, trust_remote_code=trust_remote_code) as source:
         return _Packing(source, Path(out).expanduser(), progress).run()
 
@@ -158,7 +158,7 @@ class _Packing:
         files = {name: crc32 for name, crc32 in copied.items() if _is_checked(name)}
         if fingerprint(self.source) != self.facts["fingerprint"]:
             remedy = "wait until nothing writes to it, remove the store and pack again"
-            raise StoreError(self.source.folder, "a model that stays as it is", "one that changed meanwhile", remedy)
+            raise StoreError(self.source.folder, "a model that does not change while it is packed", "a change", remedy)
         sync_folder(self.out)
         with appears_whole(self.out / INDEX) as write:
             write(memoryview(written(Index(model, self.facts, rest, tuple(layers), files)).encode()))
@@ -213,7 +213,7 @@ class _Packing:
                 raise bad_value("--out", expected, f"{str(self.out)!r}, {got}", "choose another name, or remove it")
         elif self.out.exists() and not _is_new(self.out):
             got = f"{str(self.out)!r}, which is there and is none"
-            raise bad_value("--out", "a new folder, or a store to go on with", got, "choose another name")
+            raise bad_value("--out", "a new folder, or an unfinished store", got, "choose another name")
 
     def _finished(self) -> Index | None:
         """None where the store is not packed to its end, or its index is damaged."""
@@ -402,7 +402,7 @@ def room_for(out: Path, needed: Callable[[], str]) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        remedy = "free some space and run the same command again: it goes on where it was"
+        remedy = "free some space and run the same command again: it continues where it stopped"
         raise StoreError(out, f"{needed()} for what is left", error.strerror or "a full disk", remedy) from error
 
 

@@ -53,7 +53,7 @@ def checkpoint_tensors(folder: Path) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     for file in sorted(set(names.values())):
         if Path(file).name != file:
-            raise StoreError(index, "names of files beside it", repr(file), _AGAIN)
+            raise StoreError(index, "names of files in the same folder", repr(file), _AGAIN)
         there = tensors_of(folder / file)
         wanted = [name for name, its_file in names.items() if its_file == file]
         missing = [name for name in wanted if name not in there]
@@ -77,7 +77,7 @@ def tensors_of(path: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise StoreError(path, "a file that can be read", one_line(error), _AGAIN) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(path, "a whole safetensors file", f"a damaged one ({one_line(error)})", _AGAIN) from error
+        raise StoreError(path, "a complete safetensors file", f"a damaged one ({one_line(error)})", _AGAIN) from error
     end = max((entry.start + entry.size for entry in found.values()), default=8 + length)
     if size != end:
         raise StoreError(path, f"{end} bytes, as its header says", size, _AGAIN)
