@@ -151,9 +151,10 @@ CASES: dict[str, tuple[Callable[[Place], object], Callable[[Place], list[object]
     "an architecture that is a number": (
         lambda p: change_json(p.model / "config.json", model_type=9), generate(), "MODEL: expected"),
     "tokenizer.json cut short": (lambda p: cut_short(p.model / "tokenizer.json"), generate(), "whose tokenizer loads"),
-    "weights cut short": (lambda p: cut_short(p.model / "model.safetensors"), generate(), "a complete safetensors file"),
+    "weights cut short": (lambda p: cut_short(p.model / "model.safetensors"), generate(), "complete safetensors file"),
     "weights of no bytes": (
-        lambda p: (p.model / "model.safetensors").write_bytes(b""), generate(), "model.safetensors: expected a whole"),
+        lambda p: (p.model / "model.safetensors").write_bytes(b""), generate(),
+        "model.safetensors: expected a complete"),
     "a weight that is missing": (
         lambda p: drop_tensor(p.model / "model.safetensors", "q_proj.weight"), generate(),
         "none for model.layers.0.self_attn.q_proj.weight"),

@@ -358,7 +358,7 @@ def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_offered(
         if DAMAGES[damage] is not None:
             path.write_bytes(DAMAGES[damage](content))
         said = refusal(told)
-        assert f"checkpoint-9: expected a whole checkpoint; got {path.name} " in said, said
+        assert f"checkpoint-9: expected a complete checkpoint; got {path.name} " in said, said
         assert f"amoeba {command} --resume {run} --from checkpoint-8" in said
         path.write_bytes(content)
     shutil.rmtree(run / "checkpoints" / "checkpoint-8")

@@ -161,7 +161,7 @@ def test_bad_settings_are_refused() -> None:
         ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"
     ):
         TrainSettings(precision="fp4")
-    with pytest.raises(ValueError, match=r"one scale per row, with --experts ranks; got fp8-all\. Use fp8"):
+    with pytest.raises(ValueError, match=r"single rows, with --experts ranks; got fp8-all\. Use fp8"):
         TrainSettings(precision="fp8-all", experts="ranks")
     result = CliRunner().invoke(app, ["train", "--precision", "fp4"])
     assert result.exit_code == 2

@@ -173,7 +173,7 @@ class TestRefusals:
             "fp8-all",
         ]
         said = self.refused(processes, [*words, "--out", str(tmp_path / "run"), "--sequence-length", "32"])
-        assert "precision: expected a recipe with one scale per row" in said
+        assert "precision: expected a recipe whose scales depend on single rows" in said
         assert not (tmp_path / "run").exists()
 
 

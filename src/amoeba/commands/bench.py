@@ -33,7 +33,7 @@ def bench(
     ours: Annotated[
         list[str] | None,
         typer.Option(
-            "--ours", help='Measure only this backend of ours, as the table names it ("cpu-bf16"). Can be repeated.'
+            "--ours", help='Measure only this amoeba backend, by its name in the table ("cpu-bf16"). Can be repeated.'
         ),
     ] = None,
     sustained: Annotated[

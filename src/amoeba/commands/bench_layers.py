@@ -167,7 +167,7 @@ def _notes(report: Report, timed: Sequence[Measurement]) -> Iterator[str]:
     if timed:
         fewest, most = min(m.rounds for m in timed), max(m.rounds for m in timed)
         rounds = str(most) if fewest == most else f"{fewest} to {most}"
-        yield f"medians of {rounds} rounds; vs: speed-up over the other"
+        yield f"medians of {rounds} rounds; vs: speed-up over that implementation"
         if report.rest_ms:
             yield f"rests of {report.rest_ms:g} ms before each pass, and caches flushed"
     yield f"error: the worst of output and gradients, against {dtype_name(report.reference)}"

@@ -127,10 +127,10 @@ def _run(app: Callable[..., object]) -> None:
             _note(str(told), getattr(told, "remedy", None))
             _tell(str(told))
             sys.exit(BAD_USAGE)
-        remedy = f"set {TRACEBACK}=1 to see the traceback, and please include it in a bug report."
+        remedy = f"Set {TRACEBACK}=1 to see the traceback, and please include it in a bug report."
         said = f"unexpected {type(error).__name__}: {one_line(error)}. This is a bug in amoeba or in a package it uses"
         _note(said, remedy)
-        _tell(f"{said}: {remedy}")
+        _tell(f"{said}. {remedy}")
         sys.exit(BUG)
 
 

@@ -57,7 +57,7 @@ class FinetuneOptions:
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data (default: 3).")] = None
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps, instead of --epochs.")] = None
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Rows per batch, summed over all ranks; packed on a GPU.")
+        int | None, typer.Option("--batch-size", help="Rows per batch, in total over all ranks; packed on a GPU.")
     ] = None
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", help="Maximum tokens per row (default: 1024).")

@@ -78,9 +78,12 @@ class ManyPrompts:
 class Sampling:
     """Fields are named as those of `GenerationOptions`."""
 
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of tokens to generate.")] = 200
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of new tokens.")] = 200
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy (default: the model's generation_config).")
+        float | None,
+        typer.Option(
+            "--temperature", help="Sampling temperature; 0 is greedy (default: the model's generation_config)."
+        ),
     ] = None
     top_k: Annotated[
         int | None, typer.Option("--top-k", help="Sample from the k most likely tokens; 0 keeps all of them.")
@@ -120,7 +123,9 @@ class Computing:
     ] = "move"
     prefetch: Annotated[
         bool,
-        typer.Option("--prefetch", help="With --vram: copy experts the next layer may need, as long as it pays off."),
+        typer.Option(
+            "--prefetch", help="With --vram: prefetch experts the next layer may need, as long as that saves time."
+        ),
     ] = False
     record: Annotated[
         Path | None,
@@ -132,7 +137,7 @@ class Computing:
     ] = None
     compile: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the layers on a GPU (default: where it pays off)."),
+        typer.Option("--compile/--no-compile", help="Compile the layers on a GPU (default: where it is faster)."),
     ] = None
     trust_remote_code: TrustRemoteCode = False
 
@@ -152,7 +157,8 @@ class Computing:
 def generate(
     model: Annotated[str, ModelArgument],
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; - reads it from stdin. For many, use --prompts FILE.")
+        str | None,
+        typer.Argument(help="Text to continue; - reads it from stdin. For several prompts, use --prompts FILE."),
     ] = None,
     *,
     many: ManyPrompts,

@@ -95,7 +95,9 @@ class RunOptions:
     ] = None
     optimizer_states: Annotated[
         str | None,
-        typer.Option("--optimizer-states", help="AdamW moments on a GPU: float32, or bfloat16 for less memory."),
+        typer.Option(
+            "--optimizer-states", help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory."
+        ),
     ] = None
     eval_every: Annotated[
         int | None, typer.Option("--eval-every", help="Steps between evaluations (default: 100).")

@@ -19,7 +19,7 @@ def report(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a training run as one HTML page with losses, expert heatmap, entropy and co-activation. Works offline."""
+    """Write an HTML report of a training run: losses, expert heatmap, entropy and co-activation. Works offline."""
     output = start(verbose)
     with usage():
         document = write(run, out, output)

@@ -42,7 +42,9 @@ def simulate(
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", help="Shares of the experts on the GPU, the rest in memory (default: 10%,25%,50%)."),
+        typer.Option(
+            "--budget", help="Shares of the experts on the GPU, the rest in host memory (default: 10%,25%,50%)."
+        ),
     ] = None,
     vram: Annotated[
         str | None, typer.Option("--vram", help="Bytes of experts kept on the GPU, such as 8GiB, instead of --budget.")

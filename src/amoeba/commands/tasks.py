@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amoeba.tasks.simulator import Ran
     from amoeba.tasks.timeline import Summary
 
-tasks = Typer(name="tasks", help="The scheduled backward: tasks and their dependencies.", no_args_is_help=True)
+tasks = Typer(name="tasks", help="Tools for the scheduled backward.", no_args_is_help=True)
 
 # Multiplications in fp64, some seconds' worth.
 MOST_WORK = 2e9

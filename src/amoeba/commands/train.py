@@ -27,13 +27,13 @@ class TrainOptions:
     ] = None
     data: Annotated[
         str | None,
-        typer.Option("--data", help="Training text: a file, folder or dataset name (default: Python's manual)."),
+        typer.Option("--data", help="Training text: a file, folder or dataset name (default: the Python manual)."),
     ] = None
     out: Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/MODEL).")] = None
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps (default: 400, or the preset's).")] = (
         None
     )
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per batch, summed over all ranks.")] = (
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per batch, in total over all ranks.")] = (
         None
     )
     sequence_length: Annotated[
@@ -44,7 +44,7 @@ class TrainOptions:
         typer.Option("--learning-rate", help="Peak learning rate after warm-up (default: 2e-3, or the preset's)."),
     ] = None
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", help="Vocabulary of a tokenizer trained on the data.")
+        int | None, typer.Option("--vocab-size", help="Vocabulary size of the tokenizer trained on the data.")
     ] = None
     balance: Annotated[str | None, typer.Option("--balance", help="Load balancing: aux, bias or none.")] = None
     experts: Annotated[

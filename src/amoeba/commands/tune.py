@@ -37,7 +37,7 @@ def tune(
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", help=f"{', '.join(SERVED)} (default: bfloat16). Can be repeated.")
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", help="Time budget for all kernels together.")] = 5.0,
+    minutes: Annotated[float, typer.Option("--minutes", help="Total time budget for all kernels.")] = 5.0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:

@@ -167,7 +167,7 @@ class TrainSettings(RunSettings):
             raise bad_value("experts", "resident or ranks", repr(self.experts), "leave it out for resident")
         check_precision(self.precision)
         if self.experts == "ranks" and self.precision == OF_ALL_TOKENS:
-            expected = "a recipe with one scale per row, with --experts ranks"
+            expected = "a recipe whose scales depend on single rows, with --experts ranks"
             raise bad_value("precision", expected, self.precision, "use fp8")
         _check_count("steps", self.steps)
         if self.vocab_size < 300:

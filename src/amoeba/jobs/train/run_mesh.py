@@ -20,7 +20,7 @@ def check_ranks(settings: RunSettings, resume: bool, rank_zero: RankZero) -> Non
     if rank_zero.ranks is not None and settings.expert_ranks is not None and not resume:
         check_expert_ranks(settings.expert_ranks, rank_zero.count)
     if rank_zero.count > 1 and getattr(settings, "precision", UNCHANGED) == OF_ALL_TOKENS:
-        expected = "a recipe with one scale per row, because each rank has only part of the batch"
+        expected = "a recipe whose scales depend on single rows: each rank has only part of the batch"
         raise bad_value("precision", expected, OF_ALL_TOKENS, "use fp8, or start it without torchrun")
 
 
