@@ -95,9 +95,7 @@ def documents_seen(monkeypatch):
 def test_a_step_as_a_command_runs_it_has_the_fast_paths_of_a_gpu_and_the_same_loss(kind, name, documents_seen):
     found = measure(_candidate(kind, name), tiny(kind), repeats=1, flops_per_token=1e6)
     assert documents_seen and all(ends[:3] == [0, 32, 64] for ends in documents_seen if len(ends) > 3)
-    assert found.said[0] == (
-        "in a step: the loss without all logits in memory, attention by documents, passes captured in a CUDA graph"
-    )
+    assert found.said[0] == ("each step uses: fused loss, per-document attention, CUDA graph")
     taken = len(documents_seen)
     peer = _candidate("training", "transformers grouped_mm, fp32 + autocast")
     assert found.first_loss == pytest.approx(measure(peer, tiny("training"), 1, 1e6).first_loss, rel=1e-4)
@@ -115,7 +113,7 @@ def test_on_a_gpu_every_candidate_that_does_not_compile_is_measured(kind):
         assert found.status == "measured"
         if "amoeba as it" in candidate.name:
             (line,) = found.said
-            for part in ("the loss without", "attention by documents", "layers compiled", "passes captured"):
+            for part in ("fused loss", "per-document attention", "compiled decoder layers", "CUDA graph"):
                 assert part in line
 
 

@@ -192,7 +192,7 @@ def test_the_model_may_be_cast_moved_and_copied(checkpoints: dict[str, Made]) ->
 
 def test_placing_them_elsewhere_is_refused_and_auto_leaves_them(checkpoints: dict[str, Made], tmp_path: Path) -> None:
     model = load(checkpoints["fp8"][0])
-    assert amoeba.place_experts(model, "auto") == ("fp8-weights", "as the checkpoint has them", ())
+    assert amoeba.place_experts(model, "auto") == ("fp8-weights", "as stored in the checkpoint", ())
     with pytest.raises(ValueError, match=r"experts as ordinary tensors; got model.layers.0.mlp.experts, quantised to"):
         amoeba.place_experts(model, "mxfp4-weights")
     with pytest.raises(ValueError, match="experts as ordinary tensors"):

@@ -162,7 +162,7 @@ class TestLoading:
 
     def test_what_is_asked_for_a_gpu_and_float32_are_left_alone(self):
         half, single = (PreTrainedConfig(dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-        assert cpu_dtype.dtype_to_load(torch.bfloat16, "a/model", half, CPU) == (torch.bfloat16, None, "as asked")
+        assert cpu_dtype.dtype_to_load(torch.bfloat16, "a/model", half, CPU) == (torch.bfloat16, None, "as requested")
         assert cpu_dtype.dtype_to_load(None, "a/model", half, torch.device("cuda")) == OWN
         assert cpu_dtype.dtype_to_load(None, "a/model", single, CPU) == OWN
         assert cpu_dtype.dtype_to_load(None, "a/model", PreTrainedConfig(), CPU) == OWN

@@ -65,7 +65,7 @@ def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, compiled_layers):
     by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off", **SHORT)
     found, said = run(tmp_path / "compiled", inputs, command, compile="on", **SHORT)
-    assert len(compiled_layers) == 3 and any("decoder layers compiled" in line for line in said)
+    assert len(compiled_layers) == 3 and any("compiled decoder layers" in line for line in said)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
     assert all(layer._compiled_call_impl is None for layer in compiled_layers)
     rows = [[sum(load) for load in loads(tmp_path / name)] for name in ("plain", "compiled")]
@@ -94,7 +94,7 @@ def test_a_compiler_that_fails_leaves_a_plain_run_and_a_sentence(tmp_path, input
     found, said = run(tmp_path / "broken", inputs, compile="on", **SHORT)
     assert found == by_itself  # the batch that was tried has left nothing behind
     assert loads(tmp_path / "broken") == loads(tmp_path / "plain")
-    assert [line for line in said if line.startswith("decoder layers are not compiled")] == [
+    assert [line for line in said if line.startswith("no compiled decoder layers")] == [
         next(line for line in said if line.endswith("RuntimeError: no compiler for this"))
     ]
 
@@ -189,7 +189,7 @@ class TestOnAGpu:
 
     def test_a_run_repeats_bit_by_bit_and_captured_passes_change_no_loss(self, told, inputs, tmp_path, monkeypatch):
         first, said = run(tmp_path / "first", inputs, **told)
-        assert any("attention by documents, passes captured" in line for line in said)
+        assert any("per-document attention, CUDA graph" in line for line in said)
         again, _ = run(tmp_path / "again", inputs, **told)
         assert again == first
         monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
@@ -205,7 +205,7 @@ class TestOnAGpu:
     def test_compiled_layers_train_alike(self, told, inputs, tmp_path):
         plain, _ = run(tmp_path / "plain", inputs, **told, compile="off")
         compiled, said = run(tmp_path / "compiled", inputs, **told, compile="on")
-        assert any("decoder layers compiled" in line for line in said)
+        assert any("compiled decoder layers" in line for line in said)
         torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=2e-2, atol=2e-2)
 
     def test_attention_from_one_projection_trains_alike(self, told, inputs, tmp_path, monkeypatch, caplog):
@@ -227,7 +227,7 @@ class TestOnAGpu:
         """Its products need autocast, also where the model is tried before the first step."""
         told = self.of_a_base_in_bf16(inputs) | {"train_router": True, "dtype": "bfloat16"}
         _, said = run(tmp_path / "run", inputs, "finetune", **told)
-        assert any(line.startswith("in a step: the loss without all logits in memory, attention") for line in said)
+        assert any(line.startswith("each step uses: fused loss, per-document attention") for line in said)
 
     @pytest.mark.parametrize("checkpointing", [False, True])
     def test_factors_are_trained_by_captured_passes_over_packed_rows(

@@ -246,7 +246,7 @@ def test_it_stops_where_the_models_positions_end_and_says_so(folder, announced):
 def test_decisions_are_announced_with_their_reasons(folder, announced):
     report = run(folder, options=GenerationOptions(max_new_tokens=1, dtype=torch.bfloat16, device=torch.device("cpu")))
     assert (report.device, report.dtype) == ("cpu", "bfloat16")
-    for words in ("device cpu: as asked", "dtype torch.bfloat16: as asked", f"backend {report.backend}: "):
+    for words in ("device cpu: as requested", "dtype torch.bfloat16: as requested", f"backend {report.backend}: "):
         assert words in announced.text
     announced.clear()
     assert run(folder).dtype == "float32"
@@ -312,7 +312,7 @@ def test_auto_leaves_experts_that_compute_by_functions_of_their_own_where_they_a
     for module in experts_modules(model).values():
         module.act_fn = torch.nn.Softmax(-1)
     placed = placement.place_experts(model, "auto", trains=False, device=torch.device("cpu"))
-    assert placed == ("resident", "Qwen3MoeExperts computes them by functions of its own", ())
+    assert placed == ("resident", "Qwen3MoeExperts computes them with its own functions", ())
 
 
 @needs_engine

@@ -77,7 +77,7 @@ def test_as_many_steps_as_fit_and_a_rate_that_falls_to_the_last(
     console = Quiet()
     report = tiny_run(timed(command, tmp_path / "run", inputs), console)
     assert report.steps == FITTING and not report.interrupted
-    assert f"{FITTING} of {STEPS} steps fit into {minutes_for(FITTING):g} minutes, 0.10 s each" in console.said
+    assert f"{FITTING} of {STEPS} steps fit in {minutes_for(FITTING):g} minutes, 0.10 s each" in console.said
     rates = rates_of(console)
     assert len(rates) == FITTING and rates[4] == max(rates), "the first step after it has risen"
     assert falls_without_a_jump(rates)
@@ -105,7 +105,7 @@ def test_the_minutes_hold_when_the_pace_changes(pace: str, inputs: Path, tmp_pat
     if pace not in ("slow from the first step", "becomes very busy"):  # which leave no steps for the fall
         assert falls_without_a_jump(rates_of(console))
     if pace == "becomes busy":
-        assert any("steps now fit into" in said for said in console.said)
+        assert any("steps now fit in" in said for said in console.said)
 
 
 def test_a_rise_that_would_take_most_of_the_time_ends_early() -> None:
@@ -142,7 +142,7 @@ def test_where_all_steps_fit_nothing_changes(inputs: Path, tmp_path: Path, clock
     console = Quiet()
     told = timed("train", tmp_path / "run", inputs, steps=12)
     assert tiny_run(told, console).steps == 12
-    assert f"all 12 steps fit into {minutes_for(FITTING):g} minutes" in console.said
+    assert f"all 12 steps fit in {minutes_for(FITTING):g} minutes" in console.said
     tiny_run(timed("train", tmp_path / "plain", inputs, steps=12, minutes=None), Quiet())
     assert kept_weights(tmp_path / "run", "train") == kept_weights(tmp_path / "plain", "train")
 
@@ -167,7 +167,7 @@ def test_a_resumed_run_has_the_minutes_that_were_left_and_the_same_bits(
     report = tiny_run(settings_of(TrainSettings, str(run), None, {}), console, resume=True)
     assert report.steps == FITTING
     assert "resuming from checkpoint-12" in console.said
-    assert not any("fit into" in said for said in console.said), "it was said before"
+    assert not any("fit in " in said for said in console.said), "it was said before"
     assert kept_weights(run, "train") == kept_weights(whole, "train")
     state = json.loads((run / "checkpoints" / f"checkpoint-{FITTING}" / "trainer_state.json").read_text())
     assert state["max_steps"] == FITTING

@@ -73,7 +73,7 @@ def test_code_of_another_model_is_not_taken_for_this_ones(model):
 
 def test_what_is_asked_for_is_done(model, prepared):
     assert (choose(model, compile=True).kind, choose(model, compile=False).kind) == ("compiled", "captured")
-    assert choose(model, compile=False).reason == "not compiled: as asked"
+    assert choose(model, compile=False).reason == "not compiled: as requested"
     assert prepared == [True, False, False]
 
 

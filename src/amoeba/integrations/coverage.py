@@ -26,7 +26,7 @@ class Coverage(NamedTuple):
     def __str__(self) -> str:
         if not self.others:
             return "amoeba"
-        whose = f"{self.other_classes} of transformers, which lets no other implementation compute them"
+        whose = f"{self.other_classes} of transformers, which accepts no other implementation"
         if not self.ours:
             return whose
         return f"amoeba in {len(self.ours)} of {len(self.ours) + len(self.others)} layers; the others by {whose}"
@@ -61,7 +61,7 @@ def check_coverage(model: Any, argument: str, remedy: str) -> Coverage:
         return found
     got, expected = "which has no experts", "a mixture-of-experts model of transformers"
     if found.others:
-        got, expected = f"whose experts are computed by {found}", expected + " that hands its experts over"
+        got, expected = f"whose experts are computed by {found}", expected + " whose experts can be replaced"
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     raise bad_value(argument, expected, f"{kind}, {got}", remedy)
 

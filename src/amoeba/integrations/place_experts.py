@@ -77,7 +77,7 @@ def place_experts(
     already = _already_placed(modules, placement)
     if already is not None:
         return already
-    placed = Placed(placement, "as asked")
+    placed = Placed(placement, "as requested")
     if placement == AUTO:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         placed = _choose(model, list(modules.values()), trains, device, stored_dtype)
@@ -118,7 +118,7 @@ def _already_placed(modules: dict[str, Any], asked: str) -> Placed | None:
         if asked not in (AUTO, RESIDENT, there.name):
             remedy = "leave the placement out, or load the model's unquantised checkpoint"
             raise bad_value("experts", "experts as ordinary tensors", f"{name}, {there.summary}", remedy)
-        return Placed(there.name, "as the checkpoint has them")
+        return Placed(there.name, "as stored in the checkpoint")
     return None
 
 
@@ -133,7 +133,7 @@ def _choose(
 ) -> Placed:
     for module in modules:
         if described(module).fused is None:
-            return Placed(RESIDENT, f"{type(module).__name__} computes them by functions of its own")
+            return Placed(RESIDENT, f"{type(module).__name__} computes them with its own functions")
     dtype = stored_dtype or modules[0].down_proj.dtype
     expert_bytes = sum(tensor.numel() * dtype.itemsize for module in modules for tensor in _tensors(module))
     owned = {id(parameter) for module in modules for parameter in module.parameters()}

@@ -53,7 +53,7 @@ class DtypeChoice(NamedTuple):
 def dtype_to_load(asked: torch.dtype | None, name: str, config: Any, device: torch.device) -> DtypeChoice:
     """asked: None to choose. name, config: of the model. device: where all but its experts will compute."""
     if asked is not None:
-        return DtypeChoice(asked, None, "as asked")
+        return DtypeChoice(asked, None, "as requested")
     stored = _stored_dtype(name, config)
     if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16) or has_bf16_instructions():
         return DtypeChoice(None, None, "the checkpoint's own")

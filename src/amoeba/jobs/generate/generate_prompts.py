@@ -214,7 +214,7 @@ def _answers(
     options: GenerationOptions,
 ) -> Iterator[Answer]:
     model = loaded.model
-    reason = "as asked" if batches.batching == "padded" else why_not_continuous(model)
+    reason = "as requested" if batches.batching == "padded" else why_not_continuous(model)
     if reason is not None and batches.batching == "continuous":
         raise bad_value("batching", "one that supports this model", f"continuous: {reason}", "use padded or auto")
     if reason is None:

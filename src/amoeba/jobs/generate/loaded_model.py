@@ -210,7 +210,7 @@ def _stream(found: FoundModel, options: GenerationOptions, choice: DtypeChoice) 
 
 def _choose_device(asked: torch.device | None) -> torch.device:
     if asked is not None:
-        device, reason = asked, "as asked"
+        device, reason = asked, "as requested"
     elif torch.cuda.is_available():
         device, reason = torch.device("cuda"), torch.cuda.get_device_name()
     else:

@@ -90,7 +90,7 @@ def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -
     from amoeba.decoding.decoder import cache_length
 
     if asked is not None:
-        return [(True, "as asked"), (False, "")] if asked else [(False, "not compiled: as asked")]
+        return [(True, "as requested"), (False, "")] if asked else [(False, "not compiled: as requested")]
     known = compiled_layers.is_there(model, batch, cache_length(length))
     least = STEPS_WORTH_LOADING if known else STEPS_WORTH_COMPILING
     if steps >= least:

@@ -50,16 +50,16 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
     over_ranks = trainer.rank_zero.count > 1  # which exchange counts and gradients within a pass
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     if compiles and over_ranks:
-        say("decoder layers are not compiled: several ranks share each batch")
+        say("no compiled decoder layers: several ranks share each batch")
         compiles = False
     with ExitStack() as stack:
         taken: list[str] = []
         if gpu:
             with trainer.as_it_trains():  # it runs a few tokens
                 reason = stack.enter_context(fused_loss(trainer.model))
-            _tell(taken, "the loss without all logits in memory", reason, say)
+            _tell(taken, "fused loss", reason, say)
             reason = stack.enter_context(_documents_apart(trainer))
-            _tell(taken, "attention by documents", reason, say)
+            _tell(taken, "per-document attention", reason, say)
             if reason is None:
                 from amoeba.integrations.fused_attention import fused_attention
 
@@ -67,14 +67,14 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
         if compiles:
             began = time.monotonic()
             reason = stack.enter_context(_compiled(trainer))
-            _tell(taken, f"decoder layers compiled ({time.monotonic() - began:.0f} s)", reason, say)
+            _tell(taken, f"compiled decoder layers ({time.monotonic() - began:.0f} s)", reason, say)
         if not gpu and not trainer.compiled:
             stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
         if gpu and not over_ranks and not _waits_in_a_pass(trainer.model):
             reason = stack.enter_context(_captured(trainer))
-            _tell(taken, "passes captured in a CUDA graph", reason, say)
+            _tell(taken, "CUDA graph", reason, say)
         if taken:
-            say(f"in a step: {', '.join(taken)}")
+            say(f"each step uses: {', '.join(taken)}")
         yield
 
 
@@ -119,7 +119,7 @@ def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], 
         taken.append(what)
         logger.info("tried: %s", what)
     else:
-        say(f"without {what}: {reason}")
+        say(f"no {what}: {reason}")
 
 
 @contextmanager

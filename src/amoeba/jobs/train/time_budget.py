@@ -137,7 +137,7 @@ class TimeBudget(TrainerCallback):
         if self._said is not None and abs(fitting - self._said) <= _WORTH_SAYING * self._said:
             return
         now = "" if self._said is None else "now "
-        within = f"{now}fit into {self._minutes:g} minutes"
+        within = f"{now}fit in {self._minutes:g} minutes"
         if fitting == self._asked:
             self._say(f"all {fitting} steps {within}")
         else:
