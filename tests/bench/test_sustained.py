@@ -213,7 +213,7 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
         "vs grouped_mm",
     ]
     assert rows[0][-4:] == ["1530", "680", "68", "1.00x"]
-    assert [line for line in output.lines if "back to back, about 4.0 s" in line and "limit of 700 W" in line]
+    assert [line for line in output.lines if "no pauses, about 4.0 s each" in line and "limit 700 W" in line]
 
 
 def test_the_rests_of_a_gpu_are_stated(monkeypatch):

@@ -468,7 +468,7 @@ def test_memory_that_is_not_there_is_a_sentence(place, amoeba, monkeypatch):
     monkeypatch.setattr("amoeba.observe.report.write_report", too_much)
     ended = amoeba("report", place.folder)
     assert ended.code == exits.BAD_USAGE
-    assert "memory: expected enough for this; got [enforce fail" in ended.sentence
+    assert "memory: expected enough for this command; got [enforce fail" in ended.sentence
 
 
 def test_a_template_is_not_limited_where_it_behaves():

@@ -125,7 +125,7 @@ def test_rows_are_cut_and_those_without_an_answer_left_out_with_a_word() -> None
     rows = SftDataset(documents, tokenizer, most_tokens=16)
     assert len(rows) == 2
     assert max(len(rows[i]["input_ids"]) for i in range(2)) <= 16
-    assert "2 are cut at 16 tokens" in rows.description
+    assert "2 cut at 16 tokens" in rows.description
     assert "skipped 1 whose answer starts after the cut" in rows.description
     with pytest.raises(ValueError, match=r"data: expected an answer within the first 16 tokens.*Raise sequence_length"):
         SftDataset(documents[1:2], tokenizer, most_tokens=16)

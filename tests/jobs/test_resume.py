@@ -202,7 +202,7 @@ def test_a_run_killed_after_its_last_step_is_ended_without_another(
     assert not console.lines
     assert (report.steps, report.final_loss) == (12, whole[1].final_loss)
     assert kept_weights(run, command) == kept_weights(whole[0], command)
-    assert any("1 torn line left out" in said for said in console.said) == (lost == "both")
+    assert any("1 incomplete line skipped" in said for said in console.said) == (lost == "both")
     kinds = [line["kind"] for line in logged(run)]
     assert kinds.count("coactivation") == kinds.count("final") == 1
 
@@ -404,7 +404,7 @@ def test_without_a_manifest_files_that_cannot_be_read_are_named(damage: str, run
 def test_a_lost_log_loses_no_training(run: Path, command: str, whole: tuple[Path, Any]) -> None:
     (run / "metrics.jsonl").unlink()
     report, console = resume(run, command)
-    assert any("metrics.jsonl is not there" in said for said in console.said)
+    assert any("metrics.jsonl is missing" in said for said in console.said)
     assert kept_weights(run, command) == kept_weights(whole[0], command)
     assert report.start_loss == whole[1].start_loss
 

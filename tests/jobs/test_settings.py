@@ -83,7 +83,7 @@ def test_yaml_says_what_people_mean_by_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("stepz: 7", "got 'stepz'. Perhaps steps was meant."),
+        ("stepz: 7", "got 'stepz'. You may have meant steps."),
         ("qwertz: 7", "got 'qwertz'. Remove or rename unknown settings."),
         ("- steps", "got a list."),
         ("steps: many", "steps in run.yaml: expected a whole number; got 'many'."),

@@ -64,7 +64,7 @@ def check_unfinished_or_whole(store: Path, undisturbed: dict[str, bytes]) -> boo
         assert not (store / "index.json").exists()
         return False
     if not (store / "index.json").exists():
-        with pytest.raises(StoreError, match=r"not packed to its end.*again"):
+        with pytest.raises(StoreError, match=r"an incomplete one.*again"):
             open_store(store)
         return False
     open_store(store).close()
@@ -285,7 +285,7 @@ def test_a_source_cut_short_while_it_is_packed_is_named(tmp_path):
 
     with pytest.raises(StoreError, match=r"model.safetensors \(model.layers.0.mlp.experts, expert 1\).*cut short"):
         pack(tmp_path / "model", tmp_path / "store", progress=cut)
-    with pytest.raises(StoreError, match="not packed to its end"):
+    with pytest.raises(StoreError, match="an incomplete one"):
         open_store(tmp_path / "store")
 
 
@@ -300,7 +300,7 @@ def test_a_source_that_is_written_while_it_is_packed_is_refused(model, tmp_path)
         StoreError, match=r"model: expected a model that does not change while it is packed.*pack again"
     ):
         pack(folder, tmp_path / "store", progress=change)
-    with pytest.raises(StoreError, match="not packed to its end"):
+    with pytest.raises(StoreError, match="an incomplete one"):
         open_store(tmp_path / "store")
     with pytest.raises(ValueError, match="another state of it"):
         pack(folder, tmp_path / "store")
@@ -466,7 +466,7 @@ def test_a_full_disk_in_a_repair_leaves_what_the_next_run_goes_on_with(model, un
         patched.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
         with pytest.raises(StoreError, match=r"of room; got 0\.00 GiB free"):
             pack(model, store)
-    with pytest.raises(StoreError, match="not packed to its end"):
+    with pytest.raises(StoreError, match="an incomplete one"):
         open_store(store)
     assert pack(model, store).resumed_layers == LAYERS
     assert contents(store) == undisturbed
@@ -536,7 +536,7 @@ def test_check_only_checks(model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
     done = CliRunner().invoke(app, ["pack", str(folder), "--check"])
     assert done.exit_code == 2
-    assert "model.store', which is none. Pack the model first" in done.stderr
+    assert "model.store', which is not a store. Pack the model first" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     pack(folder, tmp_path / "model.store")
     flip(tmp_path / "model.store" / "config.json", 3)

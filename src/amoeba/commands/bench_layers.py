@@ -185,8 +185,8 @@ def _print_sustained(
     output.table(f"{title}, back to back", list(rows[0]), [list(row.values()) for row in rows])
     found = next(iter(by_name.values()))
     output.line(
-        f"  back to back, about {found.seconds:.1f} s in {TURNS} alternating rounds after warm-up; W and MHz: means, "
-        f"power limit {found.power_limit_watts:.0f} W"
+        f"  no pauses, about {found.seconds:.1f} s each in {TURNS} alternating rounds after warm-up; "
+        f"W and MHz are means, power limit {found.power_limit_watts:.0f} W"
     )
 
 

@@ -103,7 +103,7 @@ class RunLog(TrainerCallback):
                 self.dead_experts = line.get("dead_experts", 0)
                 self.tokens_per_second = line.get("tokens_per_second") or 0.0
         if torn:
-            self.console.say(f"{self.path}: {counted(torn, 'torn line')} skipped")
+            self.console.say(f"{self.path}: {counted(torn, 'incomplete line')} skipped")
         write_whole(self.path, "".join(kept))
 
     def evaluations(self) -> list[tuple[int, float]]:

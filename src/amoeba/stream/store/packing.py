@@ -216,7 +216,7 @@ class _Packing:
             raise bad_value("--out", "a new folder, or an unfinished store", got, "choose another name")
 
     def _finished(self) -> Index | None:
-        """None where the store is not packed to its end, or its index is damaged."""
+        """None where the store is an incomplete one, or its index is damaged."""
         if is_unfinished_store(self.out) or not is_store(self.out):
             return None
         try:
@@ -244,8 +244,8 @@ class _Packing:
         return sorted(changed + gone)
 
     def _begin(self, index: Index | None, damaged: Collection[str], outdated: Collection[str]) -> None:
-        """A store that is not packed to its end. Of a finished one the intact files stay; of one with a damaged index
-        none do. Killed in between, it is still the one that it was, or not packed to its end."""
+        """A store that is an incomplete one. Of a finished one the intact files stay; of one with a damaged index
+        none do. Killed in between, it is still the one that it was, or an incomplete one."""
         copied_before = _json(self.out / UNFINISHED).get("files", [])
         if not is_unfinished_store(self.out):
             _remove(*map(_sidecar, self._weights()))
