@@ -238,7 +238,7 @@ class TestOnAGpu:
         monkeypatch.setattr(finetune, "LEAST_PACKED_STEPS", 1)
         first, said = run(tmp_path / "first", inputs, "finetune", **told)
         assert any(line.startswith("packed into") for line in said)
-        assert any("passes captured" in line for line in said)
+        assert any(line.startswith("each step uses") and "CUDA graph" in line for line in said)
         calls: list[int] = []
         replay = CapturedStep.__call__
         monkeypatch.setattr(CapturedStep, "__call__", lambda *given: (calls.append(1), replay(*given))[1])

@@ -148,7 +148,7 @@ def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_
 def test_captured_passes_of_resident_experts_train_alike(streamed, inputs, tmp_path) -> None:
     """Not bit by bit: in fp32 the held-out loss was another by 4.8e-7 (H200, 2026-11-16)."""
     captured = resident(inputs, tmp_path / "run")
-    assert any("passes captured" in line for line in captured.said)
+    assert any(line.startswith("each step uses") and "CUDA graph" in line for line in captured.said)
     assert_alike(streamed, captured, exactly=False)
 
 
