@@ -25,8 +25,8 @@ AMOEBA := OMP_NUM_THREADS=1 $(BIN)/amoeba
 .PHONY: demo test test-compiled test-older-cpus test-versions test-thorough lint docs bench clean
 
 # Trains a tiny model on a made-up small world, shows what its experts do, lets it write, fine-tunes it with LoRA on
-# questions, and asks it ten that it has never seen. Five minutes on two cores with set-up: the clock ends each run, so
-# that a faster machine does more steps.
+# questions, and asks it ten in words that it has not seen for these facts. Five minutes on two cores with set-up: the
+# clock ends each run, so that a faster machine does more steps.
 demo: $(INSTALLED)
 	rm -rf $(DEMO) $(DEMO)-*
 	$(BIN)/python examples/small_world.py $(DEMO)-data

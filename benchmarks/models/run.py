@@ -3,7 +3,7 @@
     reports = run_models([Problem(SIZES["1b"], "training", torch.device("cuda"))], repeats=20)
     reports[0].measurements[0].tokens_per_second
 
-In turns within one process would hide the machine's moods better, but two of these models with their optimizers do not
+Alternating within one process would hide noise better, but two of these models with their optimizers do not
 fit into a GPU together, and one library's patches would be another's. So each is measured for some seconds by itself,
 at clocks that it can hold. Candidates of one family (the same experts) share a process on a GPU, so that imports are
 paid for once; what one compiled, captured or allocated is dropped before the next. Where one fails, is stopped or dies,
