@@ -103,7 +103,7 @@ def test_a_timeline_that_grows_too_long_ends_and_says_so(tmp_path, monkeypatch, 
             found.note("request", str(number), {})
     found.close()
     assert [event["name"] for event in checked(tmp_path / "run.json")["the model"]] == ["0", "1"]
-    assert len([record for record in caplog.records if "left out" in record.message]) == 1
+    assert len([record for record in caplog.records if "are kept" in record.message]) == 1
 
 
 def generated(packed: Path, *options: str) -> dict[str, Any]:

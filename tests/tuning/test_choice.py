@@ -107,11 +107,11 @@ def changed(**changes: Any) -> str:
     ],
     ids=lambda content: content[:12],
 )
-def test_a_file_that_is_damaged_or_of_another_gpu_is_named_and_left_aside(content, caplog):
+def test_a_file_that_is_damaged_or_of_another_gpu_is_named_and_ignored(content, caplog):
     path = keep()
     path.write_text(content)
     assert configuration_on(CPU, "up", **PROBLEM) == OURS
-    assert f"{path} is left aside" in caplog.text
+    assert f"ignoring {path}: " in caplog.text
     keep()  # and is written anew
     forget()
     assert configuration_on(CPU, "up", **PROBLEM) == OTHER

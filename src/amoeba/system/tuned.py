@@ -6,7 +6,7 @@
 
 There is a file for each kind of GPU and version of Triton, read once by a process. What is in it is looked up among
 the candidates and never launched unseen: a file that is damaged or of another GPU, and an entry that is no candidate,
-are named and left aside. AMOEBA_TUNED=off leaves all of it aside.
+are named and ignored. AMOEBA_TUNED=off leaves all of it aside.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def read(path: Path, gpu: Gpu) -> Entries:
         content = json.loads(path.read_bytes())
         about, found = content["of"], content["found"]
         if content["format"] != _FORMAT or about != gpu._asdict():
-            _warn_once(f"{path} is left aside: it was measured on {about}, this is {gpu._asdict()}")
+            _warn_once(f"ignoring {path}: it was measured on {about}, this is {gpu._asdict()}")
             return {}
         if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
             raise TypeError("found")
