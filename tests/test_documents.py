@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))  # not dev/log: a record of its day may name what has moved since
 # A page on one subject names its files without the folders above.
-FOLDERS = ("", "src", "src/amoeba", "src/amoeba/backends", "src/amoeba/cpu", "src/amoeba/kernels", "tests/fuzz")
+ROOMS = ("backends", "cpu", "kernels")
+FOLDERS = ("", "src", "src/amoeba", *(f"src/amoeba/{room}" for room in ROOMS), "tests", "tests/fuzz")
 LINK = re.compile(r"\]\(([^)#\s]+)")
 COMMAND = re.compile(r"(?:^|[`( ])amoeba ([a-z][^`#|\n]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

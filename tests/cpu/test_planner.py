@@ -83,6 +83,17 @@ class TestTheNumbers:
         names = {item.name for item in plan(QWEN, training=False, **PASS).items}
         assert names == {"packed W", "factor copies", "scratch", "rows in and out"}
 
+    def test_deepseek_v3_over_two_nodes(self):
+        """The example of seed 002, which gives one node's 3.5 GiB per projection as the sum over both."""
+        found = plan(
+            LayerSizes(256, 7168, 2048), kind="bf16", nodes=2, ranks=(16, 16, 16), max_len=25600, top_k=8, layers=1
+        )
+        projection, input_cache, half_of_h = 3.5 * 2**30, 350 * 2**20, 800 * 2**20
+        assert found.bytes_of("packed W") == found.bytes_of("packed Wᵀ") == 2 * 3 * projection
+        assert found.bytes_of("saved inputs") == input_cache + 12 * 25600 * 8
+        assert found.bytes_of("caches") == pytest.approx(2 * half_of_h, rel=0.05)  # gate and up; a is not kept
+        assert found.bytes_of("factor copies") > 2 * 3 * 8 * 2**20
+
     def test_the_table_is_readable(self):
         text = str(plan(QWEN, kind="int8", layers=48, **PASS))
         assert text.splitlines()[0].startswith("48 layers of 128 experts, H=2048 I=768, int8, 1 node, 2048 tokens")
