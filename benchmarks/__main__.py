@@ -12,6 +12,7 @@ from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.options import Json, Verbose, parse_device, parse_dtypes
 from amoeba.commands.start import start
 from amoeba.commands.typer_app import Typer
+from amoeba.core.errors import bad_value
 
 app = Typer(
     name="benchmarks",
@@ -126,6 +127,59 @@ def products(
         shapes = choose_shapes(shape or [], place)
         path = free_path(out)
     finish(output, *run(shapes, place, repeats, path, output, ours or []), json)
+
+
+@app.command()
+def cache(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Routing trace from `amoeba generate --record`. Or use --synthetic.")
+    ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic",
+            help="Generate a trace: qwen3-30b, or changes to it, such as layers=4,tokens=500,next=0.45,within=0.8,"
+            "skew=0.5,drift=0,seed=0,experts=128,top_k=8.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", help="Shares of the experts on the GPU, the rest in host memory (default: 10%,25%,50%)."
+        ),
+    ] = None,
+    vram: Annotated[
+        str | None, typer.Option("--vram", help="Bytes of experts kept on the GPU, such as 8GiB, instead of --budget.")
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option("--ram", help="Bytes of experts kept in memory; the rest is on disk (default: all in memory)."),
+    ] = None,
+    expert_size: Annotated[
+        str | None, typer.Option("--expert-size", help="Bytes per expert, such as 9MiB (default: from the trace).")
+    ] = None,
+    warm_up: Annotated[
+        int, typer.Option("--warm-up", min=0, help="Initial tokens that fill the cache and are not counted.")
+    ] = 0,
+    link: Annotated[float, typer.Option("--link", help="GB/s from memory to the GPU, for the time floor.")] = 55.0,
+    disk: Annotated[float, typer.Option("--disk", help="GB/s from disk, for the time floor.")] = 5.0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Replay a routing trace with several memory budgets: hit rates, bytes per token, time floor."""
+    output = start(verbose)
+    with usage():
+        from benchmarks.stream.cache import check_warm_up, choose_budgets, load_trace, run
+
+        if not (link > 0 and disk > 0):
+            raise bad_value(
+                "--link and --disk", "more than 0 GB/s", f"{link:g} and {disk:g}", "use measured values if you can"
+            )
+        replayed, name = load_trace(trace, synthetic, expert_size)
+        check_warm_up(replayed, warm_up)
+        settings = choose_budgets(replayed, budget, vram, ram)
+        document = run(replayed, name, settings, warm_up, link * 1e9, disk * 1e9, output)
+    finish(output, document, True, json)
 
 
 if __name__ == "__main__":

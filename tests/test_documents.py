@@ -18,7 +18,7 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))  # not dev/log: a record of its d
 ROOMS = ("backends", "cpu", "kernels")
 FOLDERS = ("", "src", "src/amoeba", *(f"src/amoeba/{room}" for room in ROOMS), "tests", "tests/fuzz")
 LINK = re.compile(r"\]\(([^)#\s]+)")
-COMMAND = re.compile(r"(?:^|[`( ])amoeba ([a-z][^`#|\n]*)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^|[`( ])(amoeba|python -m benchmarks) ([a-z][^`#|\n]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^ *from (amoeba[\w.]*) import (.+)$", re.MULTILINE)
@@ -38,21 +38,23 @@ def test_a_page_refers_to_files_that_exist(page: Path) -> None:
 def commands() -> dict[str, Any]:
     typer = pytest.importorskip("typer", reason="reads the options from typer")
     from amoeba.cli import app
+    from benchmarks.__main__ import app as benchmarks
 
-    return typer.main.get_command(app).commands
+    programs = {"amoeba": app, "python -m benchmarks": benchmarks}
+    return {name: typer.main.get_command(each).commands for name, each in programs.items()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_shows_options_that_its_commands_have(page: Path, commands: dict[str, Any]) -> None:
     unknown = []
-    for line in COMMAND.findall(page.read_text()):
+    for program, line in COMMAND.findall(page.read_text()):
         name, *words = line.split()
-        command = commands.get(name)
-        if hasattr(command, "commands"):  # amoeba stream simulate
+        command = commands[program].get(name)
+        if hasattr(command, "commands"):  # amoeba tasks simulate
             command = command.commands.get(words[0]) if words else None
         if command is not None:  # "amoeba is": no command
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-            unknown += [f"amoeba {name} {option}" for option in OPTION.findall(line) if option not in known]
+            unknown += [f"{program} {name} {option}" for option in OPTION.findall(line) if option not in known]
     assert not unknown
 
 

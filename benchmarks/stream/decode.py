@@ -1,6 +1,6 @@
 """One token after another through streamed layers, beside the same layers resident: right first, then timed.
 
-The routing repeats itself as often as a model's does (stream/cache/synthetic.py). A setting whose numbers are not those
+The routing repeats itself as often as a model's does (stream/synthetic.py). A setting whose numbers are not those
 of the resident layers gets no times. The others are timed in rounds in turns with the resident layers, and every token
 comes by once:
 
@@ -25,9 +25,9 @@ from amoeba.experts import experts
 from amoeba.proof.conformance import TOLERANCE
 from amoeba.routing.router import Routing
 from amoeba.stream.cache.expert_cache import Counters
-from amoeba.stream.cache.simulate import replay
 from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
+from benchmarks.stream.cache import replay
 from benchmarks.stream.place import Place, StreamedMemory
 from benchmarks.stream.problem import Part, StreamProblem
 
@@ -84,7 +84,7 @@ class DecodeMeasurement:
     over_disk are medians of the rounds, each by its own bytes.
     median_us: of the tokens. It is below `us`, since the layers of a synthetic trace choose new experts at the same
     tokens. hits_us: where all experts are there, and only asking is left.
-    simulated_hit_rate: of the same trace, by `amoeba stream simulate`.
+    simulated_hit_rate: of the same trace, by `python -m benchmarks cache`.
     over_disk: the time over that of the bytes from the disk at its rate, the better of one ahead and one behind.
     """
 

@@ -26,11 +26,11 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.pointers import CPU
 from amoeba.precision.formats import Format, format_named
 from amoeba.precision.quantised_experts import quantise_experts
-from amoeba.stream.cache.synthetic import Locality, synthetic_trace
 from amoeba.stream.cache.trace import LayerShape, Trace
 from amoeba.stream.sizes import show_size
 from amoeba.stream.store.layers import LayerEntry, StoredExperts, layer_entry
 from amoeba.system.machine import available_memory
+from benchmarks.stream.synthetic import Locality, synthetic_trace
 
 Part = Literal["decode", "disk", "lora", "prefetch", "turns"]
 PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch", "turns")

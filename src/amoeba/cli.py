@@ -22,7 +22,6 @@ from amoeba.commands.pack import pack
 from amoeba.commands.quantise import quantise
 from amoeba.commands.report import report
 from amoeba.commands.start import speak_up
-from amoeba.commands.stream import stream
 from amoeba.commands.tasks import tasks
 from amoeba.commands.trace import trace
 from amoeba.commands.train import train
@@ -57,7 +56,6 @@ def _every_command(
 
 for command in (verify, doctor, bench, train, tune, finetune, generate, merge, pack, quantise, trace, report):
     app.command()(command)
-app.add_typer(stream)
 app.add_typer(tasks)
 
 

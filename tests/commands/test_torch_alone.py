@@ -57,9 +57,8 @@ BAD_USAGE = [
     ("bench", "--repeats", "x"),
     ("verify", "--dvice", "cpu"),
     ("verify", "--thor"),
-    ("stream",),
-    ("stream", "nothing"),
-    ("stream", "simulate"),
+    ("tasks",),
+    ("tasks", "nothing"),
     ("nothing",),
     (),
 ]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from lru import LRU, POLICIES
 
-from amoeba.stream.cache import simulate
 from amoeba.stream.cache.expert_cache import Counters, ExpertCache, Fetch
 from amoeba.stream.cache.policy import Policy
 from amoeba.stream.cache.slot_table import SlotsInUse
 from amoeba.stream.cache.trace import LayerShape
+from benchmarks.stream import cache as replayed
 
 
 class Machine:
@@ -119,7 +119,7 @@ def test_whatever_ends_when_every_slot_holds_what_the_cache_says(top, host, poli
 
 
 def settle(cache: ExpertCache, ids: list[int], layer: int = 0) -> Fetch:
-    return simulate.settle(cache, layer, ids)
+    return replayed.settle(cache, layer, ids)
 
 
 def lru(top: int, host: int | None) -> ExpertCache:

@@ -19,9 +19,9 @@ from test_device_memory import E
 from torch import Tensor
 
 from amoeba.core.graph_replays import CannotCapture
-from amoeba.stream.cache.simulate import replay
-from amoeba.stream.cache.synthetic import Locality, synthetic_trace
 from amoeba.stream.cache.trace import LayerShape
+from benchmarks.stream.cache import replay
+from benchmarks.stream.synthetic import Locality, synthetic_trace
 from selection import quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")

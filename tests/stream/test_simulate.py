@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from amoeba.stream.cache.policy import LFRU
-from amoeba.stream.cache.simulate import replay, slots_of_share
-from amoeba.stream.cache.synthetic import Locality, synthetic_trace
 from amoeba.stream.cache.trace import LayerShape, Trace, TraceWriter, read_trace
+from benchmarks.stream.cache import replay, slots_of_share
+from benchmarks.stream.synthetic import Locality, synthetic_trace
 
 LAYERS = [LayerShape(32, 4, 10), LayerShape(16, 2, 3)]
 

@@ -22,12 +22,13 @@ import amoeba
 from amoeba import ExpertWeights
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, hand_over, leave_shapes
-from amoeba.stream.cache.simulate import replay
 from amoeba.stream.cache.trace import read_trace
 from amoeba.stream.cpu.memory import READS
 from amoeba.stream.placement import STREAMED
 from amoeba.stream.store import StoreError, aligned_buffer, open_store, reading
 from amoeba.stream.store.packing import pack
+from benchmarks.__main__ import app as benchmarks
+from benchmarks.stream.cache import replay
 from selection import quick
 from tiny_models import EXPERTS, LAYERS, lora_gradients
 
@@ -321,7 +322,7 @@ def test_the_command_generates_the_same_and_tells_what_it_read(stored, tmp_path)
         found["requested"], found["hits"], found["read_bytes"],
     )  # fmt: skip
     budget = 2 * sum(layer.expert_bytes for layer in recorded.layers)
-    told = CliRunner().invoke(app, ["stream", "simulate", str(trace), "--ram", f"{budget}B", "--json"])
+    told = CliRunner().invoke(benchmarks, ["cache", str(trace), "--ram", f"{budget}B", "--json"])
     assert json.loads(told.stdout.splitlines()[-1])["results"][0]["hit_rate"] == found["hit_rate"]
 
 

@@ -129,7 +129,7 @@ class Computing:
     ] = False
     record: Annotated[
         Path | None,
-        typer.Option("--record", help="With --ram or --vram: save the routing, for `amoeba stream simulate`."),
+        typer.Option("--record", help="With --ram or --vram: save the routing, for `python -m benchmarks cache`."),
     ] = None
     trace: Annotated[
         Path | None,

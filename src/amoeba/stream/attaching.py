@@ -58,7 +58,7 @@ class Streamed:
     timeline: Timeline | None = None
 
     def record(self, path: str | Path) -> None:
-        """Writes the routing of every pass from now on, for `amoeba stream simulate`; whole after close()."""
+        """Writes the routing of every pass from now on, for `python -m benchmarks cache`; whole after close()."""
         self.memory.record(Recorder(path, _shapes(self.memory.store)))
 
     def trace(self, path: str | Path) -> None:

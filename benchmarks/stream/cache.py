@@ -1,84 +1,82 @@
-"""`amoeba stream simulate`: a routing trace replayed against memory budgets of the expert cache."""
+"""`python -m benchmarks cache`: what the expert cache would have done with a routing trace and these memory budgets.
+
+counters = replay(trace, top=slots_of_share(trace.layers, 0.25))     # the rest in host memory
+counters.top_hit_rate, counters.per_token(counters.host_bytes)
+
+A trace is replayed against the same tables that the engine runs on. Loads finish before the next request, and nothing
+is prefetched: hit rates are those of the budget alone.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
-
-from amoeba.commands.exits import finish, usage
-from amoeba.commands.options import Json, Verbose
 from amoeba.commands.output import Output
-from amoeba.commands.start import start
-from amoeba.commands.typer_app import Typer
 from amoeba.core.errors import bad_value
-
-if TYPE_CHECKING:
-    from amoeba.stream.cache.expert_cache import Counters
-    from amoeba.stream.cache.trace import Trace
-
-stream = Typer(name="stream", help="Tools for experts that do not fit in memory.", no_args_is_help=True)
+from amoeba.stream.cache.budget import share_budget
+from amoeba.stream.cache.expert_cache import Counters, ExpertCache, Fetch
+from amoeba.stream.cache.trace import LayerShape, Trace, read_trace
+from amoeba.stream.sizes import parse_size
+from benchmarks.stream.synthetic import measure_locality, parse_synthetic
 
 _SECONDS_BETWEEN_LINES = 5.0
-_GB = 1e9
 
 
-@stream.command()
-def simulate(
-    trace: Annotated[
-        Path | None, typer.Argument(help="Routing trace from `amoeba generate --record`. Or use --synthetic.")
-    ] = None,
-    synthetic: Annotated[
-        str | None,
-        typer.Option(
-            "--synthetic",
-            help="Generate a trace: qwen3-30b, or changes to it, such as layers=4,tokens=500,next=0.45,within=0.8,"
-            "skew=0.5,drift=0,seed=0,experts=128,top_k=8.",
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget", help="Shares of the experts on the GPU, the rest in host memory (default: 10%,25%,50%)."
-        ),
-    ] = None,
-    vram: Annotated[
-        str | None, typer.Option("--vram", help="Bytes of experts kept on the GPU, such as 8GiB, instead of --budget.")
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option("--ram", help="Bytes of experts kept in memory; the rest is on disk (default: all in memory)."),
-    ] = None,
-    expert_size: Annotated[
-        str | None, typer.Option("--expert-size", help="Bytes per expert, such as 9MiB (default: from the trace).")
-    ] = None,
-    warm_up: Annotated[
-        int, typer.Option("--warm-up", min=0, help="Initial tokens that fill the cache and are not counted.")
-    ] = 0,
-    link: Annotated[float, typer.Option("--link", help="GB/s from memory to the GPU, for the time floor.")] = 55.0,
-    disk: Annotated[float, typer.Option("--disk", help="GB/s from disk, for the time floor.")] = 5.0,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
-    """Replay a routing trace with several memory budgets: hit rates, bytes per token, time floor."""
-    output = start(verbose)
-    with usage():
-        from amoeba.stream.cache.simulate import check_warm_up
+def slots_of_share(layers: Sequence[LayerShape], share: float) -> list[int]:
+    """That share of each layer's experts, at least one."""
+    if not 0 < share <= 1:
+        raise bad_value("budget", "more than 0 %, at most 100 %", f"{100 * share:g} %", "it is a share of the experts")
+    return [max(1, int(layer.experts * share + 1e-9)) for layer in layers]
 
-        if not (link > 0 and disk > 0):
-            raise bad_value(
-                "--link and --disk", "more than 0 GB/s", f"{link:g} and {disk:g}", "use measured values if you can"
-            )
-        size = _expert_size(expert_size)
-        replayed, name = load_trace(trace, synthetic, size)
-        check_warm_up(replayed, warm_up)
-        settings = choose_budgets(replayed, budget, vram, ram)
-        document = run(replayed, name, settings, warm_up, link * _GB, disk * _GB, output)
-    finish(output, document, True, json)
+
+def check_warm_up(trace: Trace, warm_up: int) -> None:
+    most = trace.tokens - trace.passes[-1].tokens if trace.passes else 0
+    if not 0 <= warm_up <= most:
+        wanted = f"0 to {most} tokens, after which this trace has another pass"
+        raise bad_value("warm-up", wanted, warm_up, "record a longer trace")
+
+
+def replay(
+    trace: Trace,
+    top: Sequence[int],
+    host: Sequence[int] | None = None,
+    *,
+    warm_up: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> Counters:
+    """top, host: slots of each layer, as ExpertCache takes them.
+
+    warm_up:  tokens that fill the cache, which is empty at first, and are not counted.
+    progress: called after each pass.
+    """
+    check_warm_up(trace, warm_up)
+    cache = ExpertCache(trace.layers, top, host)
+    seen = 0
+    for each in trace.passes:
+        for layer in range(len(trace.layers)):
+            for wave in cache.waves(layer, each.distinct(layer)):
+                settle(cache, layer, wave)
+        cache.count_tokens(each.tokens)
+        if seen < warm_up:
+            cache.restart_counters()
+        seen += each.tokens
+        progress()
+    return cache.counters
+
+
+def settle(cache: ExpertCache, layer: int, ids: list[int]) -> Fetch:
+    """A pass that asks for these, gets them and is done with them."""
+    fetch = cache.request(layer, ids)
+    for expert, _, _ in fetch.writes:
+        cache.arrived(layer, expert)
+    for expert, *_ in (*fetch.from_host, *fetch.from_disk):
+        cache.loaded(layer, expert)
+    cache.release(layer, ids)
+    return fetch
 
 
 class Setting(NamedTuple):
@@ -93,11 +91,9 @@ class Setting(NamedTuple):
         return sum(self.top) / sum(layer.experts for layer in trace.layers)
 
 
-def load_trace(path: Path | None, synthetic: str | None, expert_bytes: int | None) -> tuple[Trace, str]:
+def load_trace(path: Path | None, synthetic: str | None, expert_size: str | None) -> tuple[Trace, str]:
     """A trace and what to call it."""
-    from amoeba.stream.cache.synthetic import parse_synthetic
-    from amoeba.stream.cache.trace import read_trace
-
+    expert_bytes = _expert_bytes(expert_size)
     if (path is None) == (synthetic is None):
         got = "neither" if path is None else "both"
         raise bad_value("trace", "a file or --synthetic", got, "write for example --synthetic qwen3-30b")
@@ -114,8 +110,6 @@ def load_trace(path: Path | None, synthetic: str | None, expert_bytes: int | Non
 
 
 def choose_budgets(trace: Trace, budget: str | None, vram: str | None, ram: str | None) -> list[Setting]:
-    from amoeba.stream.cache.simulate import slots_of_share
-
     if vram is None and ram is None:
         shares = (budget or "10%,25%,50%").split(",")
         return [Setting(text.strip(), slots_of_share(trace.layers, _share(text)), None) for text in shares]
@@ -143,9 +137,6 @@ def run(
     output: Output,
 ) -> dict[str, Any]:
     """link, disk: bytes/s."""
-    from amoeba.stream.cache.simulate import replay
-    from amoeba.stream.cache.synthetic import measure_locality
-
     locality = measure_locality(trace)
     _say_trace(trace, name, locality, output)
     results = []
@@ -156,7 +147,7 @@ def run(
             results.append(_result(trace, setting, counters, link, disk))
     _print(results, trace, warm_up, output)
     return {
-        "document": "amoeba stream simulate",
+        "document": "benchmarks cache",
         "trace": name,
         "layers": len(trace.layers),
         "passes": len(trace.passes),
@@ -245,15 +236,10 @@ def _row(found: dict[str, Any], sized: bool) -> dict[str, str]:
 
 
 def _slots(trace: Trace, option: str, size: str, least: int) -> list[int]:
-    from amoeba.stream.cache.budget import share_budget
-    from amoeba.stream.sizes import parse_size
-
     return share_budget(parse_size(option, size), trace.layers, least=[least] * len(trace.layers), name=option)
 
 
-def _expert_size(text: str | None) -> int | None:
-    from amoeba.stream.sizes import parse_size
-
+def _expert_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     found = parse_size("--expert-size", text)

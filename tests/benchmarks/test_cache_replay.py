@@ -1,4 +1,4 @@
-"""`amoeba stream simulate` as a user meets it."""
+"""`python -m benchmarks cache` as a user meets it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from amoeba.cli import app
-from amoeba.stream.cache.simulate import replay, slots_of_share
-from amoeba.stream.cache.synthetic import Locality, synthetic_trace
 from amoeba.stream.cache.trace import LayerShape, TraceWriter
+from benchmarks.__main__ import app
+from benchmarks.stream.cache import replay, slots_of_share
+from benchmarks.stream.synthetic import Locality, synthetic_trace
 
 SMALL = "layers=2,tokens=60"
 
 
 def simulate(*words: object):
-    return CliRunner().invoke(app, ["stream", "simulate", *map(str, words)])
+    return CliRunner().invoke(app, ["cache", *map(str, words)])
 
 
 def results(result) -> list[dict]:
@@ -86,7 +86,7 @@ def test_a_table_has_only_the_columns_that_it_needs(trace):
 
 def test_a_pipe_hears_how_far_a_long_replay_is(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("amoeba.commands.stream.time.monotonic", lambda: now.append(now[-1] + 0.2) or now[-1])
+    monkeypatch.setattr("benchmarks.stream.cache.time.monotonic", lambda: now.append(now[-1] + 0.2) or now[-1])
     result = simulate("--synthetic", SMALL, "--budget", "10%,20%")
     assert [line for line in result.stderr.splitlines() if line.startswith("replayed ")], result.stderr
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from amoeba.stream.cache.synthetic import WINDOW, Locality, measure_locality, parse_synthetic, synthetic_trace
 from amoeba.stream.cache.trace import LayerShape, Trace
+from benchmarks.stream.synthetic import WINDOW, Locality, measure_locality, parse_synthetic, synthetic_trace
 
 QWEN3_30B, GPT_OSS_20B = LayerShape(128, 8), LayerShape(32, 4)
 
