@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from transformers import GenerationConfig, Qwen3MoeForCausalLM
 
+from amoeba import lora
+from amoeba.backends.eager import EagerBackend
+from amoeba.backends.registry import Explanation
 from amoeba.cpu import placements as cpu_placements
 from amoeba.decoding import why_not
 from amoeba.decoding.refusal import why_not_chosen
+from amoeba.integrations import host_waits
+from amoeba.integrations.host_waits import why_waits
 from amoeba.integrations.place_experts import place_experts
 from tiny_models import build
 
@@ -53,7 +60,29 @@ def test_a_class_of_somebody_else_is_not():
 def test_experts_that_are_elsewhere_are_not():
     model = build("qwen3_moe")
     place_experts(model, "cpu-bf16", trains=False, device=torch.device("cpu"))
-    assert why_not(model) == "its experts are packed, and a step waits for them on the host"
+    assert why_not(model) == "its experts are computed on the CPU, and the host waits for their rows in every layer"
+    lora.attach(model, 2, 4, ["experts"])
+    assert "computed on the CPU" in (why_not(model) or "")
+
+
+@pytest.mark.parametrize("format", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
+def test_quantised_experts_are_served_with_factors_too(format):
+    model = build("qwen3_moe")
+    place_experts(model, f"{format}-weights", trains=False, device=torch.device("cpu"))
+    assert why_not(model) is None and why_waits(model, trains=True) is None
+    lora.attach(model, 2, 4, ["experts"])
+    assert why_not(model) is None and why_waits(model, trains=True) is None
+
+
+def test_experts_whose_rows_the_host_counts_are_not(model, monkeypatch):
+    class OnAGpu(EagerBackend):
+        def why_waits(self, request, trains):
+            there = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cuda")))
+            return super().why_waits(there, trains)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(host_waits, "explain", lambda request: Explanation(object.__new__(OnAGpu), {}))
+    told = "its experts are computed one after another, and the host waits for the number of rows of each"
+    assert why_not(model) == why_waits(model, trains=True) == told
 
 
 @pytest.mark.parametrize(

@@ -174,10 +174,12 @@ class TestCheckpointing:
         model = build("qwen3_moe")
         arguments = SimpleNamespace(gradient_checkpointing=True)
         trainer = SimpleNamespace(model=model, args=arguments, captures=False, release=lambda: None)
-        with fast_paths._captured(trainer) as reason:
+        with fast_paths._captured(trainer, None) as reason:
             assert reason is None and trainer.captures
+        with fast_paths._captured(trainer, "its experts wait") as reason:
+            assert reason == "its experts wait" and not trainer.captures
         model.config.attention_dropout = 0.1
-        with fast_paths._captured(trainer) as reason:
+        with fast_paths._captured(trainer, None) as reason:
             assert "random numbers" in reason and not trainer.captures
 
 

@@ -69,7 +69,8 @@ class Backend(ABC):
 
     kinds:           the kinds of weights it serves; of others it is not asked.
     preference:      among the backends of a kind the highest that has no reason against a request is chosen.
-    waits_on_gpu:    whether each pass on a GPU waits for it; nobody gets such a backend without being told.
+    waits_on_gpu:    whether each pass on a GPU waits for it; nobody gets such a backend without being told. What else
+                     the host waits for, `why_waits` tells.
     starts_early:    whether its backward takes a dy whose rows are still arriving (`amoeba.tasks.triton.arrivals`).
     """
 
@@ -90,6 +91,13 @@ class Backend(ABC):
     def why_not(self, request: Request) -> str | None:
         """Why it cannot serve this request, as the rest of a sentence that begins with its name; or None."""
 
+    def why_waits(self, request: Request, trains: bool) -> str | None:
+        """What the host has to do within such a pass, as the rest of a sentence that begins with "its experts"; None
+        where a CUDA graph can hold the pass. trains: its backward, too."""
+        if self.waits_on_gpu and request.weights.device.type == "cuda":
+            return "are computed one after another, and the host waits for the number of rows of each"
+        return None
+
     @abstractmethod
     def run(self, request: Request) -> Tensor:
         """y_TH, differentiable."""
@@ -100,12 +108,14 @@ class PassesBackend(Backend):
 
     operator_name: of `torch.ops.amoeba`; the backend's own name, unless it is taken.
     traced:        what forward saves in a traced graph; None: backward calls forward again there.
+    saves:         whether forward saves anything; False: backward is always given None.
     adds_onto:     whether forward adds to a problem's onto_TH.
     overlaps:      whether its passes begin before all rows are there (see `OverlappedDispatch`).
     """
 
     operator_name: ClassVar[str | None] = None
     traced: ClassVar[SavedRows | None] = None
+    saves: ClassVar[bool] = True
     adds_onto: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
 
@@ -113,7 +123,13 @@ class PassesBackend(Backend):
         (kind,) = self.kinds
         name = self.operator_name or self.name
         self.operator = ExpertsOperator(
-            name, kind, self.forward, self.backward, traced=self.traced, adds_onto=self.adds_onto
+            name,
+            kind,
+            self.forward,
+            self.backward,
+            traced=self.traced,
+            saves=self.saves,
+            adds_onto=self.adds_onto,
         )
 
     @abstractmethod

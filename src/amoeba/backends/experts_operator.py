@@ -11,9 +11,9 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 Without a tracer, a mode or a tensor subclass an autograd function calls the two directly, and what forward saved may be
 any structure of tuples and dataclasses with tensors in it. Elsewhere `torch.ops.amoeba.<name>` is called, an opaque
 operator to torch.compile, autocast and activation checkpointing. A traced graph holds tensors of known shapes only:
-`traced` tells them; without it backward calls forward again. Saved between the passes are x and what forward saves;
-x alone with save="inputs". LoRA factors are inputs like the weights; an A that gate and up share is one input, gate's,
-whose gradient a backend gives as one, or as gate's and up's parts.
+`traced` tells them; without it backward calls forward again, unless that saves nothing. Saved between the passes are x
+and what forward saves; x alone with save="inputs". LoRA factors are inputs like the weights; an A that gate and up
+share is one input, gate's, whose gradient a backend gives as one, or as gate's and up's parts.
 
 `torch.ops.amoeba.<name>_onto` has one more argument, to which y is added: for graphs that have their backward already
 (see `integrations.inductor_passes`), since it has none.
@@ -76,9 +76,11 @@ class ExpertsOperator:
         backward: Backward,
         *,
         traced: SavedRows | None = None,
+        saves: bool = True,
         adds_onto: bool = False,
     ) -> None:
-        self.name, self.kind, self.traced = name, kind, traced
+        """saves: whether forward leaves anything for backward, ever."""
+        self.name, self.kind, self.traced, self.saves = name, kind, traced, saves
         self.forward, self.backward = _without_autocast(forward), _without_autocast(_with_shared_a(backward))
         operands: Sequence[Operand] = kind.operands()  # type: ignore[attr-defined]
         tensors = [operand for operand in operands if operand.type.startswith("Tensor")]
@@ -181,7 +183,7 @@ class ExpertsOperator:
     ) -> Sequence[Tensor | None]:
         problem, (dy_TH,) = self._of_arguments(arguments), gradients
         if self.traced is None:
-            _, again = self.forward(problem, "h")
+            again = self.forward(problem, "h")[1] if self.saves else None
         else:
             again = Saved(*saved) if arguments[-1] else None
         named = dict(zip(self._gradient_names, needs, strict=True))

@@ -46,6 +46,9 @@ class PackedBackend(PassesBackend):
     def why_not(self, request: Request) -> str | None:
         return None
 
+    def why_waits(self, request: Request, trains: bool) -> str | None:
+        return "are computed on the CPU, and the host waits for their rows in every layer"
+
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         return problem  # copies of the factors are packed and kept, see `FactorCopies`
 

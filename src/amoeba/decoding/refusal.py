@@ -10,7 +10,8 @@ from amoeba.core.errors import one_line
 from amoeba.core.graph_replays import replays_of
 from amoeba.decoding.cache import why_not_fixed
 from amoeba.integrations.compiled_layers import decoder_layers
-from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in
+from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.integrations.host_waits import why_waits
 from amoeba.integrations.text_model import text_config
 
 # Their tables of angles are computed anew, by a decision of the host, when a text gets longer
@@ -26,17 +27,13 @@ def why_not(model: Any) -> str | None:
     kind = type(model)
     if not kind.__module__.startswith("transformers."):
         return f"{kind.__name__} is no class of transformers, and may do anything between tokens"
+    if (reason := why_waits(model)) is not None:
+        return reason
     if len({parameter.device for parameter in model.parameters()}) > 1 or getattr(model, "hf_device_map", None):
         return "its parameters are on several devices"
     if not getattr(model, "_can_compile_fullgraph", False):
         return f"transformers does not promise that a step of {kind.__name__} has no decisions by the host"
-    modules = experts_modules(model).values()
-    placed = [found for module in modules if (found := placed_in(module)) is not None]
-    waiting = {found.placement for found in placed if not replays_of([found])}
-    waiting |= {f"in {module.__dict__[PRECISION]}" for module in modules if PRECISION in module.__dict__}
-    if waiting:
-        return f"its experts are {' and '.join(sorted(waiting))}, and a step waits for them on the host"
-    if len(replays_of(placed)) > 1:
+    if len(replays_of(placed_in(module) for module in experts_modules(model).values())) > 1:
         return "its experts are in several memories, each of which would wait for the others"
     text = text_config(model.config)
     if (reason := why_not_fixed(model.config)) is not None:

@@ -45,6 +45,13 @@ class RanksBackend(Backend):
                 return f"has nothing to compute its own share with: {inner.reasons}"
         return None
 
+    def why_waits(self, request: Request, trains: bool) -> str | None:
+        if _sharded(request).ranks.count > 1:
+            return "are on several ranks, and the host watches over each exchange between them"
+        share = _share(request, request.x_TH, request.routing, request.routing.num_tokens)
+        inner = explain(share).backend if share.weights.num_experts else None
+        return None if inner is None else inner.why_waits(share, trains)
+
     def run(self, request: Request) -> Tensor:
         sharded = _sharded(request)
         if sharded.ranks.count == 1:

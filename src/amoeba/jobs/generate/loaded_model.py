@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from amoeba import lora
-from amoeba.backends.backend import Request
 from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
@@ -31,7 +30,6 @@ from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.rank_zero import ALONE, RankZero
-from amoeba.routing.router import Routing
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import is_store
 
@@ -244,14 +242,13 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
 
 def _backend_of(module: Any) -> tuple[str, str]:
     """The backend that `auto` takes for this module, and why."""
-    from amoeba.integrations.experts_module import weights_of
+    from amoeba.integrations.host_waits import one_token
 
-    weights = weights_of(module)
-    if weights is None:
+    request = one_token(module)
+    if request is None:
         return "composed", f"the activation or norm of {type(module).__name__} runs unchanged"
-    x_TH = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=weights.device)
-    routing = Routing(torch.zeros(1, 1, dtype=torch.int64, device=x_TH.device), x_TH.new_ones(1, 1))
-    explanation = explain(Request(x_TH, routing, weights))
+    explanation = explain(request)
     backend = explanation.backend
     assert backend is not None  # the warm-up ran
-    return backend.name, explanation.reasons or f"{backend.summary}, the first choice on {weights.device.type}"
+    device = request.weights.device.type
+    return backend.name, explanation.reasons or f"{backend.summary}, the first choice on {device}"

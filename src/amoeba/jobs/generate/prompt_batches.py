@@ -39,14 +39,17 @@ Answer = tuple[Row, list[int]]
 
 def why_not_continuous(model: Any) -> str | None:
     from amoeba.decoding.refusal import why_not_chosen
-    from amoeba.integrations.experts_module import has_placed_experts
+    from amoeba.decoding.step import replays_in
+    from amoeba.integrations.host_waits import why_waits
 
     if model.device.type != "cuda":
         return f"its cache of pages is made for GPUs, the model is on {model.device.type}"
     if not hasattr(model, "init_continuous_batching"):
         return "this version of transformers has none for it"
-    if has_placed_experts(model):
-        return "the experts are not on the GPU"
+    if replays_in(model) is not None:
+        return "its experts are streamed, and transformers' graphs do not serve them while they run"
+    if (reason := why_waits(model)) is not None:
+        return reason
     return why_not_chosen(model, model.generation_config, _CONTINUOUS_PROCESSORS)
 
 

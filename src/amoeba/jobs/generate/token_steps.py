@@ -79,9 +79,11 @@ def choose_steps(
 def why_plain(model: Any) -> str | None:
     from amoeba.decoding.refusal import why_not, why_not_chosen
 
-    if model.device.type != "cuda":
-        return f"CUDA graphs hold steps on an NVIDIA GPU, the model is on {model.device.type}"
-    return why_not(model) or why_not_chosen(model, model.generation_config)
+    return why_no_graphs(model.device) or why_not(model) or why_not_chosen(model, model.generation_config)
+
+
+def why_no_graphs(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"CUDA graphs hold steps on an NVIDIA GPU, the model is on {device.type}"
 
 
 def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -> list[tuple[bool, str]]:

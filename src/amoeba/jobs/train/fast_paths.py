@@ -25,16 +25,12 @@ from typing import Any
 
 import torch
 
-from amoeba.backends.backend import Request
-from amoeba.backends.registry import explain
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
-from amoeba.integrations.experts_module import PRECISION, experts_modules, placed_in, weights_of
 from amoeba.integrations.fused_loss import fused_loss
+from amoeba.integrations.host_waits import why_waits
 from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.integrations.text_model import text_decoder
-from amoeba.precision.recipes import AUTO
-from amoeba.routing.router import Routing
 
 logger = logging.getLogger("amoeba")
 
@@ -47,10 +43,11 @@ WORTH_COMPILING = 1e16
 def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
     gpu = _is_on_a_gpu(trainer)
-    over_ranks = trainer.rank_zero.count > 1  # which exchange counts and gradients within a pass
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
-    if compiles and over_ranks:
-        say("no compiled decoder layers: several ranks share each batch")
+    # which exchange counts and gradients within a pass
+    over_ranks = "several ranks share each batch" if trainer.rank_zero.count > 1 else None
+    if compiles and over_ranks is not None:
+        say(f"no compiled decoder layers: {over_ranks}")
         compiles = False
     with ExitStack() as stack:
         taken: list[str] = []
@@ -70,8 +67,8 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
             _tell(taken, f"compiled decoder layers ({time.monotonic() - began:.0f} s)", reason, say)
         if not gpu and not trainer.compiled:
             stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
-        if gpu and not over_ranks and not _waits_in_a_pass(trainer.model):
-            reason = stack.enter_context(_captured(trainer))
+        if gpu:
+            reason = stack.enter_context(_captured(trainer, over_ranks or why_waits(trainer.model, trains=True)))
             _tell(taken, "CUDA graph", reason, say)
         if taken:
             say(f"each step uses: {', '.join(taken)}")
@@ -174,33 +171,15 @@ def _compiled(trainer: Any) -> Iterator[str | None]:
 
 
 @contextmanager
-def _captured(trainer: Any) -> Iterator[str | None]:
-    reason = None
-    if trainer.args.gradient_checkpointing and draws_random_numbers(trainer.model):
+def _captured(trainer: Any, reason: str | None) -> Iterator[str | None]:
+    """reason: why a pass cannot be captured, if that is known already."""
+    if reason is None and trainer.args.gradient_checkpointing and draws_random_numbers(trainer.model):
         reason = "activation checkpointing draws the model's random numbers again, for which it has to ask the device"
     trainer.captures = reason is None
     try:
         yield reason
     finally:
         trainer.release()
-
-
-def _waits_in_a_pass(model: Any) -> bool:
-    """Whether the host has to wait for the device: for placed experts, and for fp8 in plain torch."""
-    modules = experts_modules(model).values()
-    return any(placed_in(module) is not None or _waits_in_fp8(module) for module in modules)
-
-
-def _waits_in_fp8(module: Any) -> bool:
-    if module.__dict__.get(PRECISION, AUTO) == AUTO:  # which takes fp8 only by kernels
-        return False
-    weights = weights_of(module)
-    assert weights is not None  # of its own functions nobody sets a precision
-    nobody = torch.zeros((1, 1), dtype=torch.int64, device=weights.device)
-    routing = Routing(nobody, nobody.to(torch.float32), trusted=True)
-    x_TH = torch.empty((1, weights.hidden), dtype=weights.dtype, device=weights.device)
-    taken = explain(Request(x_TH, routing, weights)).backend
-    return taken is None or taken.waits_on_gpu
 
 
 def _first_line(error: Exception) -> str:

@@ -40,9 +40,14 @@ from amoeba.stream.gpu.slot_kernels import kernels_of
 class GpuStreamedBackend(PassesBackend):
     name, summary, kinds = "streamed", "experts from a store, through slots on the GPU", (GpuStreamedExperts,)
     operator_name = "streamed_gpu"
+    saves = False
 
     def why_not(self, request: Request) -> str | None:
         return triton.why_not_on(request.weights.device, request.weights.dtype)
+
+    def why_waits(self, request: Request, trains: bool) -> str | None:
+        """A few tokens without gradients wait on the GPU, see `replays`."""
+        return "are streamed, and in training the host copies them group by group" if trains else None
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         return triton.BACKEND.prepared(problem, gradient)
