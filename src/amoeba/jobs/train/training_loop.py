@@ -285,11 +285,7 @@ def make_trainer(
         lr_scheduler_type="cosine",
         adam_beta2=0.95,
         max_grad_norm=1.0,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        gradient_checkpointing_kwargs={
-            "use_reentrant": False,  # the other kind needs inputs that require a gradient
-            "preserve_rng_state": draws_random_numbers(model),  # reads from the device, which a graph cannot capture
-        },
+        **_checkpointing(settings.gradient_checkpointing, model),
         eval_strategy="steps",
         eval_steps=settings.eval_every,
         save_strategy="steps",
@@ -341,6 +337,17 @@ def make_trainer(
     trainer.add_callback(trainer.run_log)
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _checkpointing(wanted: bool, model: Any) -> dict[str, Any]:
+    """The arguments of `TrainingArguments`: transformers 5.23 renamed gradient to activation checkpointing."""
+    fields = TrainingArguments.__dataclass_fields__
+    name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
+    options = {
+        "use_reentrant": False,  # the other kind needs inputs that require a gradient
+        "preserve_rng_state": draws_random_numbers(model),  # reads from the device, which a graph cannot capture
+    }
+    return {name: wanted, f"{name}_kwargs": options}
 
 
 def _trains_in_another_dtype(model: Any, dtype: torch.dtype) -> bool:
