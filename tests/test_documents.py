@@ -67,6 +67,12 @@ def test_a_page_shows_names_that_python_finds(page: Path) -> None:
     assert not unknown
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_shows_code_that_python_parses(page: Path) -> None:
+    for code in CODE.findall(page.read_text()):
+        compile(code, page.name, "exec")
+
+
 def test_the_api_pages_show_names_that_python_finds() -> None:
     unknown = []
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
