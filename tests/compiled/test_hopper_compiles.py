@@ -53,7 +53,11 @@ SCALED = (
 # Gradients of weights in e4m3, stored as they are summed and transposed.
 SCALED_GRADIENTS = ("scaled_up_gradient", "scaled_down_gradient")
 # The same in another variant, see `fp8_gemm.variant_of`.
-PREFETCHED = ("scaled_up_alone, prefetched", "scaled_up_of_half_blocks_alone, prefetched")
+PREFETCHED = (
+    "scaled_up_alone, prefetched",
+    "scaled_up_of_half_blocks_alone, prefetched",
+    "scaled_up_of_half_blocks_apart, prefetched",
+)
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
 OVERLAPPED = (
     "scaled_up_alone, overlapped",
@@ -286,6 +290,9 @@ def launches() -> dict[str, Callable[[], None]]:
         ),
         "scaled_up_of_half_blocks_alone": lambda: scaled_product.up(
             odd_x, order, K, odd_gate_up, table, Activation(), odd_a
+        ),
+        "scaled_up_of_half_blocks_apart": lambda: scaled_product.up(
+            odd_x, order, K, codes(FP8_128, 2 * I - 128, H - 64, parts=2), table, Activation(), odd_a
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
         "scaled_down_in_tall_groups": scaled_down_in_tall_groups,

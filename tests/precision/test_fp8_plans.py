@@ -59,7 +59,7 @@ def _parts(value: Any) -> tuple:
 def _whole(value: Any, parts: Iterator[Any]) -> Any:
     """The same made of others."""
     if isinstance(value, QuantisedMatrix):
-        return QuantisedMatrix(next(parts), next(parts), value.format, value.columns)
+        return QuantisedMatrix(next(parts), next(parts), value.format, value.columns, value.parts)
     return type(value)(*(next(parts) for _ in value)) if isinstance(value, tuple) else next(parts)
 
 

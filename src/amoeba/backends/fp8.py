@@ -9,6 +9,8 @@ the host in every pass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from amoeba.backends.torch_rows import TorchRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format, fp8_training_columns
 from amoeba.precision.quantised import QuantisedMatrix, quantise
+from amoeba.precision.quantised_experts import ReadInBlocks
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.precision.weight_cache import quantised_weight
 
@@ -29,11 +32,15 @@ from amoeba.precision.weight_cache import quantised_weight
 class StraightThroughRows(TorchRows):
     """fp8-ste: forward in fp8, and back with rows and weights as they are."""
 
+    @staticmethod
+    def codes(weight_EOI: Any) -> QuantisedMatrix:
+        return quantised_weight(weight_EOI).matrix
+
     def hidden(self) -> Tensor:
         weights = self.problem.weights
         h_NJ = self.new_rows(weights.gate_up_EJH.shape[1])
         x_NH = _rounded(self.problem.x_TH).index_select(0, self.token_N)
-        self._multiply(x_NH, quantised_weight(weights.gate_up_EJH).matrix, h_NJ, bias_EO=weights.gate_up_bias_EJ)
+        self._multiply(x_NH, self.codes(weights.gate_up_EJH), h_NJ, bias_EO=weights.gate_up_bias_EJ)
         return h_NJ
 
     def up(self, want_h: bool) -> tuple[Tensor | None, Tensor]:
@@ -45,8 +52,8 @@ class StraightThroughRows(TorchRows):
     def down(self, a_NI: Tensor) -> Tensor:
         weights = self.problem.weights
         y_NH = empty_rows(self.rows + 1, weights.hidden, self.problem.x_TH)
-        matrix = quantised_weight(weights.down_EHI).matrix
-        self._multiply(_rounded(a_NI), matrix, y_NH, bias_EO=weights.down_bias_EH, scale_N=self.scale_N)
+        matrix_EHI, bias_EH = self.codes(weights.down_EHI), weights.down_bias_EH
+        self._multiply(_rounded(a_NI), matrix_EHI, y_NH, bias_EO=bias_EH, scale_N=self.scale_N)
         return y_NH
 
     def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
@@ -80,6 +87,14 @@ class StraightThroughRows(TorchRows):
             if bias_EO is not None:
                 product += bias_EO[e]
             out.copy_(product if scale_N is None else product.mul_(scale[:, None]))
+
+
+class W8a8Rows(StraightThroughRows):
+    """Forward alone, of frozen experts that are in e4m3 already."""
+
+    @staticmethod
+    def codes(weight_EOI: ReadInBlocks) -> QuantisedMatrix:
+        return weight_EOI.matrix
 
 
 class Fp8Rows(StraightThroughRows):

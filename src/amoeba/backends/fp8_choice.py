@@ -1,21 +1,28 @@
-"""precision="auto": fp8 where it was measured to be faster, and the weights' own dtype elsewhere.
+"""Whether products are computed in fp8: where it was measured to be faster, and in the weights' own dtype elsewhere.
 
 E experts
 
-    weights = settled(request)          # experts that train, by a recipe or without one
+    weights = settled(request)          # experts that train with precision="auto", by a recipe or without one
+    if takes_w8a8(problem, save): ...   # of frozen experts that are in e4m3, see `QuantisedExperts.products`
 
-Three things decide: whether our kernels serve the layer, since fp8 in plain torch is slower than bf16; how large an
-expert is, since small products are over before they are faster; and how many rows it gets, since its codes are written
-anew in each pass, however few rows use them. Where weights are promised not to change
+Three things decide about experts that train: whether our kernels serve the layer, since fp8 in plain torch is slower
+than bf16; how large an expert is, since small products are over before they are faster; and how many rows it gets,
+since its codes are written anew in each pass, however few rows use them. Where weights are promised not to change
 (`amoeba.precision.UnchangedWeights`) only the first pass writes codes, and fewer rows pay. Nothing else tells as much:
 weights without gradients may be written through `.data`, too.
+
+Frozen experts have their codes, so that fewer rows and smaller experts pay. A pass with gradients or LoRA factors keeps
+products in the dtype of x.
 """
 
 from __future__ import annotations
 
 from amoeba.backends.backend import Request
-from amoeba.backends.fp8_triton import BACKEND
+from amoeba.backends.fp8_triton import BACKEND, why_not_sized, why_not_there
+from amoeba.backends.triton import DECODE_TOKENS
+from amoeba.core.problem import Problem, Save
 from amoeba.core.weights import AnyExperts
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.precision.recipes import AUTO, UNCHANGED, Fp8Experts, with_precision
 from amoeba.precision.unchanged_weights import promise
 
@@ -39,6 +46,16 @@ FEWEST_ROWS_UNCHANGED = 256
 #   H=512 I=256, 1024      0.87, 0.93    0.76, 0.88
 # Nothing between these and the table above was measured.
 LEAST_SIZE = 2048 * 768  # H · I
+# Of frozen experts in fp8-128, rows per expert: us by dequantised weights and by codes of rows, as they were multiplied
+# by the kernels of training with codes kept (H200, 2026-11-18):
+#   qwen3, 32 and 256           321, 887      211, 429
+#   dsv3 (64 experts), 64, 512  1582, 7750    782, 2777
+#   mixtral, 128, 1024          1343, 5975    629, 2723
+# Fewer rows were not timed; up to 64 tokens are decoded, which takes the time of reading the weights.
+FEWEST_ROWS_FROZEN = 32
+# The second table above, codes being there: 1.05 and 1.00 times as fast as plain bf16, which takes less time than
+# dequantising the weights and the same products.
+LEAST_SIZE_FROZEN = 1024 * 512
 
 
 def settled(request: Request, rows: int | None = None, experts: int | None = None) -> AnyExperts:
@@ -65,6 +82,48 @@ def why_not(request: Request, rows: int | None = None, experts: int | None = Non
         said = ", with weights unchanged" if unchanged else ""
         return f"fp8 pays from {fewest} rows per expert on{said}, here {rows} are for {experts}"
     return None
+
+
+def takes_w8a8(problem: Problem, save: Save) -> bool:
+    """Whether codes of rows are multiplied in this pass of `QuantisedExperts`."""
+    weights = problem.weights
+    if weights.products == UNCHANGED or save != "nothing" or problem.lora is not None:
+        return False
+    tokens, slots = problem.expert_TK.shape[0], problem.rows if problem.most_rows is None else problem.most_rows
+    if weights.products == AUTO and (tokens <= DECODE_TOKENS or slots < FEWEST_ROWS_FROZEN * weights.num_experts):
+        return False
+    if weights.products == AUTO and why_not_w8a8(weights) is not None:
+        return False
+    return slots > 0
+
+
+def why_not_w8a8(weights: QuantisedExperts) -> str | None:
+    """Why no pass over frozen experts multiplies codes of rows, however many there are, as the rest of a sentence that
+    begins with w8a8; or None."""
+    if (reason := why_no_w8a8_kernel(weights)) is not None:
+        return reason
+    hidden, inner = weights.hidden, weights.intermediate
+    if weights.products == AUTO and hidden * inner < LEAST_SIZE_FROZEN:
+        return f"pays for experts of 1024 x 512 numbers and more, these are of {hidden} x {inner}"
+    return None
+
+
+def why_no_w8a8_kernel(weights: QuantisedExperts) -> str | None:
+    reason = weights.why_not_w8a8() or why_not_there(weights.device, weights) or why_not_sized(weights)
+    if reason is not None:
+        return reason
+    from amoeba.kernels.hopper.weight_only_gemm import is_in_one_piece
+
+    if not all(is_in_one_piece(each.matrix) for each in (weights.gate_up_EJH, weights.down_EHI)):
+        return "needs experts next to each other, these lie in slots with something between them"
+    return None
+
+
+def with_products_for(problem: Problem, gradient: bool) -> Problem:
+    """Where gradients are taken, rows stay as they are, also in a forward pass that saves nothing for them."""
+    if not gradient or problem.weights.products == UNCHANGED:
+        return problem
+    return problem._replace(weights=problem.weights.with_products(UNCHANGED))
 
 
 def too_small(weights: AnyExperts) -> str | None:

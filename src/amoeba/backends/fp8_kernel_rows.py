@@ -28,6 +28,7 @@ from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.quantise import empty_rows, quantise_rows
 from amoeba.kernels.quantise_transposed import RowBlocks, row_blocks, transpose_rows, transpose_tokens
 from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.precision.quantised_experts import ReadInBlocks
 
 
 class StraightThroughKernelRows(HopperRows):
@@ -41,24 +42,23 @@ class StraightThroughKernelRows(HopperRows):
 
     def hidden(self) -> Tensor:
         weights, top_k = self.problem.weights, self.top_k
-        h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), codes_of(weights.gate_up_EJH)
-        gate_up.write(weights.gate_up_EJH, both=self.goes_back)
+        h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), self.written(weights.gate_up_EJH, self.goes_back)
         rows, bias_EJ = quantise_rows(self.problem.x_TH), weights.gate_up_bias_EJ
-        fp8_gemm.multiply(rows, gate_up.matrix, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ)
+        fp8_gemm.multiply(rows, gate_up, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ)
         return h_NJ
 
     def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
         weights = self.problem.weights
         h_NJ = self._room_for_h() if want_h else None
         a_NI = empty_rows(self.rows, weights.intermediate, weights.device)
-        gate_up, down = codes_of(weights.gate_up_EJH), codes_of(weights.down_EHI)
-        gate_up.write(weights.gate_up_EJH, both=want_h and self.goes_back)
-        down.write(weights.down_EHI, both=want_h and self.goes_back)
+        both = want_h and self.goes_back
+        gate_up = self.written(weights.gate_up_EJH, both)
+        self.written(weights.down_EHI, both)
         fp8_gemm.up(
             quantise_rows(self.problem.x_TH),
             self.order_N,
             self.top_k,
-            gate_up.matrix,
+            gate_up,
             self.table,
             weights.activation,
             a_NI,
@@ -82,11 +82,35 @@ class StraightThroughKernelRows(HopperRows):
     def down(self, a_NI: QuantisedMatrix) -> Tensor:
         weights = self.problem.weights
         y_NH = self.new_rows(weights.hidden)
-        matrix = codes_of(weights.down_EHI).matrix
-        fp8_gemm.multiply(a_NI, matrix, self.table, y_NH, bias_EO=weights.down_bias_EH)
+        fp8_gemm.multiply(a_NI, self.codes(weights.down_EHI), self.table, y_NH, bias_EO=weights.down_bias_EH)
         return y_NH
 
+    def written(self, weight_EOI: Any, both: bool) -> QuantisedMatrix:
+        """Codes of the weight as it is now. both: the transposed ones, too, for a backward pass to come."""
+        kept = codes_of(weight_EOI)
+        kept.write(weight_EOI, both=both)
+        return kept.matrix
+
+    def codes(self, weight_EOI: Any) -> QuantisedMatrix:
+        """As they were written last."""
+        return codes_of(weight_EOI).matrix
+
     goes_back = False  # whether backward multiplies by codes
+
+
+class W8a8KernelRows(StraightThroughKernelRows):
+    """Forward alone, of frozen experts that are in e4m3 already."""
+
+    @classmethod
+    def dispatch(cls, problem: Problem, saved: Saved | None) -> W8a8KernelRows:
+        problem = with_plain_rows(problem)
+        return cls(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *sorted_maps(problem))
+
+    def written(self, weight_EOI: ReadInBlocks, both: bool) -> QuantisedMatrix:
+        return weight_EOI.matrix
+
+    def codes(self, weight_EOI: ReadInBlocks) -> QuantisedMatrix:
+        return weight_EOI.matrix
 
 
 class Fp8KernelRows(StraightThroughKernelRows):

@@ -111,13 +111,28 @@ def _constants(problem: Problem) -> tuple:
 
 def why_not_on(device: torch.device, weights: Any) -> str | None:
     """Why the kernels do not take these experts, once they are there; or None."""
+    return why_not_there(device, weights) or why_not_shaped(weights)
+
+
+def why_not_there(device: torch.device, weights: Any) -> str | None:
+    """... whatever their sizes and layout are."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return f"needs a Hopper GPU (compute capability 9.0), these weights are on {device}"
-    return triton.why_not_on(device, weights.dtype) or why_not_shaped(weights)
+    return triton.why_not_on(device, weights.dtype)
 
 
 def why_not_shaped(weights: Any) -> str | None:
     """Why the kernels do not take experts of these sizes, dtype and layout, on whatever GPU; or None."""
+    if (reason := why_not_sized(weights)) is not None:
+        return reason
+    for name, weight in (("gate_up", weights.gate_up_EJH), ("down", weights.down_EHI)):
+        if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
+            return f"needs {name} in one piece, its strides are {weight.stride()}"
+    return None
+
+
+def why_not_sized(weights: Any) -> str | None:
+    """... whatever their layout is."""
     if weights.dtype != torch.bfloat16:
         return f"computes in bf16 beside fp8, these weights are {weights.dtype}"
     for name, width in (("H", weights.hidden), ("I", weights.intermediate)):
@@ -125,9 +140,6 @@ def why_not_shaped(weights: Any) -> str | None:
             return f"needs {name} to be a multiple of {WIDTH}, it is {width}"
     if weights.activation.interleaved:
         return "needs all gates before all ups, here their rows take turns"
-    for name, weight in (("gate_up", weights.gate_up_EJH), ("down", weights.down_EHI)):
-        if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
-            return f"needs {name} in one piece, its strides are {weight.stride()}"
     return None
 
 

@@ -2,7 +2,8 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-All of a pass is that of `triton`, but for the products with the weights themselves.
+All of a pass is that of `triton`, but for the products with the weights themselves. Where rows are quantised as well
+(`QuantisedExperts.products`) a pass without gradients is that of experts that train in fp8.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from amoeba.backends import sorted_rows, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
+from amoeba.backends.fp8_choice import takes_w8a8, why_no_w8a8_kernel, with_products_for
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
 from amoeba.precision.quantised_experts import QuantisedExperts
@@ -36,17 +38,32 @@ class QuantisedTritonBackend(PassesBackend):
         return triton.BACKEND.preference(device)
 
     def why_not(self, request: Request) -> str | None:
-        return triton.why_not_on(request.weights.device, request.weights.dtype)
+        weights = request.weights
+        assert isinstance(weights, QuantisedExperts)
+        if (reason := triton.why_not_on(weights.device, weights.dtype)) is not None:
+            return reason
+        asked = weights.products == "w8a8" and request.lora is None
+        return why_no_w8a8_kernel(weights) if asked else None
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
-        return problem  # factors are rounded where they are read
+        return with_products_for(problem, gradient)  # factors are rounded where they are read
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        if takes_w8a8(problem, save):
+            return self._forward_w8a8(problem), None
         if save != "h" and (is_few(problem) or is_few_of_each(problem, problem.weights.num_experts)):
             from amoeba.kernels.decode import decode
 
             return decode(problem), None
         return self.forward_sorted(problem, save)
+
+    def _forward_w8a8(self, problem: Problem) -> Tensor:
+        from amoeba.backends.fp8_kernel_rows import W8a8KernelRows
+        from amoeba.kernels.launch.plan import planned
+
+        what = ("forward", self.operator_name, "w8a8", *_pass_constants(problem))
+        tensors = triton.pass_tensors(problem)
+        return planned(what, tensors, lambda: sorted_rows.forward(problem, "nothing", W8a8KernelRows))[0]
 
     def forward_sorted(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         """However few rows there are."""

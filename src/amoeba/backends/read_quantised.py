@@ -28,6 +28,8 @@ def why_not(weights: AnyExperts) -> str | None:
     assert isinstance(weights, QuantisedExperts)
     if weights.device.type != "cpu":
         return f"computes on the CPU, these weights are on {weights.device}"
+    if weights.products == "w8a8":
+        return "quantises no rows, these experts ask for w8a8"
     if weights.format.element not in (E2M1, E4M3):
         return f"reads e4m3 and e2m1, these weights are in {weights.format.element.name}"
     return why_not_codes(weights.format.block, weights.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -12,13 +13,19 @@ from amoeba.core.placement import LayerSizes, Placement, Tolerance
 from amoeba.core.weights import ExpertWeights
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.quantised_experts import dequantise_experts, quantise_experts
-from amoeba.precision.recipes import with_precision
+from amoeba.precision.recipes import W8A8, Fp8Experts, with_precision
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _represented(weights: ExpertWeights, format: Format) -> ExpertWeights:
     return dequantise_experts(quantise_experts(weights, format), weights.dtype)
+
+
+def _represented_for_w8a8(weights: ExpertWeights) -> ExpertWeights:
+    """The same numbers, marked: without gradients rows are quantised before they meet them."""
+    found = _represented(weights, FP8_128)
+    return Fp8Experts(*found.tensors(), found.activation, W8A8)
 
 
 def _expert_bytes(sizes: LayerSizes, format: Format) -> int:
@@ -55,6 +62,18 @@ def _placement(name: str, format: Format) -> Placement:
     )
 
 
+def _w8a8() -> Placement:
+    return replace(
+        _placement(W8A8, FP8_128),
+        summary="quantised to fp8-128, and so are rows where no gradient is taken",
+        make=functools.partial(quantise_experts, format=FP8_128, products=W8A8),
+        # as of recipes, see below
+        tolerances={torch.float32: Tolerance(3e-3), torch.bfloat16: Tolerance(1e-2)},
+        how=lambda: "by our kernels on a Hopper GPU, in plain torch elsewhere",
+        represent=_represented_for_w8a8,
+    )
+
+
 def _recipe(precision: str) -> Placement:
     """A precision is no place: nobody names it as one, and its experts are resident. Here it is to be proven."""
     make = functools.partial(with_precision, precision=precision)
@@ -76,7 +95,14 @@ _FORMATS = (
     _placement("mxfp4-weights", MXFP4),
     _placement("nvfp4-weights", NVFP4),
 )
-PRECISION_PLACEMENTS = (*_FORMATS, _recipe("fp8"), _recipe("fp8-ste"), _recipe("fp8-saved"), _recipe("fp8-all"))
+PRECISION_PLACEMENTS = (
+    *_FORMATS,
+    _w8a8(),
+    _recipe("fp8"),
+    _recipe("fp8-ste"),
+    _recipe("fp8-saved"),
+    _recipe("fp8-all"),
+)
 
 
 def placement_of(format: Format) -> Placement:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.operands import Operand, operands_of
 from amoeba.core.weights import ExpertWeights
-from amoeba.precision.formats import Format, format_named
+from amoeba.precision.formats import FP8_128, FP8_TRAINING, Format, format_named
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.system.cpu_features import compute_dtype
 
@@ -30,6 +30,7 @@ _ACTIVATION = operands_of(Activation)
 _MATRIX = (("data", "Tensor"), ("scales", "Tensor"), ("matrix_scale", "Tensor?"))
 
 
+Products = Literal["bf16", "w8a8", "auto"]
 Stored = tuple[Tensor, Tensor, Tensor | None]  # data, scales and matrix_scale of a `QuantisedMatrix`, as integers
 
 
@@ -53,7 +54,10 @@ class QuantisedExperts:
     """Made by `quantise_experts`, or of the matrices of a file by `QuantisedExperts.holding`.
 
     parts: of gate_up, see `QuantisedMatrix`.
-    dtype: of x and y; products are computed in it.
+    dtype: of x and y; products are computed in it, unless they are in fp8.
+    products: of passes without gradients and LoRA. "bf16": rows as they are, in dtype, with dequantised weights.
+        "w8a8": rows are quantised to e4m3 as well, with a scale for each 1 x 128, and codes are multiplied (of e4m3 in
+        blocks of 128 x 128). "auto": w8a8 where it was measured to be faster, see `amoeba.backends.fp8_choice`.
     """
 
     stored_gate_up: Stored
@@ -66,6 +70,7 @@ class QuantisedExperts:
     parts: int
     activation: Activation
     dtype: torch.dtype
+    products: Products = "bf16"
 
     placement = "block-scaled"
     trains = False
@@ -79,6 +84,7 @@ class QuantisedExperts:
         down_bias_EH: Tensor | None = None,
         activation: Activation | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        products: Products = "bf16",
     ) -> QuantisedExperts:
         """gate_up: of shape (E, J, H). down: (E, H, I), in the same format."""
         activation = activation or Activation()
@@ -95,7 +101,8 @@ class QuantisedExperts:
                 raise bad_value("bias", f"shape {shape}", tuple(bias.shape), "one row per expert")
         up_bias, down_bias = (None if b is None else nn.Parameter(b.detach().clone(), False) for b, _ in biases)
         sizes = hidden, intermediate, gate_up.parts
-        return cls(_store(gate_up), _store(down), up_bias, down_bias, gate_up.format, *sizes, activation, dtype)
+        found = cls(_store(gate_up), _store(down), up_bias, down_bias, gate_up.format, *sizes, activation, dtype)
+        return found.with_products(products)
 
     @property
     def num_experts(self) -> int:
@@ -136,12 +143,26 @@ class QuantisedExperts:
         """The same experts for x in another dtype."""
         return replace(self, dtype=dtype)
 
+    def with_products(self, products: Products) -> QuantisedExperts:
+        """The same experts, see above; ValueError where their codes cannot be multiplied with those of rows."""
+        if products == "w8a8" and (reason := self.why_not_w8a8()) is not None:
+            remedy = 'keep products="bf16", or quantise them to fp8-128'
+            raise bad_value("products", "e4m3 in blocks of 128 x 128 for w8a8", reason, remedy)
+        return self if products == self.products else replace(self, products=products)
+
+    def why_not_w8a8(self) -> str | None:
+        """Why codes of rows cannot be multiplied with these, or None."""
+        if self.format not in (FP8_128, FP8_TRAINING):
+            return f"multiplies e4m3 in blocks of 128 x 128, these experts are in {self.format.name}"
+        return None
+
     @classmethod
     def operands(cls) -> tuple[Operand, ...]:
         matrices = (Operand(f"{name}_{part}", kind) for name in ("gate_up", "down") for part, kind in _MATRIX)
         biases = Operand("gate_up_bias", "Tensor?"), Operand("down_bias", "Tensor?")
         numbers = (Operand(name, "int") for name in ("hidden", "intermediate", "parts"))
-        return (*matrices, *biases, Operand("format", "str"), *numbers, Operand("dtype", "str"), *_ACTIVATION)
+        words = Operand("dtype", "str"), Operand("products", "str")
+        return (*matrices, *biases, Operand("format", "str"), *numbers, *words, *_ACTIVATION)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (*self.stored_gate_up, *self.stored_down, self.stored_gate_up_bias, self.stored_down_bias)
@@ -149,11 +170,12 @@ class QuantisedExperts:
     def constants(self) -> tuple[Any, ...]:
         dtype = str(self.dtype).removeprefix("torch.")
         activation = (getattr(self.activation, operand.name) for operand in _ACTIVATION)
-        return (self.format.name, self.hidden, self.intermediate, self.parts, dtype, *activation)
+        sizes = self.hidden, self.intermediate, self.parts
+        return (self.format.name, *sizes, dtype, self.products, *activation)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> QuantisedExperts:
-        format, hidden, intermediate, parts, dtype, *activation = constants
+        format, hidden, intermediate, parts, dtype, products, *activation = constants
         gate_up, down, (gate_up_bias, down_bias) = tuple(tensors[:3]), tuple(tensors[3:6]), tensors[6:]
         return cls(
             gate_up,  # type: ignore[arg-type]
@@ -166,6 +188,7 @@ class QuantisedExperts:
             parts,
             Activation(*activation),
             getattr(torch, dtype),
+            products,
         )
 
 
@@ -208,7 +231,7 @@ class ReadInBlocks:
         return found.t() if self.transposed else found
 
 
-def quantise_experts(weights: ExpertWeights, format: Format) -> QuantisedExperts:
+def quantise_experts(weights: ExpertWeights, format: Format, products: Products = "bf16") -> QuantisedExperts:
     """Gate and up have blocks of their own, unless their rows take turns. The weights may go afterwards."""
     activation = weights.activation
     parts = 2 if activation.gated and not activation.interleaved else 1
@@ -219,6 +242,7 @@ def quantise_experts(weights: ExpertWeights, format: Format) -> QuantisedExperts
         weights.down_bias_EH,
         activation,
         weights.dtype,
+        products,
     )
 
 

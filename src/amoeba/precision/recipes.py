@@ -41,6 +41,9 @@ from amoeba.core.weights import AnyExperts, ExpertWeights
 
 Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto"]
 UNCHANGED: Precision = "bf16"
+W8A8: Literal["w8a8"] = (
+    "w8a8"  # of frozen experts, see `QuantisedExperts.products`: of a pass without gradients, and no recipe
+)
 AUTO: Precision = "auto"  # settled call by call, see `amoeba.backends.fp8_choice`
 SUMMARIES = {
     "fp8": "products of forward and the gradients of rows in e4m3, the gradients of weights in the run's dtype",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from amoeba.core.config import Activation, ActivationKind
 from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
-from amoeba.precision.recipes import Fp8Experts
+from amoeba.precision.recipes import W8A8, Fp8Experts
 from amoeba.proof.reference import experts as reference
 from amoeba.proof.reference import recipes
 
@@ -244,7 +244,7 @@ class Example:
     expert_TK: Tensor
     dy_TH: Tensor
     inputs: dict[str, Tensor]  # x, weight, gate_up, down, and the biases and LoRA factors where there are any
-    truth: dict[str, Tensor]  # output and the gradient of each input
+    truth: dict[str, Tensor]  # output, the same without gradients (inference), and the gradient of each input
 
 
 Represent = Callable[[ExpertWeights], ExpertWeights]
@@ -275,6 +275,9 @@ def _example(case: Case, dtype: torch.dtype, represent: Represent | None) -> Exa
     )
     problem = (inputs["x"], expert_TK, inputs["weight"])
     truth = {"output": forward(*problem)} | backward(dy_TH, *problem)
+    truth["inference"] = truth["output"]
+    if isinstance(weights, Fp8Experts) and weights.recipe == W8A8 and lora is None:
+        truth["inference"] = recipes.experts_forward(*problem, weights, dtype)
     return Example(expert_TK, dy_TH, inputs, truth)
 
 
@@ -284,7 +287,7 @@ def _reference(
     """Forward and backward for these weights."""
     found: Any = (reference.experts_forward, reference.experts_backward)
     more: dict[str, Any] = {"weights": weights, "lora": lora}
-    if isinstance(weights, Fp8Experts):
+    if isinstance(weights, Fp8Experts) and weights.recipe != W8A8:
         found, more = (recipes.experts_forward, recipes.experts_backward), {"weights": weights, "dtype": dtype}
     forward, backward = (functools.partial(function, **more) for function in found)
     return forward, backward

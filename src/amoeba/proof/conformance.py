@@ -160,9 +160,10 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
         gradients = torch.autograd.grad(found["output"], list(wanted.values()), dy_TH)
     found |= dict(zip(wanted, gradients, strict=True))
     stages = _stages(tensors, routing, case, placement, dy_TH)
-    truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return {name: relative_error(name, found[name], truth[name], dtypes.get(name, dtype)) for name in found} | stages
+    return {
+        name: relative_error(name, found[name], made.truth[name], dtypes.get(name, dtype)) for name in found
+    } | stages
 
 
 def _stages(

@@ -207,9 +207,8 @@ def check_divided(
     found = joined(divided, processes.run(compute_share, [(share,) for share in shares(divided, dtype, ranks)]), ranks)
     (alone,) = processes.run(compute_share, [(whole(divided, dtype),)])
     made = _example(divided, dtype)
-    truth = made.truth | {"inference": made.truth["output"]}
     dtypes = {name: weight_dtype(divided.case, dtype) if name == "weight" else dtype for name in found}
-    errors = {name: relative_error(name, found[name], truth[name], dtypes[name]) for name in found}
+    errors = {name: relative_error(name, found[name], made.truth[name], dtypes[name]) for name in found}
     return errors, [name for name in found if name not in _SUMS and not torch.equal(found[name], alone[name])]
 
 

@@ -70,6 +70,7 @@ class Plan:
     KEEP: bool  # write the product in bf16 as well as what its activation gives
     CODED: bool = False  # what KEEP writes is in e4m3
     CUT: bool = False  # the last block of a width is half full
+    APART: bool = False  # gates and ups have blocks of their own
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -130,7 +131,7 @@ class Plan:
     @property
     def SHIFTED(self) -> bool:
         """A tile's columns of up may lie in two blocks."""
-        return self.PAIRED and self.CUT
+        return self.PAIRED and self.CUT and not self.APART
 
     @property
     def COLUMNS(self) -> int:
@@ -256,11 +257,12 @@ def _launch(
     columns = width // 2 if plan.PAIRED else width
     plan = replace(plan, VARIANT=variant_of(plan, depth, columns), ORDER=order_of_tiles(plan, width * depth))
     fit = rows.shape[1] == depth and out.shape[1] == columns and not (depth % WIDTH or columns % WIDTH)
-    fit = fit and not (plan.CODED and plan.SHIFTED)
+    fit = fit and not (plan.CODED and plan.PAIRED and plan.CUT) and matrix_EOW.format.block == (BLOCK, BLOCK)
+    fit = fit and (matrix_EOW.parts == 1 or plan.APART or not columns % BLOCK)
     given = (rows.data, rows.scales, matrix_EOW.data, matrix_EOW.scales)
     check_arguments(
         fit and all(tensor.is_contiguous() for tensor in given),
-        "contiguous codes and scales, of sizes that are multiples of 64",
+        "contiguous codes and scales, of sizes that are multiples of 64, in blocks of 128",
         rows=rows.data,
         matrix=matrix_EOW.data,
         out=out,
@@ -333,7 +335,7 @@ def up(
     """h = gathered x · gate_upᵀ + bias, rounded to bf16, and a = act(h), quantised; h is written where it is given, in
     bf16 or, rounded once more, in e4m3 (not where a block holds gates and ups: half of them are in another tile).
 
-    The weights are stored (J, H), all gates before all ups.
+    The weights are stored (J, H), all gates before all ups, with blocks of their own (`parts`) or counted through both.
     """
     plan = Plan(
         ACTIVATE=True,
@@ -342,6 +344,7 @@ def up(
         KEEP=h_NJ is not None,
         CODED=isinstance(h_NJ, QuantisedMatrix),
         CUT=_cut(x_TH.columns, a_NI.columns),
+        APART=gate_up_EJH.parts == 2 and _cut(a_NI.columns),
         **constants(activation),  # type: ignore[arg-type]
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)

@@ -5,7 +5,7 @@ Launched by `amoeba.kernels.hopper.fp8_gemm`, which says what it computes.
 Widths are multiples of 64. Where one is no multiple of 128 its last block of scales is half full: the copy engine reads
 zeros behind the end of a row, gathered rows are masked, and columns behind the last one count for no scale. Blocks of a
 gated matrix are counted through gates and ups, so that with an odd number of 64 gates each 128 columns of up lie in two
-blocks, half in each.
+blocks, half in each; those of files are counted apart.
 
 What the parts take in common goes in tuples:
 
@@ -34,6 +34,7 @@ from amoeba.kernels.activation import gated
 from amoeba.kernels.hopper.epilogue import add_bias
 from amoeba.kernels.hopper.fp8_gemm_overlapped import consume_overlapped
 from amoeba.kernels.hopper.fp8_gemm_parts import (
+    blocks_of_matrix,
     first_scales,
     keep,
     load_scales,
@@ -192,7 +193,7 @@ def _consume_in_order(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     buffer = staging.index(WARPGROUP * PLAN.BUFFERS)
     steps = gl.cdiv(depth, BLOCK)
-    blocks = gl.cdiv(width, BLOCK)
+    blocks = blocks_of_matrix(width, columns, PLAN)
     count = 0
     if PLAN.PREFETCHED:
         expert, row, end, n = clamped_place(

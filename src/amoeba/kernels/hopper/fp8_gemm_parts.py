@@ -73,11 +73,23 @@ def scales_of_columns(
 def blocks_of_columns(n, columns, blocks, PLAN: gl.constexpr):
     """Of an expert's matrix those that a tile's left half, its right half, and that one's last 64 columns lie in."""
     BLOCK: gl.constexpr = PLAN.BLOCK
-    if PLAN.PAIRED:
+    if PLAN.APART:
+        second = n + gl.cdiv(columns, BLOCK)
+        return n, second, second
+    elif PLAN.PAIRED:
         return n, n + columns // BLOCK, gl.minimum(n + (columns + BLOCK // 2) // BLOCK, blocks - 1)
     else:
         second = gl.minimum(2 * n + 1, blocks - 1)
         return 2 * n, second, second
+
+
+@gluon.jit
+def blocks_of_matrix(width, columns, PLAN: gl.constexpr):
+    """Of scales, down an expert's matrix."""
+    if PLAN.APART:
+        return 2 * gl.cdiv(columns, PLAN.BLOCK)
+    else:
+        return gl.cdiv(width, PLAN.BLOCK)
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, fp8_training_columns
 from amoeba.precision.quantised import quantise
-from amoeba.precision.recipes import Fp8Experts
+from amoeba.precision.recipes import W8A8, Fp8Experts
 from amoeba.proof.reference.experts import activate, activate_backward
 
 
@@ -44,9 +44,11 @@ def quantised_columns(rows_TW: Tensor) -> Tensor:
 def experts_forward(
     x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, weights: Fp8Experts, dtype: torch.dtype
 ) -> Tensor:
+    """With w8a8 for a recipe: the weights are the numbers that codes stand for already."""
     y_TH = torch.zeros_like(x_TH)
-    quantised_x, quantised_down = quantised_rows(x_TH), quantised_weight(weights.down_EHI)
-    gate_up = quantised_weight(weights.gate_up_EJH)
+    quantised_x, gate_up, quantised_down = quantised_rows(x_TH), weights.gate_up_EJH, weights.down_EHI
+    if weights.recipe != W8A8:
+        gate_up, quantised_down = quantised_weight(gate_up), quantised_weight(quantised_down)
     for e in range(weights.num_experts):
         token, slot = torch.where(expert_TK == e)
         h = _hidden(quantised_x[token], e, gate_up, weights, dtype)
