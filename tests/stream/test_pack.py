@@ -168,35 +168,15 @@ def test_layers_that_are_packed_are_not_packed_again(model, tmp_path):
 
 def test_a_full_disk_leaves_what_the_next_run_goes_on_with(model, undisturbed, tmp_path, monkeypatch):
     """At each of the writes in turn, of blobs and of the small files."""
-    true_open, writes = open, [0]
+    true_write, writes = os.pwrite, [0]
 
-    def spend() -> None:
+    def write(file: int, data: memoryview, offset: int) -> int:
         writes[0] -= 1
         if writes[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
+        return true_write(file, data[: max(1, len(data) // 2)], offset)  # a write may do less than it was asked for
 
-    class Full:
-        def __init__(self, file: Any) -> None:
-            self._file = file
-
-        def write(self, data: memoryview) -> int:
-            spend()
-            return self._file.write(data[: max(1, len(data) // 2)])  # a write may do less than it was asked for
-
-        def __enter__(self) -> Full:
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            self._file.close()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)
-
-    def opened(path: Any, mode: str = "r", **more: Any) -> Any:
-        file = true_open(path, mode, **more)
-        return Full(file) if "w" in mode else file
-
-    monkeypatch.setattr(packing, "open", opened, raising=False)
+    monkeypatch.setattr(os, "pwrite", write)
     for room in (0, 1, 5, 17, 60, 120):
         store = tmp_path / f"store{room}"
         writes[0] = room

@@ -117,17 +117,21 @@ def quantise(matrix: Tensor, format: Format, *, parts: int = 1) -> QuantisedMatr
     if matrix.dim() < 2 or not matrix.is_floating_point() or parts < 1 or matrix.shape[-2] % parts:
         got = f"{matrix.dtype} {tuple(matrix.shape)}, parts {parts}"
         raise bad_value("matrix", "(..., rows, columns) of floating point, in equal parts", got, "stack its rows")
-    *leading, rows, columns = matrix.shape
-    counts = block_counts(rows, columns, format, parts)
-    scale_dtype = torch.float32 if format.scale == "fp32" else torch.uint8
-    data = torch.empty((*leading, rows, format.stored_columns(columns)), dtype=torch.uint8, device=matrix.device)
-    scales = torch.empty((*leading, *counts), dtype=scale_dtype, device=matrix.device)
-    matrix_scale = None
-    if format.has_matrix_scale:
-        matrix_scale = torch.empty(leading, dtype=torch.float32, device=matrix.device)
-    quantised = QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
+    quantised = empty_quantised(tuple(matrix.shape), format, parts, matrix.device)
     quantise_again(matrix, quantised)
     return quantised
+
+
+def empty_quantised(
+    shape: tuple[int, ...], format: Format, parts: int = 1, device: torch.device | str = "cpu"
+) -> QuantisedMatrix:
+    """With room for a matrix, or a stack of matrices, of this shape."""
+    *leading, rows, columns = shape
+    scale_dtype = torch.float32 if format.scale == "fp32" else torch.uint8
+    data = torch.empty((*leading, rows, format.stored_columns(columns)), dtype=torch.uint8, device=device)
+    scales = torch.empty((*leading, *block_counts(rows, columns, format, parts)), dtype=scale_dtype, device=device)
+    matrix_scale = torch.empty(leading, dtype=torch.float32, device=device) if format.has_matrix_scale else None
+    return QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
 
 
 def quantise_again(matrix: Tensor, into: QuantisedMatrix) -> None:

@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all, and numbers that JSON can hold.
 
 write_whole(path, text)         # over what was there
+file = WholeFile(path)          # of any size, written at any offset; `finish` gives it its name
 write_new(path, text)           # FileExistsError where something is there
 replace_folder(staged, target)  # over what was there
 default_folder()                # for what is kept between processes
@@ -23,6 +24,7 @@ from typing import Any
 
 from amoeba.core.errors import bad_value
 
+STAGED = ".writing"  # behind the name of a file that is not whole yet
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
@@ -43,6 +45,54 @@ def write_whole(path: Path, text: str) -> None:
 def write_new(path: Path, text: str) -> None:
     with _staged(path, text) as staged:
         os.link(staged, path)  # unlike a rename, fails where the name is taken
+
+
+class WholeFile:
+    """A file that gets its name when all of it is on the disk. A process killed before leaves a staged file, which the
+    next writer of the same path overwrites. Any thread may write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._staged = path, path.with_name(path.name + STAGED)
+        self._handle = os.open(self._staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+        self._is_open = True
+
+    def write(self, offset: int, data: memoryview) -> None:
+        while data:
+            done = os.pwrite(self._handle, data, offset)
+            data, offset = data[done:], offset + done
+
+    def finish(self) -> None:
+        os.fsync(self._handle)
+        self._close()
+        os.replace(self._staged, self._path)
+        sync_folder(self._path.parent)
+
+    def discard(self) -> None:
+        """Nothing of it stays, unless it is finished."""
+        if self._is_open:
+            self._close()
+        self._staged.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self._is_open = False
+        os.close(self._handle)
+
+
+@contextmanager
+def appears_whole(path: Path) -> Iterator[Callable[[memoryview], None]]:
+    """A `WholeFile` written from its beginning to its end."""
+    file, end = WholeFile(path), 0
+
+    def write(data: memoryview) -> None:
+        nonlocal end
+        file.write(end, data)
+        end += len(data)
+
+    try:
+        yield write
+        file.finish()
+    finally:
+        file.discard()
 
 
 def check_can_write(path: Path) -> None:

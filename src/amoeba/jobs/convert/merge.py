@@ -34,9 +34,9 @@ from amoeba.integrations.model_folder import (
 from amoeba.jobs.convert.merged_adapters import check_not_merged, note_merged
 from amoeba.lora.attaching import Attached
 from amoeba.stream.store.buffers import Memory
-from amoeba.stream.store.packing import appears_whole, copy_small_files
+from amoeba.stream.store.packing import copy_small_files
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, TensorEntry, checkpoint_tensors, header_of
-from amoeba.system.files import write_whole
+from amoeba.system.files import appears_whole, write_whole
 
 _CONFIG = "config.json"
 

@@ -44,9 +44,8 @@ from amoeba.stream.store.index import (
 from amoeba.stream.store.packed import PackedStore
 from amoeba.stream.store.reading import checksum_of
 from amoeba.stream.store.tensor_files import TensorEntry, header_of
-from amoeba.system.files import sync_folder
+from amoeba.system.files import STAGED, appears_whole, sync_folder
 
-_STAGED = ".writing"
 _CHUNK = 16 * 2**20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a model's folder has beside its weights: config, tokenizer, chat template, licence, code of its own.
@@ -278,7 +277,7 @@ class _Packing:
             raise StoreError(self.out, f"{_gib(needed)} of room", got, "free some space, or choose another --out")
 
     def _remove_staged(self) -> None:
-        for path in [*self.out.glob(f"*{_STAGED}"), *self.out.glob(f"experts/*{_STAGED}")]:
+        for path in [*self.out.glob(f"*{STAGED}"), *self.out.glob(f"experts/*{STAGED}")]:
             path.unlink()
 
 
@@ -315,25 +314,6 @@ def copy_small_files(folder: Path, out: Path, *, but: Sequence[str] = ()) -> dic
     return copied
 
 
-@contextmanager
-def appears_whole(path: Path) -> Iterator[Callable[[memoryview], None]]:
-    """Gets its name when all of it is on the disk; a process killed before leaves a file that the next one removes."""
-    staged = path.with_name(path.name + _STAGED)
-    try:
-        with open(staged, "wb", buffering=0) as file:
-
-            def write(data: memoryview) -> None:
-                while data:
-                    data = data[file.write(data) :]
-
-            yield write
-            os.fsync(file.fileno())
-        os.replace(staged, path)
-        sync_folder(path.parent)
-    finally:
-        staged.unlink(missing_ok=True)
-
-
 def _write_json(path: Path, facts: dict[str, Any]) -> None:
     with appears_whole(path) as write:
         write(memoryview(json.dumps(facts).encode()))
@@ -341,7 +321,7 @@ def _write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def _is_new(folder: Path) -> bool:
     """Nothing in it but what a process left that was killed as it began."""
-    return folder.is_dir() and all(path.match(f"*{_STAGED}") for path in folder.iterdir())
+    return folder.is_dir() and all(path.match(f"*{STAGED}") for path in folder.iterdir())
 
 
 def _sidecar(path: Path) -> Path:
