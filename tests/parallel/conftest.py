@@ -9,5 +9,5 @@ from amoeba.parallel.processes import LocalRanks
 @pytest.fixture(scope="session")
 def processes() -> Iterator[LocalRanks]:
     """Four processes, of which the first two and the first three are groups, too. Starting them takes seconds."""
-    with LocalRanks(4, preload=rank_jobs.PRELOAD) as started:
-        yield started
+    with rank_jobs.started(4) as found:
+        yield found

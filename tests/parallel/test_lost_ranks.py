@@ -15,11 +15,11 @@ import torch
 
 import rank_jobs
 from amoeba.parallel import Ranks
-from amoeba.parallel.processes import LocalRanks, RankFailed
+from amoeba.parallel.processes import RankFailed
 
 
 def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
-    with LocalRanks(3, preload=rank_jobs.PRELOAD) as processes:
+    with rank_jobs.started(3) as processes:
         vain, _ = processes.run(rank_jobs.wait_in_vain, [(0, 1.0), (1, 1.0)])
         waited = r"rank 0 waited \d+\.\d s \(deadline 1 s\) for the numbers of tokens to come, exchange 1, "
         assert re.match(waited, vain), vain
@@ -37,7 +37,7 @@ def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="peers is interpreted on a CPU only where there is no GPU")
 def test_a_kernel_that_waits_has_the_same_deadline() -> None:
-    with LocalRanks(2) as processes:
+    with rank_jobs.started(2) as processes:
         vain, _ = processes.run(rank_jobs.wait_for_peers_in_vain, [(0,), (1,)])
     assert vain.startswith("rank 0 waited 0.5 s on its device for ids and routing weights, exchange 2, from rank 1;")
     assert "0 of 2 parts had come. Look at the output of rank 1" in vain

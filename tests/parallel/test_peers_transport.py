@@ -102,7 +102,7 @@ def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(p
 
 @interpreted
 def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_is_dropped() -> None:
-    with LocalRanks(2) as processes:  # which cannot go on afterwards
+    with rank_jobs.started(2) as processes:  # which cannot go on afterwards
         both = processes.run(too_many, [(rank, {"most_rows": 3}) for rank in range(2)])
     chosen_TK = rank_jobs.tokens()[1].expert_TK
     slots = [2 * int((chosen_TK < 3).sum()), 2 * int((chosen_TK >= 3).sum())]  # rank 0 owns three experts of five

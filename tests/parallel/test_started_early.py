@@ -32,7 +32,7 @@ def test_rows_that_the_backward_did_not_take_end_with_an_error() -> None:
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[LocalRanks]:
     """Where no larger layer has made cells larger."""
-    with LocalRanks(3, preload=rank_jobs.PRELOAD) as found:
+    with rank_jobs.started(3) as found:
         yield found
 
 

@@ -18,16 +18,30 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import quick_interpreter
 from amoeba import ExpertWeights, Routing, experts, with_precision
 from amoeba.parallel import Owners, RankLost, Ranks, ShardedExperts, shard_experts
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.processes import first_processes
+from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.parallel.rank_zero import RankZero
 from amoeba.parallel.transports import peers
 
 E, H, I = 5, 16, 24
 # what the jobs below need, and takes seconds in each process
-PRELOAD = ("transformers.trainer", "peft", "amoeba.jobs.train.train", "amoeba.jobs.finetune.finetune")
+PRELOAD = (
+    "transformers.trainer",
+    "peft",
+    "amoeba.jobs.train.train",
+    "amoeba.jobs.finetune.finetune",
+    "amoeba.backends.triton",
+)
+
+
+def started(count: int) -> LocalRanks:
+    """Processes that interpret kernels as quickly as this one does."""
+    processes = LocalRanks(count, preload=PRELOAD)
+    processes.run(quick_interpreter.install, [()] * count)
+    return processes
 
 
 def sharded_layer(

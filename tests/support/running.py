@@ -36,8 +36,7 @@ gc.disable()  # until all is imported and collected: two seconds of looking thro
 torch.set_num_threads(1)
 with torch.device("meta"):
     torch.empty(0)  # torch notes at first use what makes tensors: not while a test has put something in its place
-if os.environ.get("TRITON_INTERPRET") == "1":
-    quick_interpreter.install()
+quick_interpreter.install()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
