@@ -40,7 +40,6 @@ ACTIVATIONS = {
 }
 TENSORS = ("x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", "up_lora_a", "down_lora_b")
 BACKENDS = ("eager", "grouped", "cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 def layer_with(name, value, activation=None, **how):

@@ -21,8 +21,6 @@ from amoeba.routing.router import load_balance_loss
 from selection import each_value_once
 from small_layer import Layer, kernel_device
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 
 def through_experts(backend, **how):
     layer = Layer(**how).to(kernel_device() if backend == "triton" else "cpu")

@@ -142,7 +142,6 @@ def test_few_rows_are_decoded_from_the_codes(shape: str, tokens: int, monkeypatc
     assert (halves - truth).norm() <= 1e-2 * truth.norm()
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_where_bf16_is_multiplied_experts_are_dequantised_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their products are torch's where there are no fused passes, as `eager`'s are."""
     monkeypatch.setattr(cpu_features, "has_bf16_instructions", lambda: True)

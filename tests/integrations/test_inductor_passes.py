@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -46,7 +47,7 @@ class Compiled:
             graph.graph.lint()
             graph.recompile()
         self.calls += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        return graph
+        return make_boxed_func(graph)
 
 
 def layer(order: str = "residual first") -> tuple[Any, list[Tensor]]:

@@ -29,7 +29,6 @@ from selection import quick
 from tiny_models import build, experts_classes, save_byte_tokenizer, token_ids
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # where this CPU has no bf16
 # gates and none, transposed, interleaved, biased, stacked, a norm after the expert, state spaces
 FAMILIES = ("qwen3_moe", "gpt_oss", "nemotron_h")
 NO_ENGINE = cpu_placements._why_not()

@@ -65,7 +65,6 @@ ENDS = {
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
 def test_every_code_and_the_ends_of_the_scales(format: Format, device: torch.device) -> None:
     ends = ENDS[format.scale]
     matrix = quantise(torch.zeros(len(ends), 2, 256, device=device), format)

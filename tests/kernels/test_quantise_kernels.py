@@ -13,8 +13,6 @@ from amoeba.kernels.activate import activate_backward
 from amoeba.kernels.quantise import empty_rows, empty_weights, quantise_rows, quantise_weights
 from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, quantise
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 
 def assert_same_bits(found: QuantisedMatrix, expected: QuantisedMatrix) -> None:
     assert torch.equal(found.scales, expected.scales)

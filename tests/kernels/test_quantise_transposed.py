@@ -21,8 +21,6 @@ from amoeba.kernels.quantise_transposed import (
 from amoeba.precision import quantise
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, fp8_training_columns
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 # Rows of each expert: none, fewer than a block, whole blocks, one more.
 COUNTS = [(1, 0, 199), (63, 128, 5, 0), (0, 257, 0), (0, 0)]
 UNOWNED = 3  # rows of sentinels behind them

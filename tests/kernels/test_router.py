@@ -51,7 +51,6 @@ CONFIGS = {
 }
 SIZES = (0, 1, 63)
 # numpy, in the interpreter, is not used to infinities
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 by_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 

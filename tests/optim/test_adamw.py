@@ -19,7 +19,6 @@ from selection import each_value_once, quick
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 STATES = pytest.mark.parametrize("states", ["float32", "bfloat16"])
-needs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 def way(name: str, optimizer: AdamW) -> AdamW:
@@ -79,7 +78,6 @@ def test_steps_too_small_for_bf16_add_up():
     assert torch.equal(parameter, torch.full_like(parameter, 0.99))
 
 
-@needs_kernels
 @quick(lambda dtype, states, gradient_dtype: gradient_dtype == dtype or (dtype, states) == (torch.bfloat16, "float32"))
 @BOTH
 @STATES
@@ -109,7 +107,6 @@ def test_roots_are_the_nearest_numbers(by_mkl, monkeypatch):
     assert torch.equal(torch_step.nearest_root(numbers), torch.from_numpy(np.sqrt(numbers.numpy())))
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", ["torch", "kernels"])
 def test_options_may_be_whole_numbers(name):
     results = []
@@ -123,7 +120,6 @@ def test_options_may_be_whole_numbers(name):
     assert same(*results)
 
 
-@needs_kernels
 @BOTH
 def test_kernels_find_the_norm_and_clip_by_it(dtype):
     optimizers, norms = [], []
@@ -142,7 +138,6 @@ def test_kernels_find_the_norm_and_clip_by_it(dtype):
     assert same(*optimizers)
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", ["torch", "kernels"])
 def test_gradients_may_lie_anyhow_in_memory(name):
     def trained(place):
@@ -169,7 +164,6 @@ def test_gradients_may_lie_anyhow_in_memory(name):
             assert torch.equal(found, wanted), place.__name__
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", ["torch", "kernels"])
 def test_a_parameter_that_lies_transposed_in_memory_trains_like_another(name):
     results = []
@@ -183,7 +177,6 @@ def test_a_parameter_that_lies_transposed_in_memory_trains_like_another(name):
     assert torch.equal(*results)
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", ["torch", "kernels"])
 def test_what_is_not_a_number_is_seen_in_the_parameter(name):
     (parameter,) = parameters(torch.bfloat16, shapes=[(1024,)])
@@ -198,7 +191,6 @@ def test_what_is_not_a_number_is_seen_in_the_parameter(name):
     assert optimizer.state[parameter]["exp_avg"][:4].isfinite().logical_not().all()
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", ["torch", "kernels"])
 def test_who_keeps_something_of_a_parameter_sees_by_its_version_that_it_changed(name):
     of = parameters(torch.bfloat16, shapes=[(8,), (9,)])

@@ -69,7 +69,6 @@ OTHERS = range(0, TOKENS, 2)
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 # numpy, in Triton's interpreter, is not used to infinities
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 def inputs(config):
