@@ -134,3 +134,12 @@ def test_torchrun_ends_at_once_with_what_differs(inputs: Path, tmp_path: Path, e
     assert done.returncode != 0 and seconds < 120  # long before the deadline
     assert f"{more[0]}: expected the same on all ranks" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_a_host_does_not_see_is_refused(processes: LocalRanks, tmp_path: Path) -> None:
+    shared, other = str(tmp_path / "run"), str(tmp_path / "of another host")
+    assert processes.run(rank_jobs.see_folder, [(rank, 2, shared) for rank in range(2)]) == ["seen", "seen"]
+    first, second = processes.run(rank_jobs.see_folder, [(0, 2, shared), (1, 2, other)])
+    assert second.startswith("--out: expected a folder on a file system that all hosts share (process ")
+    assert f"got {other}, which is another one on " in second
+    assert "rank 1 failed: --out: expected a folder on a file system" in first

@@ -1,22 +1,29 @@
-"""torchrun itself: processes that meet by its environment, its signals, and a rank that is killed."""
+"""torchrun itself: processes that meet by its environment and again after a restart, its signals, a killed rank."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
-from amoeba.jobs.train.run_folder import checkpoints
-from tiny_runs import make_inputs
+from amoeba.cli import app
+from amoeba.jobs.train.run_folder import checkpoints, run_folder
+from amoeba.parallel.launcher import _own_part
+from tiny_runs import kept_weights, make_inputs
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60.0
@@ -117,3 +124,79 @@ def test_a_signal_stops_two_by_two_ranks_with_a_checkpoint(grid: Launched) -> No
     assert said.count("stopping after this step") == 1
     assert "continue with: torchrun --nproc-per-node 4 -m amoeba train --resume" in said
     assert (checkpoint / "optimizer-00003-of-00004.safetensors").is_file()
+
+
+# --- restarts
+
+
+def meet(server: dist.TCPStore, ranks: Sequence[int], count: int, late: float = 0.0) -> dict[int, dist.Store | str]:
+    """What each of the ranks has after they met; those behind the first come later."""
+    found: dict[int, dist.Store | str] = {}
+
+    def join(rank: int, seconds: float) -> None:
+        time.sleep(seconds)
+        timeout = datetime.timedelta(seconds=1)
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+        try:
+            found[rank] = _own_part(client, rank, count, deadline=1.0)
+        except RuntimeError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank, late * at)) for at, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_restarted_ranks_do_not_find_what_the_ended_ones_left_in_the_store(order: tuple[int, ...]) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for late in (0.0, 0.1, 0.1):
+        stores = meet(server, order, 3, late)
+        assert not any(store.check(["address of rank 0"]) for store in stores.values())
+        stores[0].set("address of rank 0", "here")
+        assert all(store.get("address of rank 0") == b"here" for store in stores.values())
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet(server, (0, 1, 2, 3), 4)  # of these word is left
+    assert meet(server, (0, 2), 4)[0] == "nothing from ranks 1, 3"
+
+
+def test_the_same_command_resumes_where_torchrun_may_restart_it(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", "--model", str(inputs / "base"), "--data", str(inputs / "train.jsonl"), "--dtype", "float32"]
+    words += ["--steps", "4", "--save-every", "2", "--sequence-length", "32", "--out", str(tmp_path / "run")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    weights = kept_weights(tmp_path / "run", "train")
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2 and "--out: expected a folder without a run" in refused.stderr
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0 and "already finished after 4 steps" in ended.stderr
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"final"' not in line))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-4")  # as if it had been killed before that one
+    resumed = CliRunner().invoke(app, words)
+    assert resumed.exit_code == 0 and "resuming from checkpoint-2" in resumed.stderr
+    assert kept_weights(tmp_path / "run", "train") == weights
+    other = CliRunner().invoke(app, [*words, "--learning-rate", "1"])
+    assert other.exit_code == 2 and "--learning-rate: expected 0.002, as in the run" in other.stderr
+    chosen = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "run"), "--from", "2"])
+    assert chosen.exit_code == 2 and "--from: expected torchrun without --max-restarts" in chosen.stderr
+
+
+def test_a_restarted_run_waits_until_the_ended_one_lets_go_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    said: list[str] = []
+    earlier = run_folder(str(tmp_path / "run"), False, said.append)
+    earlier.__enter__()
+    threading.Timer(0.3, earlier.__exit__, (None, None, None)).start()
+    with run_folder(str(tmp_path / "run"), False, said.append):
+        assert [text.partition(" for ")[0] for text in said] == ["waiting up to 120 s"]

@@ -252,6 +252,18 @@ def resumed_job(*arguments: Any) -> Any:
     return run_job(*arguments, resume=True)
 
 
+def see_folder(rank: int, count: int, folder: str) -> str:
+    """What a rank says whose folder for the run may be another one than that of rank 0."""
+    from amoeba.jobs.train import run_folder as module
+
+    module._SECONDS_UNTIL_SEEN = 0.2
+    try:
+        with module.run_folder(folder, False, print, RankZero(Ranks(first_processes(count), deadline=60.0))):
+            return "seen"
+    except (ValueError, RankLost) as error:
+        return str(error)
+
+
 def fail_to_write(rank: int, told: dict[str, Any], whose: int = 1) -> str:
     """What each of two ranks says when the disk of one is full at the second checkpoint."""
     import safetensors.torch

@@ -13,13 +13,21 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.core.errors import bad_value
-from amoeba.jobs.train.run_folder import Silent
-from amoeba.parallel.launcher import deadline_seconds, is_launched, launched_ranks
+from amoeba.jobs.train.run_folder import Silent, holds_a_run
+from amoeba.parallel.launcher import (
+    SHARED_STORE,
+    cannot_replace_hosts,
+    deadline_seconds,
+    is_launched,
+    launched_ranks,
+    may_restart,
+)
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.ranks import Ranks
 from amoeba.system.shell import shell_words
@@ -62,8 +70,19 @@ def _with_torchrun(words: list[str]) -> str:
 def job_over_ranks(
     job: Callable[..., Report], settings: Any, output: Output, *, resume: bool, **options: Any
 ) -> tuple[Report, bool]:
-    """What `job` reports, and whether this process is the one that speaks."""
+    """What `job` reports, and whether this process is the one that speaks.
+
+    Where torchrun may restart the command, it goes on with the run that it began: the command line does not change."""
+    if may_restart() and options.get("start_from"):
+        expected = "torchrun without --max-restarts: every restart would begin from this checkpoint"
+        raise bad_value("--from", expected, options["start_from"], "leave out one of the two")
     with over_ranks(settings.experts, output, resume=resume) as rank_zero, closing(RunConsole(output)) as console:
         said_by = console if rank_zero.here else Silent()
+        if may_restart() and not resume:
+            resume = rank_zero.tell(lambda: holds_a_run(Path(settings.out)), "whether the run has begun")
+        if cannot_replace_hosts():
+            said_by.say(
+                f"torchrun can restart the ranks, but not replace a lost host: set {SHARED_STORE}=1 on all hosts"
+            )
         report = job(settings, said_by, resume=resume, rank_zero=rank_zero, **options)
     return report, rank_zero.here

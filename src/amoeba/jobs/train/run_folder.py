@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from amoeba.core.errors import bad_value
 from amoeba.jobs.train.manifest import with_digest
+from amoeba.parallel.launcher import may_restart
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.system.files import put_back, write_whole
 from amoeba.system.shell import shell_words
@@ -29,6 +30,9 @@ from amoeba.system.shell import shell_words
 _UNFINISHED = "writing"  # the checkpoint that is being written
 _SET_ASIDE = "set-aside-"
 _LOCK = ".lock"
+# A file server keeps the lock of a host that is gone for some time: NFSv4 for 90 s.
+_SECONDS_AFTER_A_RESTART = 120.0
+_SECONDS_UNTIL_SEEN = 15.0  # by other hosts: NFS looks for what is new every few seconds
 
 
 class Console(Protocol):
@@ -79,7 +83,24 @@ def run_folder(out: str, resume: bool, say: Callable[[str], None], rank_zero: Ra
         with rank_zero.all_or_none("the run's folder"):
             if rank_zero.here:
                 held.enter_context(_checked(Path(out), resume, say))
+        _check_shared(Path(out), rank_zero)
         yield Path(out)
+
+
+def _check_shared(folder: Path, rank_zero: RankZero) -> None:
+    """ValueError before the first step where a rank on another host does not see the folder, in which each writes its
+    part of a checkpoint and from which each reads."""
+    if rank_zero.count == 1:
+        return
+    held_by = rank_zero.tell(lambda: (folder / _LOCK).read_text(), "who uses the run's folder")
+    ends, lock = time.monotonic() + _SECONDS_UNTIL_SEEN, folder / _LOCK
+    with rank_zero.all_or_none("the run's folder on all hosts"):
+        while not (lock.is_file() and lock.read_text() == held_by):
+            if time.monotonic() > ends:
+                expected = f"a folder on a file system that all hosts share ({held_by} writes to it)"
+                got = f"{folder}, which is another one on {socket.gethostname()}"
+                raise bad_value("--out", expected, got, "choose a folder that every host sees under this name")
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -97,7 +118,7 @@ def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator
     except OSError as error:
         raise bad_value("--out", "a writable folder", f"{folder} ({error})", "choose another folder") from error
     with _locked(folder, "--resume" if resume else "--out", say):
-        if not resume and (folder / "metrics.jsonl").exists():
+        if not resume and holds_a_run(folder):
             raise bad_value(
                 "--out",
                 "a folder without a run",
@@ -109,6 +130,10 @@ def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator
         finally:
             if made:
                 _remove_if_empty(folder)
+
+
+def holds_a_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").exists()
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -128,7 +153,7 @@ def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[N
         return
     with (folder / _LOCK).open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _wait_for_lock(file, _SECONDS_AFTER_A_RESTART if may_restart() else 0.0, say)
         except BlockingIOError:
             file.seek(0)
             got = f"{folder}, which {file.read().strip() or 'another process'} is using"
@@ -142,6 +167,21 @@ def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[N
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         yield
+
+
+def _wait_for_lock(file: TextIO, seconds: float, say: Callable[[str], None]) -> None:
+    ends, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= ends:
+                raise
+        if not told:
+            file.seek(0)
+            say(f"waiting up to {seconds:g} s for {file.read().strip() or 'another process'} to release {file.name}")
+            told = True
+        time.sleep(0.1)
 
 
 def describe_run(

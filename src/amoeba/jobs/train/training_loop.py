@@ -48,6 +48,7 @@ from amoeba.jobs.train.run_folder import (
 from amoeba.jobs.train.saved_model import Artifact
 from amoeba.jobs.train.time_budget import TimeBudget
 from amoeba.jobs.train.trainer import FastTrainer, Rows
+from amoeba.parallel.launcher import hosts
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.shards import local_part
@@ -405,7 +406,9 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
     if log.stopped_by is not None:
         again = shell_command(trainer.command, "--resume", folder)
         if trainer.rank_zero.count > 1:
-            again = f"torchrun --nproc-per-node {trainer.rank_zero.count} -m {again}, or with any other number of ranks"
+            many = f"--nnodes {hosts()} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " if hosts() > 1 else ""
+            many += f"--nproc-per-node {trainer.rank_zero.count // hosts()}"
+            again = f"torchrun {many} -m {again}, or with any other number of ranks"
         say(f"stopped at step {trainer.state.global_step}; continue with: {again}")
         final_step, final = log.last_evaluation or losses[-1]
         result = checkpoints(folder)[-1]

@@ -1,0 +1,169 @@
+"""Two emulated hosts with torchrun on each: the losses of one host, bit by bit, also when a host is lost on the way.
+
+The hosts share the run's folder and the installation. Model and data are copies of each host's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+import rank_jobs
+from amoeba.jobs.train.run_folder import checkpoints, unfinished_checkpoint
+from amoeba.parallel.processes import LocalRanks
+from emulated_hosts import OWN_FILES, Host, Network, why_not
+from same_runs import check_same_run, lines, weights
+from tiny_runs import TOLD
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 300.0  # on a busy machine
+SETTINGS = TOLD | {"batch_size": 4, "log_every": 1, "dtype": "float32", "experts": "ranks"}
+
+
+class Job:
+    """`torchrun ... -m amoeba train ...`, started with the same words on node0 and node1."""
+
+    def __init__(self, network: Network, inputs: Path, folder: Path, per_host: int, hosts: str = "2") -> None:
+        self.network, self.inputs, self.run = network, inputs, folder / "run"
+        self.logs = {name: folder / f"{name}.log" for name in ("node0", "node1")}
+        config = SETTINGS | {"model": str(OWN_FILES / "base"), "data": str(OWN_FILES / "train.jsonl")}
+        (folder / "run.yaml").write_text(json.dumps(config))
+        self.words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts]
+        self.words += ["--nproc-per-node", str(per_host), "--max-restarts", "3", "--rdzv-backend", "c10d"]
+        self.words += ["--rdzv-endpoint", "node0:29500", "--rdzv-conf", "last_call_timeout=3", "-m", "amoeba", "train"]
+        self.words += ["--config", str(folder / "run.yaml"), "--out", str(self.run)]
+        self.environment = os.environ | {
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(OWN_FILES),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        self.hosts: dict[str, Host] = {}
+        self.torchruns: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, *names: str) -> None:
+        copy = f"cp -r {self.inputs}/base {self.inputs}/train.jsonl {OWN_FILES}"
+        for name in names:
+            self.hosts[name] = self.network.host(name)
+            words = ["sh", "-c", f'{copy} && exec "$@"', "sh", *self.words]
+            self.torchruns[name] = self.hosts[name].start(words, self.logs[name], self.environment)
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        ends = time.monotonic() + SECONDS
+        while not until():
+            assert time.monotonic() < ends, self.said()
+            assert all(process.poll() is None for process in self.torchruns.values()), self.said()
+            time.sleep(0.002)
+
+    def codes(self) -> list[int]:
+        return [process.wait(SECONDS) for process in self.torchruns.values()]
+
+    def said(self) -> str:
+        return "\n".join(f"--- {name}\n{log.read_text()}" for name, log in self.logs.items() if log.exists())
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Network() as made:
+        yield made
+
+
+def on_one_host(processes: LocalRanks, count: int, inputs: Path, folder: Path, **changes: Any) -> Path:
+    """The same run by as many ranks of one host, never interrupted."""
+    told = SETTINGS | {"model": str(inputs / "base"), "data": str(inputs / "train.jsonl"), "out": str(folder)}
+    processes.run(rank_jobs.run_job, [(rank, count, "train", told | changes) for rank in range(count)])
+    return folder
+
+
+def check_same_bits(found: Path, expected: Path) -> None:
+    for name in ("step_losses", "step_norms"):
+        ours, theirs = ([line[name] for line in lines(folder, "train")] for folder in (found, expected))
+        assert ours == theirs
+    assert [line["loss"] for line in lines(found, "eval")] == [line["loss"] for line in lines(expected, "eval")]
+    ours, theirs = (weights(folder / "model") for folder in (found, expected))
+    assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(
+    network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
+) -> None:
+    job = Job(network, inputs, tmp_path, per_host=1)
+    job.start("node0", "node1")
+    job.wait(lambda: bool(checkpoints(job.run)))
+    job.hosts["node1"].kill()
+    job.start("node1")
+    assert job.codes() == [0, 0], job.said()
+    said = job.logs["node0"].read_text()
+    assert "from rank 1, which did not report" in said
+    assert said.count("resuming from checkpoint-") == said.count("step 12/12") == 1
+    assert "loss" not in job.logs["node1"].read_text()  # one of them speaks
+    check_same_bits(job.run, on_one_host(processes, 2, inputs, tmp_path / "expected"))
+
+
+@pytest.mark.thorough
+def test_a_host_of_two_by_two_is_lost_while_a_checkpoint_is_written(
+    network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
+) -> None:
+    job = Job(network, inputs, tmp_path, per_host=2)
+    job.start("node0", "node1")
+    job.wait(lambda: bool(checkpoints(job.run)) and unfinished_checkpoint(job.run).exists())
+    job.hosts["node1"].kill()
+    job.start("node1")
+    assert job.codes() == [0, 0], job.said()
+    assert "resuming from checkpoint-" in job.logs["node0"].read_text()
+    assert not unfinished_checkpoint(job.run).exists()
+    check_same_bits(job.run, on_one_host(processes, 4, inputs, tmp_path / "expected"))
+
+
+@pytest.mark.thorough
+def test_without_the_host_of_the_rendezvous_all_end_and_the_same_command_resumes(
+    network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
+) -> None:
+    job = Job(network, inputs, tmp_path, per_host=1)
+    job.start("node0", "node1")
+    job.wait(lambda: bool(checkpoints(job.run)))
+    job.hosts["node0"].kill()
+    assert job.torchruns["node1"].wait(SECONDS) != 0
+    job.hosts["node1"].kill()
+    job.start("node0", "node1")
+    assert job.codes() == [0, 0], job.said()
+    check_same_bits(job.run, on_one_host(processes, 2, inputs, tmp_path / "expected"))
+
+
+@pytest.mark.thorough
+def test_a_run_that_may_have_fewer_hosts_goes_on_with_the_one_that_is_left(
+    network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
+) -> None:
+    job = Job(network, inputs, tmp_path, per_host=1, hosts="1:2")
+    job.start("node0", "node1")
+    job.wait(lambda: bool(checkpoints(job.run)))
+    job.hosts["node1"].kill()
+    assert job.torchruns["node0"].wait(SECONDS) == 0, job.said()
+    assert "there is one process, which has all experts" in job.logs["node0"].read_text()
+    check_same_run(job.run, on_one_host(processes, 2, inputs, tmp_path / "expected"), "model")
+
+
+@pytest.mark.thorough
+def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(
+    network: Network, inputs: Path, tmp_path: Path
+) -> None:
+    job = Job(network, inputs, tmp_path, per_host=1)
+    job.words[job.words.index("--out") + 1] = str(OWN_FILES / "run")
+    job.words[job.words.index("--max-restarts") + 1] = "0"
+    job.start("node0", "node1")
+    assert 0 not in job.codes()
+    assert "--out: expected a folder on a file system that all hosts share (process" in job.logs["node1"].read_text()
+    assert "step" not in job.logs["node0"].read_text()
