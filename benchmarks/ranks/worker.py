@@ -236,9 +236,8 @@ def _computed(setting: str) -> Callable[[], tuple[Tensor, ...]]:
 
 def _keeping_step() -> Callable[[], None]:
     """On the GPU, until all ranks have come here."""
-    from amoeba.kernels.peer_context import SLOTS
+    from amoeba.kernels.peer_context import ARRIVED, SLOTS, TAKEN
     from amoeba.kernels.peer_copies import count_everywhere, wait_for_room
-    from amoeba.kernels.peer_counters import ARRIVED, TAKEN
     from amoeba.kernels.peer_rows import wait_for_all
 
     exchange = _exchange("peers", gradients=False)

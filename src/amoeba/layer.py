@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amoeba.core.config import MoEConfig, RouterConfig
-from amoeba.core.differentiation import reverse_only
 from amoeba.core.errors import bad_value
+from amoeba.core.operators import reverse_only
 from amoeba.core.torch_internals import transformed
 from amoeba.core.weights import ExpertWeights
 from amoeba.experts import experts

@@ -157,8 +157,8 @@ def _of_ranks(dtype: torch.dtype) -> Launches:
 
 def _of_the_optimizer(dtype: torch.dtype) -> Launches:
     from amoeba.kernels import adamw
-    from amoeba.kernels.sum_of_squares import sum_of_squares
-    from amoeba.optim.batch import Coefficients
+    from amoeba.kernels.adamw import sum_of_squares
+    from amoeba.optim.torch_step import Coefficients
 
     if dtype == torch.float16:  # which nothing here trains in
         return {}

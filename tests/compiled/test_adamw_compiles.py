@@ -62,8 +62,7 @@ def compiled(kernel, types: dict[str, str], constants: dict[str, object], **opti
 
 def main() -> None:
     from amoeba.kernels import adamw
-    from amoeba.kernels import sum_of_squares as norm
-    from amoeba.optim.batch import Coefficients
+    from amoeba.optim.torch_step import Coefficients
 
     scalars = dict.fromkeys(adamw._update.kernel.arg_names[3:10], "fp32")
     assert len(scalars) + 1 == len(Coefficients._fields)
@@ -79,10 +78,10 @@ def main() -> None:
             enable_fp_fusion=False,
         )
     found["norm"] = compiled(
-        norm._sum_of_squares,
+        adamw._sum_of_squares,
         tables | {"partial": "*fp32"},
-        {"BF16": True, "CHUNK": norm.CHUNK, "BLOCK": norm.BLOCK},
-        num_warps=norm.WARPS,
+        {"BF16": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.SQUARES_BLOCK},
+        num_warps=adamw.SQUARES_WARPS,
         enable_fp_fusion=True,
     )
     print(json.dumps({name: dict(counts) | {"fma": counts["fma"]} for name, counts in found.items()}))

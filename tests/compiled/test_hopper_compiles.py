@@ -177,8 +177,7 @@ def launches() -> dict[str, Callable[[], None]]:
     from amoeba.kernels.hopper.wgrad import weight_gradient
     from amoeba.kernels.launch.persistent_grid import share_the_gpu
     from amoeba.kernels.lora.epilogue import Addend
-    from amoeba.kernels.quantise import empty_rows, empty_weights
-    from amoeba.kernels.quantise_transposed import BLOCK, SPARE, RowBlocks, Transposed
+    from amoeba.kernels.quantise import BLOCK, SPARE, RowBlocks, Transposed, empty_rows, empty_weights
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
     from amoeba.precision.quantised import block_counts
 

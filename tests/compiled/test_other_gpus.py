@@ -106,7 +106,6 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         cross_entropy,
         expert_sums,
         quantise,
-        quantise_transposed,
         router_balance,
         sort,
         weight_only_gemm,
@@ -219,11 +218,11 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
                 a, h, scale, order, activation, h, a, offs,
                 quantised_dh=quantise.empty_rows(N, 2 * I, x.device),
             ),
-            "transpose_rows": lambda: quantise_transposed.transpose_rows(
-                h, quantise_transposed.row_blocks(offs, table)
+            "transpose_rows": lambda: quantise.transpose_rows(
+                h, quantise.row_blocks(offs, table)
             ),
-            "transpose_tokens": lambda: quantise_transposed.transpose_tokens(
-                x, order, K, quantise_transposed.RowBlocks(table, offs)
+            "transpose_tokens": lambda: quantise.transpose_tokens(
+                x, order, K, quantise.RowBlocks(table, offs)
             ),
         }  # fmt: skip
 

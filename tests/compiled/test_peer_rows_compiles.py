@@ -76,7 +76,7 @@ def main() -> dict[str, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amoeba.kernels import peer_counters, peer_rows, peer_sums
+    from amoeba.kernels import peer_context, peer_rows, peer_sums
 
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
     pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH", "own_TH"), "*bf16")
@@ -101,9 +101,9 @@ def main() -> dict[str, str]:
     sums = {"send sums": peer_sums._send_sums, "add sums": peer_sums._add_sums}
     sums |= {"own sums": peer_sums._own_sums, "add kept": peer_sums._add_kept}
     alone = {
-        "wait": peer_counters.wait_for_arrivals,
-        "taken": peer_counters.wait_until_taken,
-        "everywhere": peer_counters.add_everywhere,
+        "wait": peer_context.wait_for_arrivals,
+        "taken": peer_context.wait_until_taken,
+        "everywhere": peer_context.add_everywhere,
     }
     found = {}
     for name, function in (kernels | sums | alone).items():

@@ -14,7 +14,7 @@ from row_checks import error, random
 from torch import Tensor
 
 from amoeba.kernels import attention
-from amoeba.kernels.attention.bounds import bounds
+from amoeba.kernels.attention.kernels import bounds
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 DTYPE = torch.float16  # the interpreter multiplies no bf16

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amoeba.kernels.hopper import fp8_wgrad
 from amoeba.kernels.hopper.gemm import tile_table
-from amoeba.kernels.quantise_transposed import RowBlocks, Transposed, row_blocks, transpose_rows, transpose_tokens
+from amoeba.kernels.quantise import RowBlocks, Transposed, row_blocks, transpose_rows, transpose_tokens
 from amoeba.kernels.weight_gradient import heaviest_first
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amoeba.kernels.hopper.gemm import tile_table
-from amoeba.kernels.quantise_transposed import (
+from amoeba.kernels.quantise import (
     BLOCK,
     RowBlocks,
     Transposed,

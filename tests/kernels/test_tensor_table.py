@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amoeba.kernels.sum_of_squares import sum_of_squares
-from amoeba.kernels.tensor_table import CHUNK, TensorTable
+from amoeba.kernels.adamw import CHUNK, TensorTable, sum_of_squares
 
 CPU = torch.device("cpu")
 

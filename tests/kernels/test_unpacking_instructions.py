@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from amoeba.kernels.decode import quantised_tiles
+from amoeba.kernels.decode import weights
 from amoeba.precision import E2M1
 
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -70,12 +70,12 @@ def pairs_of(program: str, dtype: torch.dtype, **given: int) -> torch.Tensor:
 
 
 def program(name: str) -> str:
-    text = getattr(quantised_tiles, name).value
+    text = getattr(weights, name).value
     return "\n".join(line for line in text.splitlines() if ".reg" not in line)
 
 
 def test_pairs_in_fp16_are_the_numbers_divided_by_a_power_of_two() -> None:
-    found = pairs_of(program("_PAIR_E2M1"), torch.float16) * quantised_tiles.PAIR_SCALE.value
+    found = pairs_of(program("_PAIR_E2M1"), torch.float16) * weights.PAIR_SCALE.value
     assert torch.equal(found, NUMBERS.double())
     assert torch.equal(found.signbit(), NUMBERS.signbit())
 
@@ -84,7 +84,7 @@ def test_pairs_in_fp16_are_the_numbers_divided_by_a_power_of_two() -> None:
 def test_scaled_pairs_in_bf16_are_exact_until_the_end_of_their_range(exponent: int) -> None:
     word = min(exponent + 63, 255) * 0x00800080
     found = pairs_of(program("_SCALED_PAIR_E2M1"), torch.bfloat16, **{f"${at}": word for at in range(5, 9)})
-    assert torch.equal(found * quantised_tiles.RAISED.value, NUMBERS.double() * 2.0 ** (exponent - 127))
+    assert torch.equal(found * weights.RAISED.value, NUMBERS.double() * 2.0 ** (exponent - 127))
 
 
 @pytest.mark.parametrize("exponent", [65, 127, 191])
@@ -96,7 +96,7 @@ def test_scaled_lanes_are_the_same_numbers_in_their_own_order(exponent: int) -> 
         registers = carry_out(program("_SCALED_LANES_E2M1"), given)
         found = torch.cat([halves(registers[f"${at}"], torch.bfloat16) for at in range(4)]).double()
         expected = NUMBERS[four].flatten().double()[LANES]
-        assert torch.equal(found * quantised_tiles.RAISED.value, expected * 2.0 ** (exponent - 127))
+        assert torch.equal(found * weights.RAISED.value, expected * 2.0 ** (exponent - 127))
         assert torch.equal(found.signbit(), expected.signbit())
 
 
@@ -114,7 +114,7 @@ def test_scales_of_four_bytes_are_raised_powers_of_two_or_infinite() -> None:
 def _lanes_of(given, first, second, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.arange(0, HEIGHT)[:, None]
     value = tl.load(given + row * (2 * WIDTH) + tl.arange(0, 2 * WIDTH)[None, :])
-    left, right = quantised_tiles.lanes(value, HEIGHT, WIDTH)
+    left, right = weights.lanes(value, HEIGHT, WIDTH)
     at = row * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(first + at, left)
     tl.store(second + at, right)

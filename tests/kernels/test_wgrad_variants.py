@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amoeba.core.layout import build_layout
 from amoeba.kernels.hopper import wgrad
-from amoeba.kernels.hopper.wgrad_ring import ring_parts
+from amoeba.kernels.hopper.wgrad_kernel import ring_parts
 from amoeba.kernels.weight_gradient import heaviest_first
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -26,7 +26,7 @@ COUNTS = (0, 1, 63, 64, 65, 128, 191, 192, 193, 255, 256, 257, 320, 511, 512, 51
 def test_parts_of_a_tile_fill_the_ring_from_where_the_tile_before_it_ended(
     rows: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("amoeba.kernels.hopper.wgrad_ring.gl.minimum", min)  # of numbers
+    monkeypatch.setattr("amoeba.kernels.hopper.wgrad_kernel.gl.minimum", min)  # of numbers
     start, stage, stages = 100, 64, 4
     head, behind, filled = ring_parts.fn(start, start + rows, count, stage, stages)
     assert start <= head <= behind <= filled <= start + rows < filled + stage

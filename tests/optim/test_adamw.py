@@ -13,8 +13,8 @@ from optimizers import by_kernels, everything, gradients, groups, parameters, sa
 from torch.nn import Parameter
 
 from amoeba.optim import AdamW, torch_step
-from amoeba.optim.batch import coefficients
-from amoeba.optim.split_master import split
+from amoeba.optim.rounding import split
+from amoeba.optim.torch_step import coefficients
 from selection import each_value_once, quick
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

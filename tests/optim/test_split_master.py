@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amoeba.optim.split_master import join, split
+from amoeba.optim.rounding import join, split
 
 # upper halves whose neighbours are special: zeros, subnormal numbers, ones, the largest ones, infinities
 UPPER = (0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x8000, 0x8001, 0x807F, 0xBF80, 0xFF7F)

@@ -19,7 +19,7 @@ from amoeba.backends.fp8_kernel_rows import AllInFp8KernelRows
 from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.hopper.gemm import tile_table
-from amoeba.kernels.quantise_transposed import RowBlocks, Transposed, row_blocks
+from amoeba.kernels.quantise import RowBlocks, Transposed, row_blocks
 from amoeba.precision import FP8_TRAINING_ROWS, QuantisedMatrix, quantise
 from amoeba.precision.formats import E4M3
 from amoeba.proof.reference.experts import activate

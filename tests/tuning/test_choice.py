@@ -15,7 +15,7 @@ from forgetting import forget
 
 from amoeba.commands import doctor_run as doctor
 from amoeba.kernels.attention import tile as attention
-from amoeba.kernels.decode.candidates import candidates as decode_candidates
+from amoeba.kernels.decode.configuration import candidates as decode_candidates
 from amoeba.kernels.tile_sizes import (
     DTYPES,
     Configuration,

@@ -26,7 +26,7 @@ from amoeba.backends.torch_rows import Groups
 from amoeba.backends.triton import why_not_on
 from amoeba.core import operators
 from amoeba.core.layout import build_layout
-from amoeba.core.operands import Operand
+from amoeba.core.operators import Operand
 from amoeba.core.weights import LoraFactors
 from amoeba.routing.router import Routing
 

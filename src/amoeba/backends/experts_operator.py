@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core import operators
-from amoeba.core.differentiation import refuse_batched
-from amoeba.core.operands import Operand
+from amoeba.core.operators import Operand, refuse_batched
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import backward_goes_on_to, has_dispatch_mode, transformed
 from amoeba.core.weights import LORA_NAMES, ExpertsByHandle, LoraFactors

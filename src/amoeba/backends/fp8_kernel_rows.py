@@ -25,8 +25,7 @@ from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
-from amoeba.kernels.quantise import empty_rows, quantise_rows
-from amoeba.kernels.quantise_transposed import RowBlocks, row_blocks, transpose_rows, transpose_tokens
+from amoeba.kernels.quantise import RowBlocks, empty_rows, quantise_rows, row_blocks, transpose_rows, transpose_tokens
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.precision.quantised_experts import ReadInBlocks
 

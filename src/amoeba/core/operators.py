@@ -11,21 +11,148 @@
     (y,) = multiply(x, weight, 2.0)
 
 `torch.ops.amoeba.<name>` and `<name>_backward` are then known to torch.compile, autocast and activation checkpointing
-as opaque operators with fakes and autograd. Backward passes work in every form; forward mode, vmap and second
-derivatives raise NotImplementedError with a sentence (see `transforms`).
+as opaque operators with fakes and autograd. torch.func.grad and torch.func.vjp work as torch.autograd does. Forward
+mode (torch.func.jvp, torch.autograd.forward_ad), vmap and second derivatives raise NotImplementedError: left to torch,
+an operator without a rule for forward mode has a tangent of 0, or none at all.
+
+Operators take tensors, numbers and strings, not objects. A dataclass is taken apart, also one inside another:
+
+    operands_of(Activation)               # (Operand("kind", "str"), Operand("gated", "bool"), ...)
+    Activation(*(getattr(activation, operand.name) for operand in operands_of(Activation)))      # an equal one
 """
 
 from __future__ import annotations
 
+import dataclasses
+import types
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from amoeba.core.differentiation import REMEDY, differentiable, once, refuse_batched
-from amoeba.core.operands import Operand
+from amoeba.core.torch_internals import is_batch_of_gradients, transformed
+
+_SCALARS = {str: "str", bool: "bool", int: "int", float: "float"}
+
+
+class Operand(NamedTuple):
+    """One argument: its name and its type as an operator's schema has them."""
+
+    name: str
+    type: str
+    differentiable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}"
+
+
+def operands_of(kind: Any) -> tuple[Operand, ...]:
+    found: list[Operand] = []
+    hints: dict[str, Any] = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            found += operands_of(hint)
+        else:
+            has_tensor = hint is Tensor or Tensor in typing.get_args(hint)
+            found.append(Operand(field.name, _schema_type(kind, field.name, hint), has_tensor))
+    return tuple(found)
+
+
+def _schema_type(kind: type, name: str, hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "str"
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        inner, *others = (part for part in typing.get_args(hint) if part is not type(None))
+        if not others:
+            return _schema_type(kind, name, inner) + "?"
+    if hint is Tensor:
+        return "Tensor"
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    raise TypeError(f"{kind.__name__}.{name}: operators take tensors, numbers and strings, this is {hint}")
+
+
+REMEDY = "Use the functions of amoeba.proof.reference under autograd where you need them."
+
+
+def reverse_only(title: str) -> type[Function]:
+    """To derive an autograd function from which has a backward and refuses what else torch could ask of it."""
+
+    class ReverseOnly(Function):
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise NotImplementedError(
+                f"{title}: forward-mode differentiation is not implemented; got a tangent (as torch.func.jvp, jacfwd, "
+                "hessian and torch.autograd.forward_ad pass it). Use backward, torch.func.grad or torch.func.vjp, or "
+                "the functions of amoeba.proof.reference."
+            )
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+            raise NotImplementedError(
+                f"{title}: vmap is not implemented; got a batch of {info.batch_size} (as torch.func.vmap, jacrev and "
+                "hessian make it). Flatten the batch into the tokens, or call it once for each."
+            )
+
+    return ReverseOnly
+
+
+def refuse_batched(title: str, dy: Tensor) -> None:
+    """For a backward that may overwrite what was kept for it: is_grads_batched=True would run it several times."""
+    if is_batch_of_gradients(dy):
+        raise NotImplementedError(
+            f"{title}: several gradients at once are not implemented; got a batch of them (is_grads_batched=True, or "
+            "vectorize=True). Use retain_graph=True and call backward once for each."
+        )
+
+
+def differentiable(
+    name: str,
+    op: Callable[..., Any],
+    keep: Callable[..., None],
+    backward: Callable[..., Any],
+    library: torch.library.Library,
+) -> Callable[..., Any]:
+    """Registers the autograd of amoeba::<name>; what comes back is the operator, also for the transforms of torch.func.
+
+    keep(ctx, inputs, output) and backward(ctx, *gradients), as torch.library.register_autograd takes them.
+    """
+    torch.library.register_autograd(f"amoeba::{name}", backward, setup_context=keep, lib=library)
+    # torch.library's own autograd function is of the kind that torch.func does not take
+    members = {"forward": _of(op), "setup_context": staticmethod(keep), "backward": staticmethod(backward)}
+    function: Any = type(f"Amoeba_{name}", (reverse_only(f"amoeba::{name}"),), members)
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args) if transformed() else op(*args)
+
+    return call
+
+
+def once(name: str, op: Callable[..., Any], library: torch.library.Library, remedy: str = REMEDY) -> Callable[..., Any]:
+    """The same for amoeba::<name>_backward, which has no backward of its own."""
+
+    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+        pass
+
+    def twice(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"amoeba::{name}: second derivatives are not implemented; got a backward through a backward. {remedy}"
+        )
+
+    return differentiable(f"{name}_backward", op, keep, twice, library)
+
+
+def _of(op: Callable[..., Any]) -> staticmethod:
+    def forward(*args: Any) -> Any:
+        return op(*args)
+
+    return staticmethod(forward)
+
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Any]  # a tensor, or None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
-from amoeba.core.operands import Operand, operands_of
+from amoeba.core.operators import Operand, operands_of
 
 _ACTIVATION_FIELDS = tuple(operand.name for operand in operands_of(Activation))
 

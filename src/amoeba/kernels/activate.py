@@ -22,7 +22,7 @@ from amoeba.kernels.activation import constants, gated, gated_backward, plain, p
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.quantise import BLOCK, load_codes, store_codes
-from amoeba.kernels.row_tiles import column_block, expert_of_row
+from amoeba.kernels.tiles import column_block, expert_of_row
 from amoeba.precision.quantised import QuantisedMatrix
 
 # Elements of `a` per tile; 4 warps share them. Forward: 16 per thread, 64 bytes of bf16 on their way at once, 32

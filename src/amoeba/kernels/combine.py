@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
-from amoeba.kernels.row_tiles import column_block
+from amoeba.kernels.tiles import column_block
 
 WARPS = 4
 # Elements that a combining program loads, over all its K rows: 16 KB of bf16 on their way at once. 4.2 to 4.4

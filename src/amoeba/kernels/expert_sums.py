@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
-from amoeba.kernels.row_tiles import column_block
+from amoeba.kernels.tiles import column_block
 
 WARPS = 4
 SUM_BLOCK, SUM_ROWS = 512, 8  # 64 bytes of bf16 per thread on their way. Not measured yet.

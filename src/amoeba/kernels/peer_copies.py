@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amoeba.kernels.peer_context import ROWS, SUMS, PeerContext, Plan
-from amoeba.kernels.peer_counters import ARRIVED, TAKEN, add_everywhere, wait_until_taken
+from amoeba.kernels.peer_context import ARRIVED, ROWS, SUMS, TAKEN, PeerContext, Plan, add_everywhere, wait_until_taken
 from amoeba.kernels.peer_rows import wait_for_all
 
 

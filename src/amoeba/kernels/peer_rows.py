@@ -40,11 +40,15 @@ from torch import Tensor
 from amoeba.core.errors import bad_value
 from amoeba.core.phase_timer import mark
 from amoeba.kernels.launch import next_power_of_2, quick
-from amoeba.kernels.peer_context import NAMES, ROWS, SLOTS, PeerContext, Plan
-from amoeba.kernels.peer_counters import (
+from amoeba.kernels.peer_context import (
     ARRIVED,
     CROWDED,
+    NAMES,
+    ROWS,
+    SLOTS,
     TAKEN,
+    PeerContext,
+    Plan,
     add_one,
     add_parts,
     counter_of,

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from amoeba.kernels.combine import WARPS, combine, combine_block, combine_tile, sum_of_slots
 from amoeba.kernels.launch import cdiv, quick
-from amoeba.kernels.peer_context import SUMS, PeerContext, Plan
+from amoeba.kernels.peer_context import ARRIVED, SUMS, TAKEN, PeerContext, Plan
 from amoeba.kernels.peer_copies import count_everywhere, wait_for_room
-from amoeba.kernels.peer_counters import ARRIVED, TAKEN
 from amoeba.kernels.peer_rows import is_aligned, rows_at, wait_for_all
 
 

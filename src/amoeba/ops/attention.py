@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from amoeba.core import operators
-from amoeba.core.operands import Operand
+from amoeba.core.operators import Operand
 from amoeba.core.torch_internals import flash_attention, flash_attention_backward
 
 HEAD_SIZES = 8, 256  # D is a multiple of the one, up to the other

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core import operators
-from amoeba.core.operands import Operand
+from amoeba.core.operators import Operand
 
 HEAD_SIZES = 64, 128  # of amoeba.kernels.attention, which may not be imported here
 DTYPES = torch.bfloat16, torch.float16

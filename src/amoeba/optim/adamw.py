@@ -20,8 +20,8 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.optim import torch_step
-from amoeba.optim.batch import Batch, BatchKind, coefficients
-from amoeba.optim.split_master import join
+from amoeba.optim.rounding import join
+from amoeba.optim.torch_step import Batch, BatchKind, coefficients
 
 
 class AdamW(torch.optim.Optimizer):

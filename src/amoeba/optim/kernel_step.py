@@ -10,9 +10,8 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.kernels import adamw
-from amoeba.kernels.sum_of_squares import sum_of_squares
-from amoeba.kernels.tensor_table import TensorTable
-from amoeba.optim.batch import Batch
+from amoeba.kernels.adamw import TensorTable, sum_of_squares
+from amoeba.optim.torch_step import Batch
 
 
 class KernelSteps:

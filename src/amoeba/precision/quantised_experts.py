@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
-from amoeba.core.operands import Operand, operands_of
+from amoeba.core.operators import Operand, operands_of
 from amoeba.core.weights import ExpertWeights
 from amoeba.precision.formats import FP8_128, FP8_TRAINING, Format, format_named
 from amoeba.precision.quantised import QuantisedMatrix, quantise

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core import operators
-from amoeba.core.operands import Operand
+from amoeba.core.operators import Operand
 from amoeba.core.torch_internals import inside_backward
 
 ENTROPY_UNIT = 2.0**-20  # nats: sums of integers are the same in any order

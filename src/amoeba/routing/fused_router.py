@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amoeba.core import operators
 from amoeba.core.config import RouterConfig
-from amoeba.core.operands import Operand, operands_of
+from amoeba.core.operators import Operand, operands_of
 
 # of amoeba.kernels.router, which may not be imported here
 MAX_COLUMNS, MAX_TOP_K = 512, 16

@@ -27,8 +27,8 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.kernels import attention
 from amoeba.kernels.attention import tile as attention_tile
 from amoeba.kernels.decode import can_overlap, decode
-from amoeba.kernels.decode.candidates import candidates as decode_candidates
-from amoeba.kernels.decode.candidates import decode_key
+from amoeba.kernels.decode.configuration import candidates as decode_candidates
+from amoeba.kernels.decode.configuration import decode_key
 from amoeba.kernels.down_backward import down_backward
 from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
 from amoeba.kernels.launch import next_power_of_2

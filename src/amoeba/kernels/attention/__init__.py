@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from amoeba.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
-from amoeba.kernels.attention.bounds import bounds
-from amoeba.kernels.attention.forward import forward_kernel
+from amoeba.kernels.attention.kernels import bounds, forward_kernel, key_gradient_kernel, query_gradient_kernel
 from amoeba.kernels.attention.tile import HEAD_SIZES, Tile, tile_of
 from amoeba.kernels.launch import cdiv
 from amoeba.kernels.launch.arguments import check_arguments

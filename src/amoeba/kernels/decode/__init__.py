@@ -38,8 +38,7 @@ from amoeba.kernels.decode import configuration as configurations
 from amoeba.kernels.decode import quantised_configuration
 from amoeba.kernels.decode.by_expert import down_by_expert, sum_of_slots, up_by_expert
 from amoeba.kernels.decode.by_slot import down_by_token, up_by_slot
-from amoeba.kernels.decode.candidates import candidates, decode_key
-from amoeba.kernels.decode.configuration import Configuration, Like, can_overlap
+from amoeba.kernels.decode.configuration import Configuration, Like, can_overlap, candidates, decode_key
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.decode.slot_lists import list_slots, lists_are
 from amoeba.kernels.decode.weights import is_quantised, stored

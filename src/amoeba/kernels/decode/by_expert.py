@@ -26,19 +26,25 @@ from amoeba.kernels import activation as activations
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration, Tile
 from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
-from amoeba.kernels.decode.quantised_tiles import (
+from amoeba.kernels.decode.slot_lists import list_of, lists_are, slots_of, spares, work_of
+from amoeba.kernels.decode.weights import (
     RAISED,
+    activate,
+    bias_row,
     is_lowered,
+    is_quantised,
     lanes,
+    load_tile,
     number_e4m3,
+    numbers_of,
     places_of_scales,
+    rows_of_gate_up,
     scaled,
     scaled_lanes_e2m1,
     scaled_pair_e2m1,
+    stored_down,
+    stored_up,
 )
-from amoeba.kernels.decode.slot_lists import list_of, lists_are, slots_of, spares, work_of
-from amoeba.kernels.decode.tiles import activate, load_tile, rows_of_gate_up
-from amoeba.kernels.decode.weights import bias_row, is_quantised, numbers_of, stored_down, stored_up
 from amoeba.kernels.dequantise import load_scales
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 

@@ -23,9 +23,21 @@ from amoeba.kernels import activation as activations
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
-from amoeba.kernels.decode.quantised_tiles import PAIR_SCALE, number_e4m3, pair_e2m1, places_of_scales
-from amoeba.kernels.decode.tiles import activate, load_tile, product_alone, rows_of_gate_up
-from amoeba.kernels.decode.weights import bias_row, is_quantised, numbers_of, stored_down, stored_up
+from amoeba.kernels.decode.weights import (
+    PAIR_SCALE,
+    activate,
+    bias_row,
+    is_quantised,
+    load_tile,
+    number_e4m3,
+    numbers_of,
+    pair_e2m1,
+    places_of_scales,
+    product_alone,
+    rows_of_gate_up,
+    stored_down,
+    stored_up,
+)
 from amoeba.kernels.dequantise import load_scales
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LoraFactors
 from amoeba.kernels.constants import Group
-from amoeba.kernels.decode.tiles import load_tile, product_alone
+from amoeba.kernels.decode.weights import load_tile, product_alone
 from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 
 # Rows of A in a program and how much of them it reads at a time: at T = 1 with K = 8 and R = 16 there are 64 programs.

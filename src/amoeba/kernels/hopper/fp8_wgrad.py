@@ -5,7 +5,7 @@ E experts · B blocks of 128 rows of one expert · M columns of the left side, N
     weight_gradient(dh, x, blocks, heaviest_E, d_gate_up_EJH)
     weight_gradient(scaled_a, dy, blocks, heaviest_E, d_down_EHI.transpose(1, 2))
 
-Both sides are transposed copies, see `amoeba.kernels.quantise_transposed`: the left one has a scale for each 128 x 1,
+Both sides are transposed copies, see `amoeba.kernels.quantise`: the left one has a scale for each 128 x 1,
 the right one a scale for each column, which is applied when all blocks are summed. (With 128 x 1 on both sides the
 product took 1.9 times as long: dev/log, 2026-11-17.) out may be stored (E, N, M): then it is given transposed. M
 and N are multiples of 64.
@@ -37,11 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from amoeba.kernels.hopper.epilogue import rounded
 from amoeba.kernels.hopper.gemm_kernel import Constants
 from amoeba.kernels.hopper.tma import bulk_load, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.wgrad_tiles import place_of_turn, store_piece
+from amoeba.kernels.hopper.wgrad_kernel import place_of_turn, store_piece
 from amoeba.kernels.launch import quick
 from amoeba.kernels.launch.arguments import check_arguments
 from amoeba.kernels.launch.persistent_grid import programs
-from amoeba.kernels.quantise_transposed import BLOCK, RowBlocks, Transposed
+from amoeba.kernels.quantise import BLOCK, RowBlocks, Transposed
 
 E4M3 = torch.float8_e4m3fn
 # A tile of the gradient. 3 stages and four buffers for results take 210 KB; with 4 stages and smaller buffers it took

@@ -36,8 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from amoeba.kernels.hopper.gemm_kernel import Constants
 from amoeba.kernels.hopper.tma import bulk_load, descriptor, gather, shared_layout
-from amoeba.kernels.hopper.wgrad_ring import consume_onward, fill_onward
-from amoeba.kernels.hopper.wgrad_tiles import place_of_turn, store_gradient
+from amoeba.kernels.hopper.wgrad_kernel import consume_onward, fill_onward, place_of_turn, store_gradient
 from amoeba.kernels.launch import quick
 from amoeba.kernels.launch.persistent_grid import programs
 

@@ -92,7 +92,7 @@ class Nvshmem(Courier):
 
     def count(self, peers: PeerContext, channel: int, which: int) -> None:
         from amoeba.kernels import shmem_put
-        from amoeba.kernels.peer_counters import ARRIVED, CHANNELS
+        from amoeba.kernels.peer_context import ARRIVED, CHANNELS
 
         arrived = which == ARRIVED.value
         counter = ((which * CHANNELS.value + channel) * peers.count + peers.rank) * 8
@@ -178,8 +178,8 @@ class ShmemExchange(PeerExchange):
 
     def _ship(self, channel: int, lay: Callable[[int, Tensor], int]) -> None:
         """lay: what goes to a rank into its cell of the outbox; the bytes that it took."""
+        from amoeba.kernels.peer_context import ARRIVED
         from amoeba.kernels.peer_copies import others, wait_for_room
-        from amoeba.kernels.peer_counters import ARRIVED
 
         peers, courier = self.buffer.checked(), _courier(self.buffer)
         wait_for_room(peers, channel)
@@ -190,7 +190,7 @@ class ShmemExchange(PeerExchange):
         courier.count(peers, channel, ARRIVED.value)
 
     def _taken(self, channel: int) -> None:
-        from amoeba.kernels.peer_counters import TAKEN
+        from amoeba.kernels.peer_context import TAKEN
 
         _courier(self.buffer).count(self.buffer.checked(), channel, TAKEN.value)
 

@@ -91,8 +91,7 @@ class SymmetricBuffer:
         return counts
 
     def _grow(self, ranks: Ranks, size: Size) -> None:
-        from amoeba.kernels.peer_context import PeerContext, heap_layout, tokens_of_cells
-        from amoeba.kernels.peer_counters import CHANNELS, RECORD
+        from amoeba.kernels.peer_context import CHANNELS, RECORD, PeerContext, heap_layout, tokens_of_cells
 
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -154,7 +153,7 @@ class SymmetricBuffer:
     def check(self) -> None:
         """RankLost if a kernel gave up waiting, ValueError if more rows came than fit. The host looks at its own
         memory, and waits for nothing."""
-        from amoeba.kernels.peer_counters import CROWDED, TAKEN
+        from amoeba.kernels.peer_context import CROWDED, TAKEN
 
         peers = self._peers
         if peers is None or not peers.record[0]:

@@ -25,8 +25,7 @@ from amoeba.kernels.hopper.gemm_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constan
 from amoeba.kernels.hopper.tma import descriptor, shared_layout
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.launch.persistent_grid import multiprocessors
-from amoeba.kernels.row_tiles import column_block
-from amoeba.kernels.tiles import slots
+from amoeba.kernels.tiles import column_block, slots
 from amoeba.tasks.hopper.kernel import backward_kernel
 from amoeba.tasks.hopper.task_list import make_list
 from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, bundle_of, is_small, tiling_of

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from amoeba.kernels.fences import microseconds
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
-from amoeba.kernels.peer_context import FLAGS, PeerContext, Plan
+from amoeba.kernels.peer_context import ARRIVED, FLAGS, TAKEN, PeerContext, Plan, counter_of, look, tell, wait_for
 from amoeba.kernels.peer_context import ROWS as _ROWS
 from amoeba.kernels.peer_context import SUMS as _SUMS
 from amoeba.kernels.peer_copies import cells_as_rows
-from amoeba.kernels.peer_counters import ARRIVED, TAKEN, counter_of, look, tell, wait_for
 from amoeba.tasks.triton.local_first import LocalTable
 
 # Rows of a block that travels, as in `Tiling`. The interpreter's layers are small.
