@@ -201,7 +201,7 @@ def update(
     gradient_bf16: bool,
     states_bf16: bool,
 ) -> None:
-    """scale: of the gradients, one fp32 number. coefficients: optim.batch.Coefficients. split: bf16 with remainders."""
+    """scale: of the gradients, one fp32 number. coefficients: torch_step.Coefficients. split: bf16 with remainders."""
     if len(chunks):
         _update[(len(chunks) * (CHUNK // BLOCK),)](
             rows,

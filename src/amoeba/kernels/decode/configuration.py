@@ -86,7 +86,7 @@ class Configuration(NamedTuple):
     by slot, where down is at once in flight.
     Of quantised weights by expert alone:
     by_lanes: numbers of four bits are unpacked in the order that takes the fewest integer instructions, see
-    `quantised_tiles.scaled_lanes_e2m1`.
+    `weights.scaled_lanes_e2m1`.
     listed: where experts are no more than slots, a launch of its own lists the slots of each expert; else each program
     compares ranks with ids.
     early: up's programs write down the slots that they found, down's read them, and with `overlap` the sum starts while

@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def OVERLAPPED(self) -> bool:
-        """Halves of a tile leave under the products that come next, see `fp8_gemm_overlapped`."""
+        """Halves of a tile leave under the products that come next, see `fp8_gemm_kernel`."""
         return self.VARIANT in ("overlapped", "pingpong")
 
     @property
