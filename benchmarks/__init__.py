@@ -1,5 +1,5 @@
 """Benchmarks beyond one layer (that is `amoeba bench`): whole models, streamed experts, experts over ranks, single
-kernels. From the root of the repository:
+kernels, and every command with every place and format of the experts. From the root of the repository:
 
-    python -m benchmarks models|stream|ranks|products --help
+    python -m benchmarks models|stream|ranks|products|roads --help
 """

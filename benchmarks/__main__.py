@@ -182,5 +182,36 @@ def cache(
     finish(output, document, True, json)
 
 
+@app.command()
+def roads(
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="tiny, or qwen3_30b (default on a GPU): its sizes, three layers.")
+    ] = None,
+    road: Annotated[list[str] | None, typer.Option("--road", help="Only this one, such as generate.")] = None,
+    place: Annotated[
+        list[str] | None, typer.Option("--place", help="Only experts resident, streamed, cpu or ranks.")
+    ] = None,
+    format: Annotated[list[str] | None, typer.Option("--format", help="Only bf16, fp8, mxfp8, mxfp4 or nvfp4.")] = None,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Every command with every place and format of the experts: its speed and path, or why it is refused."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        import torch
+
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.roads import SIZES, choose_cells, run
+
+        size = shape or ("qwen3_30b" if torch.cuda.is_available() else "tiny")
+        if size not in SIZES:
+            raise bad_value("--shape", f"one of {', '.join(SIZES)}", repr(size), "leave it out")
+        cells = choose_cells(road or [], place or [], format or [])
+        path = free_path(out)
+    finish(output, *run(cells, SIZES[size], path, output), json)
+
+
 if __name__ == "__main__":
     exits.run(lambda **_: app(prog_name="python -m benchmarks"))

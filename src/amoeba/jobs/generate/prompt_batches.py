@@ -18,7 +18,7 @@ import torch
 from amoeba.core.errors import one_line
 from amoeba.data.prompts import Prompt
 from amoeba.jobs.generate.options import end_ids
-from amoeba.jobs.generate.token_steps import Steps
+from amoeba.jobs.generate.token_steps import Steps, why_no_graphs
 
 logger = logging.getLogger("amoeba")
 
@@ -42,7 +42,7 @@ def why_not_continuous(model: Any) -> str | None:
     from amoeba.decoding.step import replays_in
     from amoeba.integrations.host_waits import why_waits
 
-    if model.device.type != "cuda":
+    if why_no_graphs(model.device) is not None:
         return f"its cache of pages is made for GPUs, the model is on {model.device.type}"
     if not hasattr(model, "init_continuous_batching"):
         return "this version of transformers has none for it"
