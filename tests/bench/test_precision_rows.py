@@ -41,9 +41,24 @@ def test_each_recipe_has_a_row_with_codes_kept_and_one_that_computes_h_again() -
         assert {recipe, f"{recipe}, weights unchanged", f"{recipe}, h recomputed"} <= set(names_of_ours())
 
 
+def test_rows_in_e4m3_are_timed_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `fp8-weights`, with the products of the kernels for Hopper."""
+    workload = make_workload(SHAPE, torch.device("cpu"), torch.bfloat16, training=False)
+    found, left_out = implementations(workload, training=False, peers=[], ours=["w8a8"])
+    assert not found and "is plain torch here" in left_out["amoeba w8a8"]
+    monkeypatch.setattr(implementations_module.fp8_triton, "why_not_on", lambda *given: None)
+    found, _ = implementations(workload, training=False, peers=[], ours=["w8a8", "fp8-weights"])
+    w8a8 = next(each for each in found if each.name == "amoeba w8a8")
+    assert workload.placed["w8a8"].products == "w8a8" and w8a8.itemsize == 1 + 4 / 128**2
+    with torch.no_grad():
+        y, plain = w8a8.run(), next(each for each in found if each is not w8a8).run()
+    assert 0.01 < float((y - plain).norm() / plain.norm()) < 0.1
+
+
 @pytest.mark.parametrize(
     ("device", "forward_only", "training", "ours", "measured"),
     [
+        ("cuda", False, False, ["w8a8"], True),
         ("cuda", True, False, None, True),
         ("cuda", False, False, None, False),
         ("cuda", False, False, ["triton", "fp8"], False),

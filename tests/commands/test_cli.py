@@ -63,12 +63,15 @@ def test_a_default_that_a_help_text_names_is_that_of_the_settings(name, kind):
 
 
 def test_precisions_of_frozen_experts_are_the_placements_in_codes():
-    in_codes = {f"{name}-weights" for name in FROZEN_PRECISIONS if name != "bf16"}
-    assert in_codes == {name for name in placement_names() if name.endswith("-weights")}
+    in_codes = {experts_in(name, None) for name in FROZEN_PRECISIONS if name != "bf16"}
+    assert in_codes == {name for name in placement_names() if name.endswith("-weights") or name == "w8a8"}
     for experts in (None, "auto", "resident", "nvfp4-weights"):
         assert experts_in("nvfp4", experts) == "nvfp4-weights"
         assert experts_in(None, experts) == experts
     assert (experts_in("bf16", None), experts_in("bf16", "cpu-int8")) == (None, "cpu-int8")
+    for experts in ("w8a8", "fp8-weights"):
+        with pytest.raises(ValueError, match=f"--experts {experts}"):
+            experts_in("bf16", experts)
 
 
 def test_finetune_takes_a_precision_of_its_frozen_experts(monkeypatch):
@@ -79,6 +82,12 @@ def test_finetune_takes_a_precision_of_its_frozen_experts(monkeypatch):
         assert seen.pop() == experts
 
 
+def test_finetune_refuses_products_without_gradients():
+    result = invoke("finetune", "model", "--data", "x.jsonl", "--precision", "w8a8")
+    assert result.exit_code == 2 and "w8a8, which is for generating" in result.output
+    assert "--precision fp8" in result.output
+
+
 def test_doctor_describes_the_machine_and_every_backend():
     result = invoke("doctor", "--json")
     assert result.exit_code == 0
@@ -87,7 +96,7 @@ def test_doctor_describes_the_machine_and_every_backend():
     assert document["versions"]["torch"] == torch.__version__
     assert document["bfloat16_on_cpu"]["computed_in"] in ("bfloat16", "float32")
     assert [row["name"] for row in document["placements"]] == [
-        *("cpu-bf16", "cpu-int8", "fp8-weights", "mxfp4-weights", "mxfp8-weights", "nvfp4-weights")
+        *("cpu-bf16", "cpu-int8", "fp8-weights", "mxfp4-weights", "mxfp8-weights", "nvfp4-weights", "w8a8")
     ]
     assert all((row["how"] is None) != (row["why_not"] is None) for row in document["placements"])
     names = {backend.name for backend in registry.backends_of(ExpertWeights, torch.device("cpu"))}

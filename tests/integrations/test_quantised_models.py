@@ -26,6 +26,7 @@ import amoeba
 from amoeba import lora
 from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.integrations.precision import products_of
 from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.generate.generate import GenerationOptions, generate
 from amoeba.jobs.settings import FinetuneSettings, load_settings
@@ -121,6 +122,62 @@ def test_generate_writes_what_the_dequantised_model_writes(
         texts.append("".join(pieces))
         assert (report.placement == f"{name}-weights") == (each == folder)
     assert texts[0] == texts[1]
+
+
+def test_a_checkpoint_that_asks_for_quantised_activations_gets_them_where_that_is_faster(
+    checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    """By activation_scheme, and with blocks of 128 x 128 alone."""
+    folder, _ = checkpoints["fp8"]
+    assert {each.products for each in of_experts(load(folder))} == {"auto"}
+    assert {each.products for each in of_experts(load(checkpoints["mxfp4"][0]))} == {"bf16"}
+    shutil.copytree(folder, tmp_path / "static")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["activation_scheme"] = "static"
+    (tmp_path / "static" / "config.json").write_text(json.dumps(config))
+    assert {each.products for each in of_experts(load(tmp_path / "static"))} == {"bf16"}
+
+
+def test_products_of_a_loaded_model_may_be_set(checkpoints: dict[str, Made]) -> None:
+    model = load(checkpoints["fp8"][0])
+    plain = logits(model)
+    amoeba.set_precision(model, "w8a8")
+    found = logits(model)
+    assert 1e-3 < float((found - plain).norm() / plain.norm()) < 0.2
+    told = products_of(model)
+    assert told is not None and told.taken == "w8a8" and told.errors is not None
+    assert 0.03 < told.errors["w8a8"] < 0.06 and told.errors["weight_only"] < 1e-5
+    assert "in every pass, in plain torch, as it needs a Hopper GPU" in str(told)
+    lora.attach(model, r=2)
+    told = products_of(model)
+    assert told is not None and (told.taken, told.reason) == ("float32", "w8a8 takes no LoRA factors")
+    model = load(checkpoints["fp8"][0])
+    amoeba.set_precision(model, "bf16")
+    assert torch.equal(logits(model), plain)
+    with pytest.raises(ValueError, match="one of bf16, w8a8, auto for quantised experts"):
+        amoeba.set_precision(model, "fp8-ste")
+    with pytest.raises(ValueError, match="these experts are in mxfp4"):
+        amoeba.set_precision(load(checkpoints["mxfp4"][0]), "w8a8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken", "said"),
+    [
+        ({}, "float32", "products in float32 (w8a8 needs a Hopper GPU"),
+        ({"products": "bf16"}, "float32", "products in float32 (activations are not quantised)"),
+        ({"experts": "w8a8"}, "w8a8", "products w8a8 in every pass"),
+    ],
+    ids=str,
+)
+def test_generate_tells_which_products_it_takes_and_their_errors(
+    asked: dict[str, str], taken: str, said: str, checkpoints: dict[str, Made]
+) -> None:
+    lines: list[str] = []
+    common = {"max_new_tokens": 2, "temperature": 0, "device": torch.device("cpu"), "dtype": torch.float32}
+    report = generate(checkpoints["fp8"][0], "Once", GenerationOptions(**common, **asked), str, say=lines.append)
+    assert report.products is not None and report.products.taken == taken and said in lines[0]
+    assert (report.products.errors is not None) == ("error of a layer 4." in lines[0]) == (taken == "w8a8")
+    assert report.backend == ("eager" if taken == "w8a8" else report.backend)
 
 
 @quick(lambda name: name == "mxfp4")

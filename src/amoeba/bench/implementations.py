@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amoeba.backends import fp8_triton
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import all_backends_of, backends_of, explain
 from amoeba.bench.peers import FUSED_PEERS, fused_peers, kt_kernel_peers
@@ -29,7 +30,7 @@ from amoeba.experts import experts
 from amoeba.placements import all_placements
 from amoeba.precision import UnchangedWeights
 from amoeba.precision.quantised_experts import QuantisedExperts
-from amoeba.precision.recipes import SUMMARIES, with_precision
+from amoeba.precision.recipes import SUMMARIES, W8A8, with_precision
 from amoeba.routing.router import Routing
 from amoeba.system.machine import available_memory
 
@@ -63,7 +64,7 @@ def implementations(
     if not lora:
         parts.append(_in_fp8(workload))
     on_gpu = workload.device.type == "cuda" and not training
-    asked = workload.shape.forward_only or any(name in _CODED for name in ours or ())
+    asked = workload.shape.forward_only or any(name in (*_CODED, W8A8) for name in ours or ())
     if lora or ((infers or (on_gpu and asked)) and workload.dtype == torch.bfloat16):
         parts += [more(workload, ours) for more in (_elsewhere, _by_other_backends, _in_fp32)]
     if lora:
@@ -201,6 +202,8 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
             reason = f"is for experts on the {placement.home.type.upper()}"
         elif workload.dtype not in placement.tolerances:
             reason = f"does not compute in {workload.dtype}"
+        elif placement.name == W8A8 and (why_not := fp8_triton.why_not_on(workload.device, source)) is not None:
+            reason = f"is plain torch here, which says nothing about its speed: {why_not}"
         if not _is_wanted(name, ours):
             reason = _NOT_ASKED_FOR
         expert_bytes = 0 if placement.expert_bytes is None else placement.expert_bytes(sizes)

@@ -145,6 +145,7 @@ class Computing:
         """By the names of the options."""
         given = vars(self) | {
             "experts": experts_in(self.precision, self.experts) or self.experts,
+            "products": "bf16" if self.precision == "bf16" else "auto",
             "device": None if self.device == "auto" else parse_device(self.device),
             "dtype": parse_dtype(self.dtype),
             "record": None if self.record is None else str(self.record),

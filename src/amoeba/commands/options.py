@@ -23,7 +23,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Of experts that stay as they are; those that train have recipes, see `amoeba train --precision`.
-FROZEN_PRECISIONS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+FROZEN_PRECISIONS = ("bf16", "fp8", "w8a8", "mxfp8", "mxfp4", "nvfp4")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
 Verbose = Annotated[
@@ -47,7 +47,8 @@ FrozenPrecision = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Expert format: bf16 (unchanged), fp8, mxfp8, mxfp4 or nvfp4; fp8 means --experts fp8-weights.",
+        help="Expert format: bf16 (unchanged; bf16 products with an fp8 checkpoint), fp8, w8a8 (fp8 activations, too), "
+        "mxfp8, mxfp4 or nvfp4; fp8 means --experts fp8-weights.",
     ),
 ]
 Ram = Annotated[
@@ -150,14 +151,15 @@ def share_or_file(text: str | None) -> float | str | None:
 
 
 def experts_in(precision: str | None, experts: str | None) -> str | None:
-    """What --experts is where --precision was written, too: fp8 stands for fp8-weights, bf16 for nothing."""
+    """What --experts is where --precision was written, too: fp8 stands for fp8-weights, w8a8 for itself, bf16 for
+    nothing."""
     if precision is None:
         return experts
     if precision not in FROZEN_PRECISIONS:
         remedy = "recipes such as fp8-ste are for experts that train, with amoeba train"
         raise bad_value("--precision", f"one of {', '.join(FROZEN_PRECISIONS)}", repr(precision), remedy)
-    named = experts if precision == "bf16" else f"{precision}-weights"
-    in_codes = experts is not None and experts.endswith("-weights")
+    named = experts if precision == "bf16" else precision if precision == "w8a8" else f"{precision}-weights"
+    in_codes = experts is not None and experts.endswith(("-weights", "w8a8"))
     if experts not in (None, "auto", "resident", named) or (precision == "bf16" and in_codes):
         expected = "--experts resident, or no --experts"
         raise bad_value("--precision", expected, f"--experts {experts}", "leave out one of the two")

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import LayerSizes, Load, Placement, Situation
 from amoeba.integrations.experts_module import LORA, described, experts_modules, place, placed_in, resident
+from amoeba.integrations.precision import set_products
 from amoeba.integrations.text_model import text_config
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
+from amoeba.precision.quantised_experts import QuantisedExperts
+from amoeba.precision.recipes import W8A8
 
 logger = logging.getLogger("amoeba")
 
@@ -60,8 +63,8 @@ def place_experts(
 ) -> Placed:
     """Places the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing.
 
-    placement: "resident", "cpu-bf16", "cpu-int8", "fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights",
-    "auto", or one that was registered.
+    placement: "resident", "cpu-bf16", "cpu-int8", "fp8-weights", "w8a8", "mxfp8-weights", "mxfp4-weights",
+    "nvfp4-weights", "auto", or one that was registered.
     load: how large a pass will be. Then the memory is planned first, and MemoryError says what would not fit and what
     to change.
     trains: for "auto", whether LoRA factors will be trained beside the experts; else the model generates.
@@ -74,7 +77,7 @@ def place_experts(
     modules = experts_modules(model)
     if not modules:
         return Placed(RESIDENT, "there are no experts to place")
-    already = _already_placed(modules, placement)
+    already = _already_placed(model, modules, placement)
     if already is not None:
         return already
     placed = Placed(placement, "as requested")
@@ -109,13 +112,15 @@ def place_experts(
     return placed
 
 
-def _already_placed(modules: dict[str, Any], asked: str) -> Placed | None:
+def _already_placed(model: nn.Module, modules: dict[str, Any], asked: str) -> Placed | None:
     """Experts that came placed, as those of a quantised checkpoint do, stay where they are."""
     for name, module in modules.items():
         there = described(module).placement if placed_in(module) is not None else None
         if there is None:
             continue
-        if asked not in (AUTO, RESIDENT, there.name):
+        if asked == W8A8 and isinstance(placed_in(module), QuantisedExperts):
+            set_products(model, W8A8)
+        elif asked not in (AUTO, RESIDENT, there.name):
             remedy = "leave the placement out, or load the model's unquantised checkpoint"
             raise bad_value("experts", "experts as ordinary tensors", f"{name}, {there.summary}", remedy)
         return Placed(there.name, "as stored in the checkpoint")

@@ -25,9 +25,9 @@ from torch import Tensor
 from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
-from amoeba.precision.formats import E8M0, MXFP4, Format, format_named, fp8_blocks
+from amoeba.precision.formats import E8M0, FP8_128, MXFP4, Format, format_named, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
-from amoeba.precision.quantised_experts import QuantisedExperts
+from amoeba.precision.quantised_experts import Products, QuantisedExperts
 
 # What follows the name of a quantised tensor's weight; "" is the weight itself.
 BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_matrix_scale"
@@ -64,12 +64,18 @@ def format_of(facts: Mapping[str, Any]) -> Format | None:
     return None
 
 
+def products_for(format: Format, facts: Mapping[str, Any]) -> Products:
+    """As a checkpoint's quantization_config wants rows to be multiplied: quantised one by one, or as they are."""
+    return "auto" if format == FP8_128 and facts.get("activation_scheme") == "dynamic" else "bf16"
+
+
 class QuantisedFiles:
     def __init__(self, folder: Path, model: Any, facts: Mapping[str, Any]) -> None:
         """model: without weights, on the meta device."""
         found = format_of(facts)
         assert found is not None
         self.format, self._is_ours = found, facts["quant_method"] == OURS
+        self._products = products_for(found, facts)
         files = _files(folder)
         dtypes = {path: _dtypes_in(path) for path in set(files.values())}
         codes = {name for name, path in files.items() if dtypes[path][name] in _NAMED}
@@ -114,7 +120,7 @@ class QuantisedFiles:
         if found.has_bias:
             names = (_one(self._names, f"{name}.{part}_bias") for part in (found.up_name, "down_proj"))
             up_bias, down_bias = (self._read(each).to(dtype) for each in names)
-        return QuantisedExperts.holding(gate_up, down, up_bias, down_bias, found.fused, dtype)
+        return QuantisedExperts.holding(gate_up, down, up_bias, down_bias, found.fused, dtype, self._products)
 
     def __enter__(self) -> QuantisedFiles:
         return self

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from amoeba.integrations.experts_module import described, experts_modules, hand_over
-from amoeba.integrations.quantised_files import QuantisedFiles, check_no_codes, check_readable, format_of
+from amoeba.integrations.quantised_files import (
+    QuantisedFiles,
+    check_no_codes,
+    check_readable,
+    format_of,
+    products_for,
+)
 from amoeba.integrations.without_experts import experts_left_out
 from amoeba.precision.formats import E8M0, fp8_blocks
 from amoeba.precision.placements import placement_of
@@ -165,4 +171,5 @@ def experts_of_fp8_module(module: Any, dtype: torch.dtype) -> QuantisedExperts:
         whole = values.shape[1:] == block_counts(rows, columns, format)
         matrices.append(QuantisedMatrix(weight.detach().view(torch.uint8), values, format, columns, 1 if whole else 2))
     gate_up, down = matrices
-    return QuantisedExperts.holding(gate_up, down, activation=found.fused, dtype=dtype)
+    products = products_for(gate_up.format, {"activation_scheme": getattr(module, "activation_scheme", None)})
+    return QuantisedExperts.holding(gate_up, down, activation=found.fused, dtype=dtype, products=products)

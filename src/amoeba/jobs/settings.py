@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from amoeba.core.errors import bad_value
 from amoeba.lora.attaching import check_rank_and_alpha
-from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED, check_precision
+from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED, W8A8, check_precision
 
 Balance = Literal["aux", "bias", "none"]
 Compile = Literal["auto", "on", "off"]
@@ -213,6 +213,9 @@ class FinetuneSettings(RunSettings):
             raise bad_value("epochs", "a number above 0", repr(self.epochs), "3 passes over the data are usual")
         if self.balance == "bias":
             raise bad_value("balance", "none or aux", "'bias', which changes the frozen model", "leave it out")
+        if self.experts == W8A8:
+            expected = "experts whose products have gradients"
+            raise bad_value("experts", expected, f"{W8A8}, which is for generating", "use --precision fp8")
         super().__post_init__()
 
 

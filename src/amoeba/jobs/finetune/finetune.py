@@ -31,6 +31,7 @@ from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
 from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.place_experts import Placed, check_placement
+from amoeba.integrations.precision import set_products
 from amoeba.integrations.text_model import text_config
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.placed_model import attach_in, load_placed
@@ -304,6 +305,7 @@ def _load_base(
         device=device,
         trust_remote_code=trust_remote_code,
     )
+    set_products(model, "bf16")  # in evaluation as in training
     return _Base(model, placed, choice, device)
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from amoeba.integrations.precision import ProductsOfModel
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import (
     GenerationOptions,
@@ -60,6 +61,7 @@ class GenerationReport:
     placement: str  # of the experts
     backend: str | None
     backend_reason: str
+    products: ProductsOfModel | None  # with experts of an fp8 checkpoint: codes of rows (w8a8) or rows as they are
     steps: Kind
     steps_reason: str
     sampling: dict[str, Any]
@@ -141,6 +143,7 @@ def _generate(
         placement=loaded.placement,
         backend=loaded.backend,
         backend_reason=loaded.reason,
+        products=loaded.products,
         steps=steps.kind,
         steps_reason=steps.reason,
         sampling=sampling,

@@ -25,6 +25,7 @@ import torch
 from amoeba.core.errors import bad_value
 from amoeba.data.prompts import Prompt
 from amoeba.data.sources import parse_json, read_text
+from amoeba.integrations.precision import ProductsOfModel
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import (
     GenerationOptions,
@@ -81,6 +82,7 @@ class PromptsReport:
     placement: str | None
     backend: str | None
     backend_reason: str
+    products: ProductsOfModel | None  # see `GenerationReport`
     batching: str | None
     batching_reason: str
     steps: Kind | None  # of padded batches
@@ -194,6 +196,7 @@ class _Run:
             placement=loaded.placement if loaded else None,
             backend=loaded.backend if loaded else None,
             backend_reason=loaded.reason if loaded else "",
+            products=loaded.products if loaded else None,
             batching=self.batching,
             batching_reason=self.batching_reason,
             steps=self.steps,

@@ -23,6 +23,7 @@ from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
 from amoeba.integrations.place_experts import Placed, check_placement
+from amoeba.integrations.precision import ProductsOfModel, products_of, set_products
 from amoeba.jobs.convert.merged_adapters import check_not_merged
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.generate.options import GenerationOptions
@@ -56,6 +57,7 @@ class LoadedModel:
     reason: str
     load_seconds: float
     warm_up_seconds: float
+    products: ProductsOfModel | None = None  # with experts of an fp8 checkpoint
     streamed: Streamed | None = None
 
     def close(self) -> None:
@@ -133,6 +135,8 @@ def load(
                 lora.load(model, found.adapter)
                 logger.info("adapter %s", found.adapter)
             check_same_model(rank_zero, model)
+            if options.products != "auto":
+                set_products(model, options.products)
             model.to(device)
             loaded = time.perf_counter()
             backend, reason = _warm_up(model, token)
@@ -150,6 +154,7 @@ def load(
         reason=reason,
         load_seconds=loaded - started,
         warm_up_seconds=time.perf_counter() - loaded,
+        products=products_of(model),
         streamed=streamed,
     )
     faster = f" ({choice.reason})" if choice.stored is not None else ""
@@ -157,6 +162,8 @@ def load(
     chosen = options.experts == "auto" and streamed is None and placed.placement != "resident"
     why = f" ({placed.reason})" if rank_zero.ranks is not None or chosen else ""
     experts = f"experts {placed.placement}{why}, backend {backend}" if backend else reason
+    if done.products is not None:
+        experts += f", {done.products}"
     within = "" if streamed is None else f", {streamed.memory}"
     say(f"{model.config.model_type} on {device} in {done.dtype}{faster}; {experts}{within}")
     return done

@@ -36,6 +36,7 @@ class GenerationOptions:
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     experts: str = "auto"  # where they are kept, as amoeba.placements names it
+    products: str = "auto"  # with an fp8 checkpoint's experts: as it asks for where that is faster, or "bf16"
     ram: str | None = None  # a budget through which the experts are streamed, as amoeba.stream.attach takes it
     vram: str | None = None  # the same on a GPU; ram is then for experts in pinned memory
     miss: str = "move"  # experts that a step misses on a GPU: moved there, computed by the cpu, or auto
@@ -58,6 +59,9 @@ class GenerationOptions:
             raise bad_value("top_p", "0 < top_p <= 1", self.top_p, "leave it out or set it to 1 to keep every token")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise bad_value("repetition_penalty", "a number above 0", self.repetition_penalty, "1 penalises nothing")
+        if self.products not in ("auto", "bf16"):
+            remedy = 'for w8a8 in every pass use experts="w8a8"'
+            raise bad_value("products", "auto or bf16", repr(self.products), remedy)
         if (self.ram is not None or self.vram is not None) and self.experts != "auto":
             raise bad_value(
                 "experts", "no experts with ram or vram, which stream them", repr(self.experts), "leave one out"
