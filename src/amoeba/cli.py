@@ -28,6 +28,7 @@ from amoeba.commands.train import train
 from amoeba.commands.tune import tune
 from amoeba.commands.typer_app import Typer
 from amoeba.commands.verify import verify
+from amoeba.commands.warm import warm
 
 app = Typer(
     name="amoeba",
@@ -54,7 +55,7 @@ def _every_command(
     speak_up(say_more)
 
 
-for command in (verify, doctor, bench, train, tune, finetune, generate, merge, pack, quantise, trace, report):
+for command in (verify, doctor, bench, train, tune, finetune, generate, merge, pack, quantise, warm, trace, report):
     app.command()(command)
 app.add_typer(tasks)
 

@@ -18,10 +18,12 @@ from amoeba.commands.options import (
     Verbose,
     Vram,
     experts_in,
+    launched_processes,
     speaks,
 )
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
+from amoeba.jobs.compile_beside import Work, compiling_beside
 from amoeba.system.fast_imports import loading
 from amoeba.system.shell import shell_command
 
@@ -86,12 +88,14 @@ class FinetuneOptions:
 def finetune(own: FinetuneOptions, shared: RunOptions, json: Json = False, verbose: Verbose = False) -> None:
     """Fine-tune a mixture-of-experts model with LoRA. Trains on the answers only and saves a PEFT adapter."""
     output = start(verbose, over_ranks=True)
-    with loading():
-        from amoeba.jobs.settings import FinetuneSettings
-        from amoeba.jobs.train.resume import settings_of
+    with usage(), compiling_beside(wanted=launched_processes() == 1, heard=output.verbose) as compiler:
+        with loading():
+            from amoeba.jobs.settings import FinetuneSettings
+            from amoeba.jobs.train.resume import settings_of
 
-    with usage():
         settings = settings_of(FinetuneSettings, shared.resume, shared.config, shared.given(own.given()))
+        resident = settings.experts in ("auto", "resident") and settings.ram is None and settings.vram is None
+        compiler.begin(Work.of_run("finetune", settings) if resident else None)
         document = run(settings, shared, output)
     finish(output, document, True, json and speaks())
     if document["exit_code"]:

@@ -27,12 +27,14 @@ from amoeba.commands.options import (
     Verbose,
     Vram,
     experts_in,
+    launched_processes,
     parse_device,
     parse_dtypes,
     speaks,
 )
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.core.errors import bad_value, counted
+from amoeba.jobs.compile_beside import Work, compiling_beside
 from amoeba.system.fast_imports import loading
 
 if TYPE_CHECKING:
@@ -173,7 +175,10 @@ def generate(
 ) -> None:
     """Generate text with a Hugging Face model, with experts run by aMoEba. Ctrl-C stops it."""
     output = start(verbose, over_ranks=True)
-    with usage():
+    resident = computing.device != "cpu" and computing.ram is None and computing.vram is None
+    ahead = prompt is not None and adapter is None and resident and launched_processes() == 1
+    with usage(), compiling_beside(wanted=ahead, heard=output.verbose) as compiler:
+        compiler.begin(Work.of_prompt(model, prompt or "", computing.dtype))
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
             from amoeba.jobs.generate.options import GenerationOptions

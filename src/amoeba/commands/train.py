@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amoeba.commands.exits import TRAINER, finish, need, usage
-from amoeba.commands.options import Json, RunOptions, Verbose, speaks
+from amoeba.commands.options import Json, RunOptions, Verbose, launched_processes, speaks
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
+from amoeba.jobs.compile_beside import Work, compiling_beside
 from amoeba.system.fast_imports import loading
 from amoeba.system.shell import shell_command
 
@@ -67,12 +68,13 @@ class TrainOptions:
 def train(own: TrainOptions, shared: RunOptions, json: Json = False, verbose: Verbose = False) -> None:
     """Train a mixture-of-experts language model and save it as a Hugging Face folder."""
     output = start(verbose, over_ranks=True)
-    with loading():
-        from amoeba.jobs.settings import TrainSettings
-        from amoeba.jobs.train.resume import settings_of
+    with usage(), compiling_beside(wanted=launched_processes() == 1, heard=output.verbose) as compiler:
+        with loading():
+            from amoeba.jobs.settings import TrainSettings
+            from amoeba.jobs.train.resume import settings_of
 
-    with usage():
         settings = settings_of(TrainSettings, shared.resume, shared.config, shared.given(vars(own)))
+        compiler.begin(None if settings.experts == "ranks" else Work.of_run("train", settings))
         document = run(settings, shared, output)
     finish(output, document, True, json and speaks())
     if document["exit_code"]:

@@ -158,6 +158,7 @@ Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Any]  # a tensor, or None
 
 _library = torch.library.Library("amoeba", "FRAGMENT")
+implementations: dict[str, Callable[..., Any]] = {}  # by the operator's whole name, as torch calls them
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def define(
             out[place] = gradient if need else None
         return tuple(out)
 
-    implementations = {
+    own = {
         name: lambda *args: _unpacked(forward(*args)),
         f"{name}_backward": run_backward(backward if fake_backward else laid_as_arguments),
     }
@@ -267,8 +268,8 @@ def define(
         name: lambda *args: _unpacked(fake(*args)),
         f"{name}_backward": run_backward(fake_backward or like_arguments),
     }
-    for each, implementation in implementations.items():
-        _library.impl(each, implementation, "CompositeExplicitAutograd")
+    for each, implementation in own.items():
+        _implement(each, implementation)
         torch.library.register_fake(f"amoeba::{each}", fakes[each], lib=_library)
     call_backward = once(name, getattr(torch.ops.amoeba, f"{name}_backward").default, _library, remedy)
     call = differentiable(name, getattr(torch.ops.amoeba, name).default, remember, differentiate, _library)
@@ -286,8 +287,13 @@ def define_forward(
     """Defines amoeba::<name>, for graphs in which nothing is differentiated any more."""
     schema = ", ".join(str(argument) for argument in arguments)
     _library.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * len(results))})")
-    _library.impl(name, lambda *args: _unpacked(forward(*args)), "CompositeExplicitAutograd")
+    _implement(name, lambda *args: _unpacked(forward(*args)))
     torch.library.register_fake(f"amoeba::{name}", lambda *args: _unpacked(fake(*args)), lib=_library)
+
+
+def _implement(name: str, implementation: Callable[..., Any]) -> None:
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    implementations[f"amoeba::{name}"] = implementation
 
 
 def _laid_as(source: Tensor, gradient: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from amoeba.core.operators import implementations
+
 NAME = "amoeba_decode"
 
 
@@ -81,13 +83,16 @@ def _materialised_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-@torch.library.custom_op("amoeba::decode_attention", mutates_args=())
-def _operator(
+def _by_kernel(
     query_BQD: Tensor, key_BGLD: Tensor, value_BGLV: Tensor, live_BL: Tensor, scaling: float, sink_Q: Tensor | None
 ) -> Tensor:
     from amoeba.kernels.decode.attention import attention
 
     return attention(query_BQD, key_BGLD, value_BGLV, live_BL.view(torch.uint8), scaling, sink_Q)
+
+
+_operator = torch.library.custom_op("amoeba::decode_attention", _by_kernel, mutates_args=())
+implementations["amoeba::decode_attention"] = _by_kernel
 
 
 @_operator.register_fake

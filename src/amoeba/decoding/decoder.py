@@ -71,6 +71,16 @@ class Decoder:
         if self._captures_prompt(prompt_tokens):
             self._prompt_step(prompt_tokens)
 
+    def rehearse(self, prompt_tokens: int = 0) -> None:
+        """Launches all that reading such a prompt does, or a step without one, and captures nothing."""
+        if not prompt_tokens:
+            self._step.rehearse()
+        elif self._captures_prompt(prompt_tokens):
+            self._new_prompt_step(prompt_tokens).rehearse()
+        else:
+            ids_BL = torch.zeros(self.batch, prompt_tokens, dtype=torch.int64, device=self.device)
+            self._read_in_pieces(ids_BL, ids_BL)
+
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0) -> Iterator[list[int]]:
         """The new tokens of all rows, step by step; who has enough stops asking."""
         prompt_BL, pad_B = self._checked(prompts, max_new_tokens)
@@ -181,12 +191,15 @@ class Decoder:
             self._step.prepare(self.capture)
 
     def _prompt_step(self, tokens: int) -> Step:
-        size = min(max(SHORTEST_PIECE, _power_of_2(tokens)), self.cache.length)
-        if size not in self._prompt_steps:
-            step = Step(self.model, self._rows, self._sampler, tokens=size)
+        step = self._new_prompt_step(tokens)
+        if step.tokens not in self._prompt_steps:
             step.prepare(self.capture)
-            self._prompt_steps[size] = step
-        return self._prompt_steps[size]
+            self._prompt_steps[step.tokens] = step
+        return self._prompt_steps[step.tokens]
+
+    def _new_prompt_step(self, tokens: int) -> Step:
+        size = min(max(SHORTEST_PIECE, _power_of_2(tokens)), self.cache.length)
+        return Step(self.model, self._rows, self._sampler, tokens=size)
 
 
 class InterleavedDecoder:

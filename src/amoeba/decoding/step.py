@@ -79,6 +79,13 @@ class Step:
                 self._run()
         self._graph = graph
 
+    def rehearse(self) -> None:
+        """Runs it as `prepare` does before it captures."""
+        with ExitStack() as stack:
+            stack.enter_context(fused_routers(self.model))
+            self._enter(stack, compiled=False)
+            self._run()
+
     def __call__(self) -> None:
         if self._graph is not None:
             if self._replays is None:

@@ -57,16 +57,16 @@ def graph_passes() -> dict[str, Any]:
 
 def decoder_layers(model: Any) -> list[Any]:
     """The stack that the tokens go through."""
-    return list(model.get_submodule(_name_of_stack(model)))
+    return list(model.get_submodule(name_of_stack(model)))
 
 
 def final_norm(model: Any) -> list[Any]:
     """One or none: between stack and output head; op by op, it saves fp32 copies of the hidden states."""
-    around = model.get_submodule(_name_of_stack(model).rpartition(".")[0])
+    around = model.get_submodule(name_of_stack(model).rpartition(".")[0])
     return [module for name, module in around.named_children() if name in _FINAL_NORMS]
 
 
-def _name_of_stack(model: Any) -> str:
+def name_of_stack(model: Any) -> str:
     count = text_config(model.config).num_hidden_layers
     inside = {id(module) for module in text_decoder(model).modules()}  # a vision part may have as many layers
     for name, module in model.named_modules():

@@ -75,8 +75,10 @@ class Launched(NamedTuple):
 
 
 class Recorder(Protocol):
-    def launch(self, start: Callable[[], Launched]) -> None:
-        """Calls it, and notes it down."""
+    def launch(
+        self, start: Callable[[], Launched], kernel: Any, arguments: tuple, constants: dict[str, Any], /
+    ) -> None:
+        """Calls `start`, and notes down what it launches: a kernel with its arguments and constants."""
 
 
 class _Listening(threading.local):
@@ -145,7 +147,12 @@ class Quick:
         if listening.recorder is None:
             self._start(grid, arguments, constants)
         else:
-            listening.recorder.launch(lambda: _again(*self._start(grid, arguments, constants)))
+            listening.recorder.launch(
+                lambda: _again(*self._start(grid, arguments, constants)),
+                self.kernel,
+                arguments,
+                self._constants or constants,
+            )
 
     def _start(self, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> tuple[Any, tuple, tuple]:
         """What was launched, with its grid and with all arguments that Triton's own launcher takes."""
@@ -226,7 +233,7 @@ class _Interpreted:
             if listening.recorder is None:
                 start(None, arguments)
             else:
-                listening.recorder.launch(first)
+                listening.recorder.launch(first, self.kernel, arguments, self._constants | constants)
 
         return launch
 

@@ -312,7 +312,7 @@ class _Recorder(TorchDispatchMode):
                 self.reason = str(error)
         return found
 
-    def launch(self, start: Callable[[], Launched]) -> None:
+    def launch(self, start: Callable[[], Launched], *_: Any) -> None:
         self._launching = True  # what the interpreter and the compiler do is theirs
         try:
             launched = start()
