@@ -18,13 +18,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from amoeba.core.errors import bad_value
 
 STAGED = ".writing"  # behind the name of a file that is not whole yet
+_BLOCK, _DIRECT_FROM = 4096, 2**20  # bytes: what a disk writes at once, and of a file worth the trouble
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
@@ -49,50 +50,83 @@ def write_new(path: Path, text: str) -> None:
 
 class WholeFile:
     """A file that gets its name when all of it is on the disk. A process killed before leaves a staged file, which the
-    next writer of the same path overwrites. Any thread may write."""
+    next writer of the same path overwrites. Any thread may write.
 
-    def __init__(self, path: Path) -> None:
+    size: of the whole file. Where it is known and the file system allows it, whole blocks of memory go past the page
+    cache: that takes a tenth of the processor's time, and nothing is left to wait for at the end.
+    """
+
+    def __init__(self, path: Path, size: int = 0) -> None:
         self._path, self._staged = path, path.with_name(path.name + STAGED)
-        self._handle = os.open(self._staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
-        self._is_open = True
+        self._handles = [self._open(os.O_TRUNC)]
+        try:
+            if size >= _DIRECT_FROM and hasattr(os, "O_DIRECT"):
+                with suppress(OSError):  # a file system without O_DIRECT
+                    self._handles.append(self._open(os.O_DIRECT))
+            if len(self._handles) > 1:
+                os.posix_fallocate(self._handles[0], 0, size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _open(self, how: int) -> int:
+        return os.open(self._staged, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | how, 0o666)
 
     def write(self, offset: int, data: memoryview) -> None:
         while data:
-            done = os.pwrite(self._handle, data, offset)
+            done = self._write_direct(offset, data) or os.pwrite(self._handles[0], data, offset)
             data, offset = data[done:], offset + done
 
+    def _write_direct(self, offset: int, data: memoryview) -> int:
+        """The bytes that were written, 0 where they have to go through the page cache."""
+        if len(self._handles) == 1 or (offset | len(data)) % _BLOCK:
+            return 0
+        try:
+            return os.pwrite(self._handles[1], data, offset)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # such as of memory that begins anywhere
+                raise
+            return 0
+
     def finish(self) -> None:
-        os.fsync(self._handle)
+        os.fsync(self._handles[0])
         self._close()
         os.replace(self._staged, self._path)
         sync_folder(self._path.parent)
 
     def discard(self) -> None:
         """Nothing of it stays, unless it is finished."""
-        if self._is_open:
-            self._close()
+        self._close()
         self._staged.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        self._is_open = False
-        os.close(self._handle)
+        while self._handles:
+            os.close(self._handles.pop())
+
+
+@contextmanager
+def whole_file(path: Path, size: int = 0) -> Iterator[WholeFile]:
+    """Whole at the end, or gone where something was raised."""
+    file = WholeFile(path, size)
+    try:
+        yield file
+        file.finish()
+    finally:
+        file.discard()
 
 
 @contextmanager
 def appears_whole(path: Path) -> Iterator[Callable[[memoryview], None]]:
-    """A `WholeFile` written from its beginning to its end."""
-    file, end = WholeFile(path), 0
+    """A whole file written from its beginning to its end."""
+    end = 0
 
     def write(data: memoryview) -> None:
         nonlocal end
         file.write(end, data)
         end += len(data)
 
-    try:
+    with whole_file(path) as file:
         yield write
-        file.finish()
-    finally:
-        file.discard()
 
 
 def check_can_write(path: Path) -> None:
