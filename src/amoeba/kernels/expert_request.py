@@ -226,56 +226,6 @@ def route_and_request(
 
 @quick
 @triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
-def _request_experts(
-    expert_N,
-    slot_N,
-    shown,
-    state,
-    due,
-    turn,
-    requests,
-    answers,
-    trouble,
-    times,
-    x_TH,
-    weight_N,
-    buffer_x,
-    buffer_expert,
-    buffer_weight,
-    buffer_arrived,
-    limit,
-    N,
-    NUMBERS,
-    mine,
-    REQUEST: tl.constexpr,
-):
-    _request(
-        expert_N,
-        slot_N,
-        shown,
-        state,
-        due,
-        turn,
-        requests,
-        answers,
-        trouble,
-        times,
-        x_TH,
-        weight_N,
-        buffer_x,
-        buffer_expert,
-        buffer_weight,
-        buffer_arrived,
-        limit,
-        N,
-        NUMBERS,
-        mine,
-        REQUEST,
-    )
-
-
-@quick
-@triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
 def _route_and_request(
     logits_TE,
     bias_E,
@@ -383,7 +333,7 @@ def _copy_routing(expert_N, weight_N, buffer_expert, buffer_weight, N, PIECE: tl
         tl.store(buffer_weight + index, weight.to(tl.float32), mask=index < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
 def _request(
     expert_N,
     slot_N,
@@ -492,6 +442,9 @@ def _request(
     if REQUEST.GROUPS > 1:
         tl.debug_barrier()  # every thread has written its part of the map
         tl.store(turn, fenced((mine + 1) % REQUEST.GROUPS, REQUEST.ON_GPU, FOR_HOST=False), mask=whose == mine)
+
+
+_request_experts = quick(_request)  # without a router ahead of it
 
 
 @quick
