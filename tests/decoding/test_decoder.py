@@ -7,8 +7,9 @@ import torch
 from transformers import GenerationConfig
 
 from amoeba import lora
-from amoeba.decoding import Decoder, Sampling, compiled_layers
+from amoeba.decoding import Decoder, Sampling, compiled_layers, why_not
 from amoeba.decoding import decoder as decoder_module
+from amoeba.integrations.place_experts import place_experts
 from selection import each_value_once, quick
 from tiny_models import VOCABULARY, build
 
@@ -118,22 +119,28 @@ def test_the_same_seed_gives_the_same_tokens_and_another_others():
 def test_an_adapter_takes_part(model):
     rows = prompts(7, 3)
     without = plain(model, rows, 8)
-    attached = lora.attach(model, r=2, alpha=64, targets=["experts", "o_proj"])
-    generator = torch.Generator().manual_seed(0)
     try:
-        with torch.no_grad():
-            for layer in (*attached.experts.values(), *attached.linears.values()):
-                for name, factor in layer.named_parameters():
-                    if "lora" in name:
-                        factor.copy_(torch.randn(factor.shape, generator=generator) * 0.3)
+        attach_random(model, ["experts", "o_proj"])
         assert decoded(model, rows, 8) == plain(model, rows, 8) != without
     finally:
         lora.detach(model)
 
 
-@quick(lambda adapted: adapted)
+def attach_random(model, targets: list[str]) -> None:
+    """Factors that change the tokens."""
+    attached = lora.attach(model, r=2, alpha=64, targets=targets)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in (*attached.experts.values(), *attached.linears.values()):
+            for name, factor in layer.named_parameters():
+                if "lora" in name:
+                    factor.copy_(torch.randn(factor.shape, generator=generator) * 0.3)
+
+
+@quick(lambda adapted, experts: adapted)
+@pytest.mark.parametrize("experts", ["resident", "mxfp4-weights"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "with_an_adapter"])
-def test_a_compiled_layer_is_one_graph_for_all_layers(monkeypatch, tmp_path, adapted):
+def test_a_compiled_layer_is_one_graph_for_all_layers(monkeypatch, tmp_path, adapted, experts):
     """Without Inductor, which takes a minute: that Dynamo traces it whole, and once."""
     graphs = []
 
@@ -145,8 +152,9 @@ def test_a_compiled_layer_is_one_graph_for_all_layers(monkeypatch, tmp_path, ada
     compiled = torch.compile(compiled_layers._run, dynamic=False, fullgraph=True, backend=backend)
     monkeypatch.setattr(compiled_layers, "_compiled", lambda: compiled)
     model = endless("qwen3_moe")
+    place_experts(model, experts)
     if adapted:
-        lora.attach(model, r=2, alpha=8)
+        attach_random(model, ["experts"])
     rows = prompts(6)
     assert decoded(model, rows, 5, compiled=True) == plain(model, rows, 5)
     assert len(graphs) == 1
@@ -169,6 +177,27 @@ def test_captured_steps_give_the_tokens_of_plain_generate(family, lengths):
     model = endless(family).cuda()
     rows = prompts(*lengths)
     assert decoded(model, rows) == plain(model, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapted", [False, True], ids=["alone", "with_lora"])
+@pytest.mark.parametrize("format", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
+def test_captured_steps_over_quantised_experts_give_the_tokens_of_plain_ones(format, adapted):
+    """Of 8 rows by expert, of one by slot; and nothing waits for the GPU inside a step."""
+    model = endless("qwen3_moe")
+    place_experts(model, f"{format}-weights", trains=False, device=torch.device("cuda"))
+    if adapted:
+        attach_random(model, ["experts"])
+    model.cuda()
+    assert why_not(model) is None
+    for rows in (prompts(5), prompts(4, 9, 1, 7, 3, 8, 2, 6)):
+        decoder = Decoder(model, batch=len(rows), length=40)
+        assert decoded(model, rows, decoder=decoder) == decoded(model, rows, capture=False)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            decoder_module.Step(model, decoder._rows, decoder._sampler)()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

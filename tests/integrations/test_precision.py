@@ -47,7 +47,7 @@ def test_every_parameter_gets_a_gradient_near_that_of_the_unchanged_model(family
         if "experts" in name:
             error = (gradient - plain[name]).norm() / plain[name].norm()
             assert 1e-3 < error < 0.2, (name, float(error))
-    assert why_not(model.eval()) == f"its experts are in {precision}, and a step waits for them on the host"
+    assert why_not(model.eval()) is None  # on a GPU that has no kernels for it the backend would say what waits
     copied, _ = loss_and_gradients(copy.deepcopy(model))
     assert torch.equal(copied, loss)
     amoeba.set_precision(model, "bf16")

@@ -60,11 +60,15 @@ def compiled_layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return counted
 
 
-@quick(lambda command: command == "train")  # factors in compiled layers: tests/lora/test_attach.py
-@pytest.mark.parametrize("command", ["train", "finetune"])
-def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(command, tmp_path, inputs, compiled_layers):
-    by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off", **SHORT)
-    found, said = run(tmp_path / "compiled", inputs, command, compile="on", **SHORT)
+@quick(lambda command, experts: command == "train")  # factors in compiled layers: tests/lora/test_attach.py
+@pytest.mark.parametrize(
+    ("command", "experts"), [("train", "resident"), ("finetune", "resident"), ("finetune", "mxfp4-weights")]
+)
+def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(
+    command, experts, tmp_path, inputs, compiled_layers
+):
+    by_itself, _ = run(tmp_path / "plain", inputs, command, compile="off", experts=experts, **SHORT)
+    found, said = run(tmp_path / "compiled", inputs, command, compile="on", experts=experts, **SHORT)
     assert len(compiled_layers) == 3 and any("compiled decoder layers" in line for line in said)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
     assert all(layer._compiled_call_impl is None for layer in compiled_layers)
@@ -231,12 +235,25 @@ class TestOnAGpu:
         _, said = run(tmp_path / "run", inputs, "finetune", **told)
         assert any(line.startswith("each step uses: fused loss, per-document attention") for line in said)
 
-    @pytest.mark.parametrize("checkpointing", [False, True])
+    @pytest.mark.parametrize(
+        ("experts", "checkpointing"),
+        [
+            ("resident", False),
+            ("resident", True),
+            ("fp8-weights", False),
+            ("mxfp8-weights", False),
+            ("mxfp4-weights", False),
+            ("mxfp4-weights", True),
+            ("nvfp4-weights", False),
+        ],
+    )
     def test_factors_are_trained_by_captured_passes_over_packed_rows(
-        self, checkpointing, inputs, tmp_path, monkeypatch
+        self, experts, checkpointing, inputs, tmp_path, monkeypatch
     ):
-        """Only factors have gradients; and checkpointing asks nothing of the device."""
+        """Only factors have gradients, whatever the format of the experts; and checkpointing asks nothing of the
+        device."""
         told = self.of_a_base_in_bf16(inputs) | {"train_router": False, "gradient_checkpointing": checkpointing}
+        told |= {"experts": experts}
         monkeypatch.setattr(finetune, "LEAST_PACKED_STEPS", 1)
         first, said = run(tmp_path / "first", inputs, "finetune", **told)
         assert any(line.startswith("packed into") for line in said)

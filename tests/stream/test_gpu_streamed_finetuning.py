@@ -138,7 +138,7 @@ def test_losses_and_adapter_are_those_of_resident_experts(streamed, inputs, tmp_
     assert any("on the GPU" in line and "read per token" in line for line in streamed.said)
     (part,) = report.streaming["parts"]
     assert part["name"] == "training" and 0 < part["floor_seconds"] <= part["seconds"]
-    monkeypatch.setattr(fast_paths, "_waits_in_a_pass", lambda model: True)
+    monkeypatch.setattr(fast_paths, "why_waits", lambda model, trains: "it is not wanted")
     launched = resident(inputs, tmp_path / "run")
     assert not any("captured" in line for line in launched.said)
     assert_alike(streamed, launched, exactly=ON_GPU)
