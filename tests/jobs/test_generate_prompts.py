@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from amoeba.commands import generate as command
 from amoeba.commands.typer_app import Typer
 from amoeba.data.prompts import Prompt
+from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate import prompt_batches, token_steps
 from amoeba.jobs.generate.generate import GenerationOptions, generate
 from amoeba.jobs.generate.prompt_batches import Row, batches_of
@@ -232,6 +233,19 @@ def test_continuous_batching_and_what_it_fails_with(folder, prompts, alone, monk
         assert "warning: transformers' continuous batching failed (no page); continuing with padded batches" in (
             result.stderr
         )
+
+
+def test_which_experts_continuous_batching_takes(monkeypatch):
+    monkeypatch.setattr(prompt_batches, "why_no_graphs", lambda device: None)
+    model = randomise(Qwen3MoeForCausalLM(tiny_config(Qwen3MoeConfig, "qwen3_moe")))
+    assert prompt_batches.why_not_continuous(model) is None
+    place_experts(model, "nvfp4-weights")
+    assert prompt_batches.why_not_continuous(model) is None
+    with monkeypatch.context() as streamed:
+        streamed.setattr("amoeba.decoding.step.replays_in", lambda model: object())
+        assert "streamed, and transformers' graphs do not serve" in prompt_batches.why_not_continuous(model)
+    monkeypatch.setattr("amoeba.integrations.host_waits.why_waits", lambda model: "its experts wait")
+    assert prompt_batches.why_not_continuous(model) == "its experts wait"
 
 
 def test_continuous_batching_that_does_not_begin(folder, prompts, alone, monkeypatch):

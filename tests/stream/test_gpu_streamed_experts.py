@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Request, Routing, experts, explain
 from amoeba.core.weights import LORA_NAMES
+from amoeba.stream.gpu import backend
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS, MemoryStore
@@ -121,13 +122,40 @@ def test_lora_gradients_are_those_beside_resident_experts(slots: int, dtype: tor
                 assert torch.equal(found[name], tensor), (name, tokens)
 
 
-def gradients(weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, shared: bool, **options) -> dict[str, Tensor]:
+def gradients(
+    weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, shared: bool, compute=experts, **options
+) -> dict[str, Tensor]:
     x, weight = (each.clone().requires_grad_() for each in (x_TH, routing.weight_TK))
     lora = factors(dy_TH.dtype, shared)
-    y_TH = experts(x, Routing(routing.expert_TK, weight, trusted=True), weights, lora=lora, **options)
+    y_TH = compute(x, Routing(routing.expert_TK, weight, trusted=True), weights, lora=lora, **options)
     named = {"x": x, "weight": weight, **lora.tensors()}
     found = torch.autograd.grad(y_TH, list(named.values()), dy_TH)
     return {"output": y_TH.detach(), **dict(zip(named, found, strict=True))}
+
+
+def test_a_compiled_backward_streams_once_as_any_other(monkeypatch) -> None:
+    """Nothing is saved between the passes, so there is no forward to repeat ahead of it."""
+    streamed: list[int] = []
+    groups = backend._groups
+    monkeypatch.setattr(backend, "_groups", lambda problem: (streamed.append(1), groups(problem))[1])
+    with closing(memory_of(weights_of(), 4, 3)) as memory:
+        x_TH, routing = routed(7)
+        dy_TH = torch.ones_like(x_TH)
+        expected = gradients(memory.layers[0], x_TH, routing, dy_TH, shared=False)
+        directly = len(streamed)
+        compute = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        found = gradients(memory.layers[0], x_TH, routing, dy_TH, shared=False, compute=compute)
+    assert directly == 2 and len(streamed) == 3  # compiled, the forward of so few tokens decodes
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items() if name != "output")
+
+
+def test_a_graph_holds_a_forward_of_streamed_experts_and_no_training() -> None:
+    with closing(memory_of(weights_of(), 4)) as memory:
+        request = Request(*routed(1), memory.layers[0])
+        serving = explain(request).backend
+        assert serving.why_waits(request, trains=False) is None and request.weights.replays is not None
+        told = "are streamed, and in training the host copies them group by group"
+        assert serving.why_waits(request, trains=True) == told
 
 
 @without_a_gpu_thorough
