@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import LORA_NAMES
+from amoeba.proof.compiled_checks import compiled_beside
 from amoeba.proof.conformance import (
     Check,
     Result,
@@ -56,13 +59,17 @@ def run(
         + ("every case there is, without a limit" if thorough else f"the most telling cases first, for {SECONDS} s")
     )
     began = time.monotonic()
-    with output.working():
-        results = verify(device, dtypes, backends, thorough, _telling(output), seconds)
-    finished = len(results) // (len(dtypes) * len(backends))
+    ahead = device.type == "cuda" and not thorough and "TRITON_INTERPRET" not in os.environ
+    with output.working(), compiled_beside(dtypes, backends) if ahead else nullcontext() as order:
+        results = verify(device, dtypes, backends, thorough, _telling(output), seconds, order)
+    each = len(dtypes) * len(backends)
+    finished = len(results) // each
     document = _document(results, device, thorough) | {
         "seconds": time.monotonic() - began,
         "cases": finished,
         "cases_left_out": len(cases(thorough)) - finished,
+        "checks": len(results),
+        "checks_left_out": len(cases(thorough)) * each - len(results),
     }
     _print(document, output)
     return document, document["ok"]
@@ -204,11 +211,12 @@ def _print_refusals(document: dict[str, Any], output: Output) -> None:
 
 
 def _left_out(document: dict[str, Any]) -> str:
-    done, left_out = document["cases"], document["cases_left_out"]
-    everything = f"amoeba verify --thorough has {len(cases(thorough=True))} and no limit"
+    done, left_out = document["checks"], document["checks_left_out"]
+    everything = f"amoeba verify --thorough has {len(cases(thorough=True))} cases and no limit"
     if left_out:
-        return f"{done} of {done + left_out} cases in {SECONDS} s, the rest were skipped; {everything}"
-    return f"all {done} cases of the short form; {everything}"
+        said = f"{done} of {done + left_out} checks (a case on a backend in a dtype) in {document['seconds']:.0f} s"
+        return f"{said}, the rest were skipped; {everything}"
+    return f"all {document['cases']} cases of the short form; {everything}"
 
 
 def _worst_errors(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

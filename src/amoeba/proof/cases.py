@@ -250,6 +250,13 @@ class Example:
 Represent = Callable[[ExpertWeights], ExpertWeights]
 
 
+def without_truth(case: Case, dtype: torch.dtype) -> Example:
+    """For who wants to know what is launched: inputs of the right sizes, and no dy."""
+    generator = torch.Generator().manual_seed(case.seed)
+    expert_TK, inputs = _expert_ids(case, generator), _inputs(case, dtype, generator)
+    return Example(expert_TK, torch.zeros_like(inputs["x"]), inputs, {})
+
+
 def example(case: Case, dtype: torch.dtype, represent: Represent | None = None) -> Example:
     """represent: what becomes of the weights where they are placed, see `Placement`; the truth is about that."""
     return _example(case, dtype, represent)

@@ -46,6 +46,7 @@ from amoeba.proof.cases import (
     most_telling_first,
     weight_dtype,
     weights_of,
+    without_truth,
 )
 from amoeba.proof.reference import experts as reference
 from amoeba.proof.stages import STAGE_TOLERANCE, STAGES, stage_errors
@@ -152,18 +153,34 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
     placement = _placement(backend_name)
     made = example(case, dtype, None if placement is None else placement.represent)
     tensors, routing, dy_TH = _placed(made, case, device, dtype, placement)
+    found = _computed(tensors, routing, case, backend_name, dy_TH)
+    stages = _stages(tensors, routing, case, placement, dy_TH)
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return {
+        name: relative_error(name, found[name], made.truth[name], dtypes.get(name, dtype)) for name in found
+    } | stages
+
+
+def rehearse(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Launches what `check` launches, on tensors that may be without numbers; nothing where experts are on the CPU."""
+    placement = _placement(backend_name)
+    if placement is not None and (placement.home or why_not_placed(placement, device, dtype)):
+        return
+    tensors, routing, dy_TH = _placed(without_truth(case, dtype), case, device, dtype, placement)
+    _computed(tensors, routing, case, backend_name, dy_TH)
+    _stages(tensors, routing, case, placement, dy_TH)
+
+
+def _computed(
+    tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name: str, dy_TH: Tensor
+) -> dict[str, Tensor]:
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     with poisoned_memory():
         with torch.no_grad():
             found = {"inference": _run(tensors, routing, case, backend_name)}
         found["output"] = _run(tensors, routing, case, backend_name)
         gradients = torch.autograd.grad(found["output"], list(wanted.values()), dy_TH)
-    found |= dict(zip(wanted, gradients, strict=True))
-    stages = _stages(tensors, routing, case, placement, dy_TH)
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return {
-        name: relative_error(name, found[name], made.truth[name], dtypes.get(name, dtype)) for name in found
-    } | stages
+    return found | dict(zip(wanted, gradients, strict=True))
 
 
 def _stages(
@@ -265,6 +282,9 @@ class Result:
         return self.failure is None and not self.out_of_tolerance
 
 
+Planned = tuple[Case, torch.dtype, str]
+
+
 class Check(NamedTuple):
     """What is about to be checked, and how far that is."""
 
@@ -282,18 +302,21 @@ def verify(
     thorough: bool = False,
     progress: Callable[[Check], None] | None = None,
     seconds: float | None = None,
+    order: Callable[[list[Planned], float], Iterator[int]] | None = None,
 ) -> list[Result]:
     """Every case on every backend (or those named) in every dtype; `progress` is called before each of them.
 
     seconds: what is not begun by then is left out, but for the first case, which every backend meets in every dtype,
-    and the second for those that refused it.
+             and the second for those that refused it.
+    order:   (checks, when the time is over) -> which of them is next, by their places; by default one after the other.
     """
     ends = math.inf if seconds is None else time.monotonic() + seconds
     chosen = cases(thorough) if seconds is None else most_telling_first(cases(thorough))
     checks = list(itertools.product(chosen, dtypes, backends or backend_names(device)))
     results: list[Result] = []
     computed: set[tuple[str, torch.dtype]] = set()
-    for case, dtype, name in checks:
+    for place in range(len(checks)) if order is None else order(checks, ends):
+        case, dtype, name = checks[place]
         if case is not chosen[0] and time.monotonic() >= ends:
             if case not in chosen[:2]:
                 break

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import MockTensor
@@ -79,6 +79,7 @@ class Launch(NamedTuple):
     kernel: Any
     arguments: tuple
     constants: dict[str, Any]
+    key: Hashable  # by which it is compiled once
 
     @property
     def name(self) -> str:
@@ -96,7 +97,7 @@ class Launch(NamedTuple):
 class DriverModule:
     """What Triton compiles for itself when it meets a GPU; to be submitted as a launch is."""
 
-    name = "triton's driver"
+    name = key = "triton's driver"
 
     @staticmethod
     def compile() -> None:
@@ -108,7 +109,7 @@ class DriverModule:
 
 @contextmanager
 def noting(take: Callable[[Launch], object]) -> Iterator[None]:
-    """Whatever is launched inside is handed to `take`, each variant of a kernel once, and not run."""
+    """Whatever is launched inside is handed to `take`, and not run."""
     outer, listening.recorder = listening.recorder, _Noting(take)
     try:
         yield
@@ -118,13 +119,11 @@ def noting(take: Callable[[Launch], object]) -> Iterator[None]:
 
 class _Noting:
     def __init__(self, take: Callable[[Launch], object]) -> None:
-        self._take, self._seen = take, set[Any]()
+        self._take = take
 
     def launch(self, start: Callable[[], Launched], kernel: Any, arguments: tuple, constants: dict[str, Any]) -> None:
         key = id(kernel), *map(_variant, arguments), *constants.items()
-        if key not in self._seen:
-            self._seen.add(key)
-            self._take(Launch(kernel, tuple(map(_without_memory, arguments)), constants))
+        self._take(Launch(kernel, tuple(map(_without_memory, arguments)), constants, key))
 
 
 class _Pointer(MockTensor):
@@ -274,57 +273,61 @@ class _Driver:
 
 
 class Workers:
-    """Compiles each launch in a fork of this process, as many at a time as it has cores. Leaving it early, by an
+    """Compiles each launch once, in a fork of this process, as many at a time as it has cores. Leaving it early, by an
     exception or Ctrl-C, ends those that run."""
 
-    def __init__(
-        self, most: int | None = None, done: Callable[[Launch, bool], object] = lambda launch, ok: None
-    ) -> None:
+    def __init__(self, most: int | None = None, done: Callable[[Any, bool], object] = lambda launch, ok: None) -> None:
         self._most, self._done = most or cores(), done
-        self._running: dict[int, Any] = {}
+        self._known, self._waiting, self._running = set[Hashable](), deque[Any](), dict[int, Any]()
         self.compiled = self.failed = 0
 
     def __enter__(self) -> Workers:
         return self
 
     def submit(self, launch: Any) -> None:
-        while len(self._running) >= self._most:
-            self.reap()
+        if launch.key not in self._known:
+            self._known.add(launch.key)
+            self._waiting.append(launch)
+        self.go_on()
+
+    def go_on(self, wait: bool = False) -> bool:
+        """Takes note of those that have ended, at least of one where it waits, and starts others. True: some run."""
+        while self._running:
+            process, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
+            if process == 0:
+                break
+            launch, wait = self._running.pop(process, None), False
+            if launch is not None:  # else somebody else's
+                self.compiled += status == 0 and isinstance(launch, Launch)
+                self.failed += status != 0
+                self._done(launch, status == 0)
+        while self._waiting and len(self._running) < self._most:
+            self._start(self._waiting.popleft())
+        return bool(self._running)
+
+    def _start(self, launch: Any) -> None:
         process = os.fork()
-        if process == 0:
+        if process:
+            self._running[process] = launch
+            return
+        code = 1
+        try:
             end_with_parent()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            code = 1
-            try:
-                launch.compile()
-                code = 0
-            except BaseException as error:
-                os.write(2, f"{launch.name}: {type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(code)  # what the parent has open is the parent's to close
-        self._running[process] = launch
-
-    def reap(self, wait: bool = True) -> bool:
-        """Takes note of one that has ended. False where none has."""
-        if not self._running:
-            return False
-        process, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
-        if process == 0:
-            return False
-        launch = self._running.pop(process, None)
-        if launch is None:  # somebody else's
-            return True
-        self.compiled += status == 0 and isinstance(launch, Launch)
-        self.failed += status != 0
-        self._done(launch, status == 0)
-        return True
+            launch.compile()
+            code = 0
+        except BaseException as error:
+            os.write(2, f"{launch.name}: {type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(code)  # what the parent has open is the parent's to close
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is not None:
+            self._waiting.clear()
             for process in self._running:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-        while self.reap():
+        while self.go_on(wait=True):
             pass
 
 
@@ -340,8 +343,3 @@ def end_with_parent() -> None:
     parent_death_signal = 1
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-
-
-def is_possible() -> bool:
-    """Not where kernels are interpreted, nor where processes cannot be forked."""
-    return not knobs.runtime.interpret and hasattr(os, "fork")
