@@ -425,6 +425,8 @@ def walk_apart(cells: Sequence[Cell], folder: Path, size: Size) -> Iterator[Cell
             watch.start()
             try:
                 for line in process.stdout:
+                    if not line.startswith("{"):  # of a library that prints
+                        continue
                     fields = json.loads(line)
                     roads.remove(fields["road"])
                     yield Cell(**fields | {name: tuple(fields[name]) for name in ("says", "pages")})

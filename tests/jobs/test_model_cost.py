@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from amoeba import lora
+from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs import model_cost
 from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from tiny_models import build
@@ -103,6 +105,17 @@ def test_a_token_costs_what_works_on_it(tied, frozen):
     attention = 6 * config.num_hidden_layers * config.hidden_size * 10  # all heads together are as wide
     expected = (4 if frozen else 6) * (experts / 2 + others) + attention
     assert training_flops_per_token(model, 10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("placement", ["fp8-weights", "nvfp4-weights"])
+def test_quantised_experts_count_as_the_numbers_that_they_stand_for(placement):
+    flops = []
+    for each in ("resident", placement):
+        model = build("qwen3_moe").requires_grad_(False)
+        place_experts(model, each)
+        lora.attach(model, 2, 4, ["experts"])
+        flops.append(training_flops_per_token(model, 10))
+    assert flops[0] == pytest.approx(flops[1])
 
 
 def test_it_is_measured_on_this_machine():

@@ -9,6 +9,7 @@ computes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +17,21 @@ import torch
 from torch import nn
 
 from amoeba.backends import fp8_choice
-from amoeba.backends.backend import Request
+from amoeba.backends.backend import Backend, PassesBackend, Request
 from amoeba.backends.registry import explain
 from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.routing.router import Routing
 
 
 def why_waits(model: nn.Module, *, trains: bool = False) -> str | None:
-    found = dict.fromkeys(_of_module(module, trains) for module in experts_modules(model).values())
+    found = dict.fromkeys(backend.why_waits(request, trains) for backend, request in _serving(model))
     reasons = [reason for reason in found if reason is not None]
     return f"its experts {', and some '.join(reasons)}" if reasons else None
+
+
+def repeats_forward(model: nn.Module) -> bool:
+    """Whether a compiled backward computes the forward of its experts once more."""
+    return any(isinstance(each, PassesBackend) and each.saves and each.traced is None for each, _ in _serving(model))
 
 
 def one_token(module: Any) -> Request | None:
@@ -39,8 +45,10 @@ def one_token(module: Any) -> Request | None:
     return replace(request, weights=fp8_choice.settled(request))
 
 
-def _of_module(module: Any, trains: bool) -> str | None:
-    """Functions of the module's own are captured as they are; what waits in them shows then."""
-    request = one_token(module)
-    backend = None if request is None else explain(request).backend
-    return None if request is None or backend is None else backend.why_waits(request, trains)
+def _serving(model: nn.Module) -> Iterator[tuple[Backend, Request]]:
+    """Functions of a module's own are captured as they are; what waits in them shows then."""
+    for module in experts_modules(model).values():
+        request = one_token(module)
+        backend = None if request is None else explain(request).backend
+        if request is not None and backend is not None:
+            yield backend, request

@@ -55,14 +55,17 @@ def _at_work(model: Any) -> Iterator[tuple[float, bool]]:
     share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is None or head.weight is embedding
+    placed = {name: module for name, module in experts_modules(model).items() if placed_in(module) is not None}
+    codes = {id(tensor) for module in placed.values() for tensor in module._parameters.values()}  # or a rank's share
     for parameter in model.parameters():
         stacked = parameter.dim() == 3 and parameter.shape[0] == experts
-        if parameter is not embedding or tied:
+        if id(parameter) not in codes and (parameter is not embedding or tied):
             yield parameter.numel() * (share if stacked else 1.0), parameter.requires_grad
-    for module in experts_modules(model).values():  # those that are no parameters any more
-        if (layout := layout_of(module)) is None or placed_in(module) is None:
-            continue
-        yield layout.num_experts * layout.hidden * layout.intermediate * (3 if layout.gated else 2) * share, False
+    for module in placed.values():
+        if (layout := layout_of(module)) is not None:
+            trained = any(tensor is not None and tensor.requires_grad for tensor in module._parameters.values())
+            numbers = layout.num_experts * layout.hidden * layout.intermediate * (3 if layout.gated else 2)
+            yield numbers * share, trained
 
 
 @functools.cache

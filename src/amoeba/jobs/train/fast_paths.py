@@ -28,7 +28,7 @@ import torch
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.integrations.fused_loss import fused_loss
-from amoeba.integrations.host_waits import why_waits
+from amoeba.integrations.host_waits import repeats_forward, why_waits
 from amoeba.integrations.randomness import draws_random_numbers
 from amoeba.integrations.text_model import text_decoder
 
@@ -46,8 +46,11 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     # which exchange counts and gradients within a pass
     over_ranks = "several ranks share each batch" if trainer.rank_zero.count > 1 else None
-    if compiles and over_ranks is not None:
-        say(f"no compiled decoder layers: {over_ranks}")
+    against = over_ranks
+    if compiles and compile_layers == "auto" and repeats_forward(trainer.model):
+        against = against or "a compiled backward would compute the forward of its experts again"
+    if compiles and against is not None:
+        say(f"no compiled decoder layers: {against}")
         compiles = False
     with ExitStack() as stack:
         taken: list[str] = []
