@@ -34,10 +34,12 @@ SETTINGS = TOLD | {"batch_size": 4, "log_every": 1, "dtype": "float32", "experts
 class Job:
     """`torchrun ... -m amoeba train ...`, started with the same words on node0 and node1."""
 
-    def __init__(self, network: Network, inputs: Path, folder: Path, per_host: int, hosts: str = "2") -> None:
+    def __init__(
+        self, network: Network, inputs: Path, folder: Path, per_host: int, hosts: str = "2", **changes: Any
+    ) -> None:
         self.network, self.inputs, self.run = network, inputs, folder / "run"
         self.logs = {name: folder / f"{name}.log" for name in ("node0", "node1")}
-        config = SETTINGS | {"model": str(OWN_FILES / "base"), "data": str(OWN_FILES / "train.jsonl")}
+        config = SETTINGS | changes | {"model": str(OWN_FILES / "base"), "data": str(OWN_FILES / "train.jsonl")}
         (folder / "run.yaml").write_text(json.dumps(config))
         self.words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts]
         self.words += ["--nproc-per-node", str(per_host), "--max-restarts", "3", "--rdzv-backend", "c10d"]
@@ -107,7 +109,7 @@ def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(
     job.start("node1")
     assert job.codes() == [0, 0], job.said()
     said = job.logs["node0"].read_text()
-    assert "from rank 1, which did not report" in said
+    assert "from rank 1, which did not report" in said and "Look at the output of rank 1 on node1" in said
     assert said.count("resuming from checkpoint-") == said.count("step 12/12") == 1
     assert "loss" not in job.logs["node1"].read_text()  # one of them speaks
     check_same_bits(job.run, on_one_host(processes, 2, inputs, tmp_path / "expected"))
@@ -117,7 +119,8 @@ def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(
 def test_a_host_of_two_by_two_is_lost_while_a_checkpoint_is_written(
     network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
 ) -> None:
-    job = Job(network, inputs, tmp_path, per_host=2)
+    changes = {"expert_ranks": 2, "dense": "fsdp"}
+    job = Job(network, inputs, tmp_path, per_host=2, **changes)
     job.start("node0", "node1")
     job.wait(lambda: bool(checkpoints(job.run)) and unfinished_checkpoint(job.run).exists())
     job.hosts["node1"].kill()
@@ -125,14 +128,14 @@ def test_a_host_of_two_by_two_is_lost_while_a_checkpoint_is_written(
     assert job.codes() == [0, 0], job.said()
     assert "resuming from checkpoint-" in job.logs["node0"].read_text()
     assert not unfinished_checkpoint(job.run).exists()
-    check_same_bits(job.run, on_one_host(processes, 4, inputs, tmp_path / "expected"))
+    check_same_bits(job.run, on_one_host(processes, 4, inputs, tmp_path / "expected", **changes))
 
 
 @pytest.mark.thorough
-def test_without_the_host_of_the_rendezvous_all_end_and_the_same_command_resumes(
+def test_without_the_host_of_the_rendezvous_all_end_and_the_same_data_parallel_command_resumes(
     network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
 ) -> None:
-    job = Job(network, inputs, tmp_path, per_host=1)
+    job = Job(network, inputs, tmp_path, per_host=1, experts="resident")
     job.start("node0", "node1")
     job.wait(lambda: bool(checkpoints(job.run)))
     job.hosts["node0"].kill()
@@ -140,7 +143,7 @@ def test_without_the_host_of_the_rendezvous_all_end_and_the_same_command_resumes
     job.hosts["node1"].kill()
     job.start("node0", "node1")
     assert job.codes() == [0, 0], job.said()
-    check_same_bits(job.run, on_one_host(processes, 2, inputs, tmp_path / "expected"))
+    check_same_bits(job.run, on_one_host(processes, 2, inputs, tmp_path / "expected", experts="resident"))
 
 
 @pytest.mark.thorough

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from amoeba.core.errors import TOLD, RankLost, bad_value, one_line
-from amoeba.parallel.ranks import Ranks, spoken_ranks
+from amoeba.parallel.ranks import Ranks, note_hosts, spoken_ranks
 
 DEADLINE = "AMOEBA_DEADLINE"  # seconds
 DEFAULT_DEADLINE = 600.0
@@ -81,6 +81,8 @@ def launched_ranks(deadline: float) -> Iterator[Ranks | None]:
         _meet(deadline)
     ranks = Ranks(deadline=deadline)
     ranks.leave_word("")  # of this job; a launcher's group may have had others
+    if hosts() > 1:
+        note_hosts(ranks.gather_texts(socket.gethostname(), "the names of the hosts"))
     hidden = {name: os.environ.pop(name) for name in _SIGNS if name in os.environ}
     try:
         yield ranks

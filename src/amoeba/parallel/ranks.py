@@ -34,6 +34,7 @@ from amoeba.core.torch_internals import default_store
 # The others reach their deadlines a little later, and their notes are worth waiting for.
 _SECONDS_FOR_NOTES = 3.0
 _watched: list[Callable[[], None]] = []
+_host_names: dict[int, str] = {}  # of each process, where there are several hosts
 
 
 __all__ = ["RankLost", "Ranks", "as_bytes", "spoken_ranks", "watch"]
@@ -245,10 +246,18 @@ def as_bytes(rows: Tensor) -> Tensor:
     return rows.view(torch.uint8)
 
 
+def note_hosts(names: Sequence[str]) -> None:
+    """Of all processes, in order: told with a rank that is lost."""
+    _host_names.clear()
+    _host_names.update(enumerate(names))
+
+
 def _advice(suspects: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(_host_names[rank] for rank in suspects if rank in _host_names))
+    where = f" on {', '.join(hosts)}" if hosts else ""
     return (
-        f"Look at the output of {spoken_ranks(suspects)}: a rank that failed, was killed, took another way through the "
-        "model, or needs a longer deadline."
+        f"Look at the output of {spoken_ranks(suspects)}{where}: a rank that failed, was killed, took another way "
+        "through the model, or needs a longer deadline."
     )
 
 
