@@ -24,9 +24,8 @@ from amoeba.backends.fp8_weights import codes_of
 from amoeba.backends.low_rank import ByToken
 from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.bench.ceilings import Ceilings, measure_ceilings
-from amoeba.bench.shapes import Shape, parse_shape
 from amoeba.bench.timing import REST_MS, step_of, time_in_turns
-from amoeba.bench.workload import draw_routing, relative_error
+from amoeba.bench.workload import Shape, draw_routing, parse_shape, relative_error
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
 from amoeba.core.config import Activation

@@ -32,7 +32,7 @@ import torch
 import amoeba
 from amoeba.decoding import Decoder, Sampling
 from amoeba.stream.gpu import device as gpu_device
-from amoeba.stream.gpu.driver import Driver, open_driver
+from amoeba.stream.gpu.device import Driver, open_driver
 
 CAP = 12e9  # bytes/s
 SHIM = """

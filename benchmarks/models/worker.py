@@ -35,7 +35,7 @@ import torch
 import amoeba
 import benchmarks
 from amoeba.core.errors import one_line
-from amoeba.integrations.compile_cache import keep_compiled_code
+from amoeba.integrations.compiled_layers import keep_compiled_code
 from benchmarks.models.candidates import CANDIDATES, Candidate
 from benchmarks.models.measure import ModelMeasurement, measure, without_figures
 from benchmarks.models.problem import SIZES, Problem

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amoeba.bench.shapes import parse_shape
+from amoeba.bench.workload import parse_shape
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output

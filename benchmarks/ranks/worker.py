@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from amoeba import experts
-from amoeba.bench.memory import peak_bytes
+from amoeba.bench.timing import peak_bytes
 from amoeba.core.phase_timer import mark, watch_phases
 from amoeba.core.weights import ExpertWeights
 from amoeba.parallel import Owners, Ranks, ShardedExperts

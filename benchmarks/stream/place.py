@@ -23,10 +23,10 @@ from torch import Tensor
 
 from amoeba.core.graph_replays import Member
 from amoeba.core.torch_internals import occupy_gpu
-from amoeba.stream.bandwidth import copy_rate
 from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.fast_path import spares_of
+from amoeba.stream.report import copy_rate
 from amoeba.stream.store.store import Store
 
 # Requests whose way to the host is timed, and cycles of idling ahead of each: their launch is not part of it.

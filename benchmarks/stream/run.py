@@ -20,7 +20,7 @@ from typing import Any
 
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
-from amoeba.stream.bandwidth import read_rate
+from amoeba.stream.report import read_rate
 from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
 from benchmarks.stream import lora, turns

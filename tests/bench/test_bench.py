@@ -28,11 +28,9 @@ from amoeba.bench.implementations import (
     implementations,
     names_of_ours,
 )
-from amoeba.bench.memory import peak_bytes, watch_saved
-from amoeba.bench.shapes import SHAPES, SUITES, Shape, parse_shape
 from amoeba.bench.suite import Plan, run_suite
-from amoeba.bench.timing import Timing, time_in_turns
-from amoeba.bench.workload import Implementation, make_workload, relative_error
+from amoeba.bench.timing import Timing, peak_bytes, time_in_turns, watch_saved
+from amoeba.bench.workload import SHAPES, SUITES, Implementation, Shape, make_workload, parse_shape, relative_error
 from amoeba.core import cost
 from amoeba.core.placement import Tolerance
 from amoeba.core.weights import LORA_NAMES, ExpertWeights

@@ -11,9 +11,8 @@ import torch
 from amoeba.bench import captured as captured_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.captured import LAYERS, apart, host_times, in_graphs
-from amoeba.bench.shapes import SHAPES, Shape
 from amoeba.bench.suite import Plan
-from amoeba.bench.workload import make_workload
+from amoeba.bench.workload import SHAPES, Shape, make_workload
 from amoeba.commands import bench_layers as bench_command
 from noted_output import NotedOutput
 

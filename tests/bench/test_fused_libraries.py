@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from amoeba.bench import peers, timing
 from amoeba.bench.document import make_document
 from amoeba.bench.implementations import PEERS, implementations
-from amoeba.bench.shapes import Shape
 from amoeba.bench.suite import Plan, run_suite
-from amoeba.bench.workload import make_workload
+from amoeba.bench.workload import Shape, make_workload
 from amoeba.commands.bench_layers import choose_peers
 
 CPU = torch.device("cpu")

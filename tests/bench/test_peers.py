@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from amoeba.bench.implementations import implementations
-from amoeba.bench.shapes import SHAPES, Shape
 from amoeba.bench.suite import Plan, run_suite
-from amoeba.bench.workload import make_workload
+from amoeba.bench.workload import SHAPES, Shape, make_workload
 from amoeba.commands import bench_layers as bench_command
 from amoeba.commands.bench_layers import choose_ours, choose_peers, command_line
 from amoeba.commands.output import Output

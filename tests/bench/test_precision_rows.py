@@ -11,8 +11,7 @@ import torch
 
 from amoeba.bench import implementations as implementations_module
 from amoeba.bench.implementations import implementations, names_of_ours
-from amoeba.bench.shapes import SHAPES, Shape
-from amoeba.bench.workload import make_workload
+from amoeba.bench.workload import SHAPES, Shape, make_workload
 
 SHAPE = Shape("few", 3, 64, 32, 4, 2, forward_only=True)
 CODES = ["fp8-weights", "mxfp4-weights", "nvfp4-weights"]

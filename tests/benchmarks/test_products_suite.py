@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from amoeba.bench.ceilings import Ceilings, Product
-from amoeba.bench.shapes import SHAPES, parse_shape
+from amoeba.bench.workload import SHAPES, parse_shape
 from amoeba.commands.output import Output
 from benchmarks import products
 from benchmarks.__main__ import app

@@ -17,8 +17,8 @@ from typer.main import get_command
 from amoeba.backends import eager, fp8_choice, registry
 from amoeba.bench import suite
 from amoeba.bench.ceilings import Ceilings, Product
-from amoeba.bench.shapes import Shape
 from amoeba.bench.suite import Measurement
+from amoeba.bench.workload import Shape
 from amoeba.cli import app
 from amoeba.commands import bench_layers as bench_command
 from amoeba.commands import finetune as finetune_command

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from amoeba import Activation, ExpertWeights, Routing, experts, with_precision
 from amoeba.backends import fp8_saved
-from amoeba.bench.memory import watch_saved
+from amoeba.bench.timing import watch_saved
 from amoeba.core import cost
 from amoeba.precision import FP8_128, FP8_TRAINING, MXFP4, MXFP8, NVFP4
 from amoeba.precision.quantised_experts import quantise_experts

@@ -9,8 +9,8 @@ from packed_layer import E, H, PackedLayer, R
 
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.factor_copies import FactorMemory
 from amoeba.cpu.node_passes import NodeFactors
+from amoeba.cpu.packed_experts import FactorMemory
 from amoeba.cpu.packed_weights import load_packed
 from amoeba.cpu.pool import WorkerPool
 from selection import each_value_once

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from amoeba.integrations.compile_cache import keep_compiled_code
+from amoeba.integrations.compiled_layers import keep_compiled_code
 
 PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from amoeba import lora, stream
 from amoeba.integrations.model_folder import load_config, load_model
-from amoeba.integrations.model_limits import vocabulary
-from amoeba.integrations.text_model import beyond_text
+from amoeba.integrations.text_model import beyond_text, vocabulary
 from amoeba.jobs.convert.merge import merge
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.finetune.finetune import finetune

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.integrations.text_model import draws_random_numbers
 
 
 def model_with(*modules: nn.Module, **config: Any) -> nn.Module:

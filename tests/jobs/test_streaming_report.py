@@ -13,12 +13,11 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'amo
 import torch
 
 import amoeba
-from amoeba.jobs import measurement_cache as kept_measurements
+from amoeba.jobs import model_cost as kept_measurements
 from amoeba.jobs import streaming_report as stream_parts
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.stream.attaching import Streamed
-from amoeba.stream.bandwidth import Rate
-from amoeba.stream.report import StreamReport
+from amoeba.stream.report import Rate, StreamReport
 from amoeba.stream.store import StoreError, open_store
 from amoeba.stream.store.packing import pack
 from tiny_models import EXPERTS, LAYERS, build

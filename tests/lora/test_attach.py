@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amoeba import lora
 from amoeba.integrations.experts_module import LORA
-from amoeba.lora.experts_lora import ExpertsLora
+from amoeba.lora.factors import ExpertsLora
 from amoeba.lora.targets import in_one_line
 from selection import quick
 from tiny_models import EXPERTS, HIDDEN, TOLERANCE, build, experts_classes, needs, relative, token_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from amoeba.stream.cache.policy import LFRU, Policy
+from amoeba.stream.cache.slot_table import LFRU, Policy
 
 
 class LRU(Policy):

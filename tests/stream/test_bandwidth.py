@@ -10,9 +10,9 @@ import torch
 from simulated_device import SimulatedDevice
 
 from amoeba import ExpertWeights
-from amoeba.stream import bandwidth
-from amoeba.stream.bandwidth import copy_rate, read_rate
+from amoeba.stream import report
 from amoeba.stream.placement import MemoryStore
+from amoeba.stream.report import copy_rate, read_rate
 
 E, H, I = 5, 4, 3
 
@@ -45,12 +45,12 @@ def test_the_disk_is_measured_by_reading_each_expert_once_at_most(monkeypatch) -
     opened = store()
     found = read_rate(opened)
     assert found.bytes == E * opened.expert_bytes(0) and 0 < found.bytes_per_second < math.inf
-    monkeypatch.setattr(bandwidth, "READS", 1)
-    monkeypatch.setattr(bandwidth, "_MOST_READ", 2 * opened.expert_bytes(0))
+    monkeypatch.setattr(report, "READS", 1)
+    monkeypatch.setattr(report, "_MOST_READ", 2 * opened.expert_bytes(0))
     assert read_rate(opened).bytes == 2 * opened.expert_bytes(0)
 
 
 def test_what_the_first_read_has_to_prepare_is_not_the_disks_time(monkeypatch) -> None:
-    monkeypatch.setattr(bandwidth, "_MOST_SECONDS", 0.05)
+    monkeypatch.setattr(report, "_MOST_SECONDS", 0.05)
     opened = store(SlowToOpen)
     assert read_rate(opened).bytes == E * opened.expert_bytes(0)

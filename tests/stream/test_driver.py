@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from amoeba.stream.gpu.driver import Driver, open_driver
+from amoeba.stream.gpu.device import Driver, open_driver
 
 
 class Call:

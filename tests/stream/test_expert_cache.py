@@ -9,8 +9,7 @@ import pytest
 from lru import LRU, POLICIES
 
 from amoeba.stream.cache.expert_cache import Counters, ExpertCache, Fetch
-from amoeba.stream.cache.policy import Policy
-from amoeba.stream.cache.slot_table import SlotsInUse
+from amoeba.stream.cache.slot_table import Policy, SlotsInUse
 from amoeba.stream.cache.trace import LayerShape
 from benchmarks.stream import cache as replayed
 

@@ -12,7 +12,7 @@ from served_layers import Served, drawn_ids
 from simulated_device import LiveDevice
 from test_device_memory import E
 
-from amoeba.stream.cache.policy import LFRU
+from amoeba.stream.cache.slot_table import LFRU
 from amoeba.stream.gpu import fast_path
 from selection import each_value_once, quick
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amoeba.stream.cache.policy import LFRU
+from amoeba.stream.cache.slot_table import LFRU
 
 
 def after(policy: LFRU, *passes: list[int], experts: int = 6) -> LFRU:
@@ -44,15 +44,15 @@ def test_old_favourites_do_not_stay_for_ever():
 
 def test_the_order_survives_when_counts_are_rescaled(monkeypatch):
     monkeypatch.setattr(LFRU, "half_life", 2)
-    monkeypatch.setattr("amoeba.stream.cache.policy._DOUBLINGS", 8)
+    monkeypatch.setattr("amoeba.stream.cache.slot_table._DOUBLINGS", 8)
     rescaled = after(LFRU(), experts=6)
-    monkeypatch.setattr("amoeba.stream.cache.policy._DOUBLINGS", 512)
+    monkeypatch.setattr("amoeba.stream.cache.slot_table._DOUBLINGS", 512)
     plain = after(LFRU(), experts=6)
     for step in range(100):
         ids = [step % 3, 3 + step % 2] if step % 5 else [5]
-        monkeypatch.setattr("amoeba.stream.cache.policy._DOUBLINGS", 8)
+        monkeypatch.setattr("amoeba.stream.cache.slot_table._DOUBLINGS", 8)
         rescaled.use(ids)
-        monkeypatch.setattr("amoeba.stream.cache.policy._DOUBLINGS", 512)
+        monkeypatch.setattr("amoeba.stream.cache.slot_table._DOUBLINGS", 512)
         plain.use(ids)
         assert order(rescaled, list(range(6))) == order(plain, list(range(6))), step
     assert rescaled.now[0] < plain.now[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from amoeba.stream.cache.policy import LFRU
+from amoeba.stream.cache.slot_table import LFRU
 from amoeba.stream.cache.trace import LayerShape, Trace, TraceWriter, read_trace
 from benchmarks.stream.cache import replay, slots_of_share
 from benchmarks.stream.synthetic import Locality, synthetic_trace

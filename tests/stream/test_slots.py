@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 from lru import LRU, POLICIES
 
-from amoeba.stream.cache.policy import Policy
-from amoeba.stream.cache.slot_table import Plan, SlotsInUse, SlotTable
+from amoeba.stream.cache.slot_table import Plan, Policy, SlotsInUse, SlotTable
 
 
 class Model:

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from amoeba.cli import app
-from amoeba.system import tried_versions
-from amoeba.system.tried_versions import TRIED, untried
+from amoeba.system import machine
+from amoeba.system.machine import TRIED, untried
 from other_versions import requirements
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_a_torch_that_was_never_tried_is_named_once(version, lines):
 
 
 def test_doctor_names_versions_that_were_never_tried(monkeypatch):
-    monkeypatch.setitem(tried_versions.TRIED, "torch", ("1.0", "1.1"))
+    monkeypatch.setitem(machine.TRIED, "torch", ("1.0", "1.1"))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0
     assert list(json.loads(result.stdout.splitlines()[-1])["untried_versions"]) == ["torch"]

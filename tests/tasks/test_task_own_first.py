@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from amoeba.kernels.launch import next_power_of_2  # noqa: E402
-from amoeba.tasks.triton.local_first import local_tiles_first, make_local_table  # noqa: E402
+from amoeba.tasks.triton.arrivals import local_tiles_first, make_local_table  # noqa: E402
 from amoeba.tasks.triton.tickets import make_table  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

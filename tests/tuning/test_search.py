@@ -11,7 +11,7 @@ from forgetting import forget
 from typer.testing import CliRunner
 
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.bench.shapes import Shape
+from amoeba.bench.workload import Shape
 from amoeba.cli import app
 from amoeba.commands import tune
 from amoeba.commands.output import Output

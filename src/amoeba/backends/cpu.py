@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import cpu_decode, cpu_fused, sorted_rows
-from amoeba.backends.allocate import empty_gradient
 from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate_rows, activate_rows_backward, in_chunks
-from amoeba.backends.torch_rows import Groups, TorchRows
+from amoeba.backends.torch_rows import Groups, TorchRows, empty_gradient
 from amoeba.core.config import Activation
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.weights import ExpertWeights

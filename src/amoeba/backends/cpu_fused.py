@@ -24,8 +24,7 @@ from amoeba.backends.read_quantised import scaled_codes
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.cpu import node_passes as one_node
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.node_experts import NodeExperts
-from amoeba.cpu.node_factors import NodeFactors
+from amoeba.cpu.node_experts import NodeExperts, NodeFactors
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.node_passes import NodeCache
 from amoeba.cpu.numa import NumaNode, numa_nodes

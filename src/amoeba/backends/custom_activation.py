@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.backends.allocate import empty_rows
 from amoeba.backends.grouped import bias_of_row, sum_per_expert, weight_gradient
 from amoeba.backends.rowwise import sum_rows
-from amoeba.backends.torch_rows import Groups
+from amoeba.backends.torch_rows import Groups, empty_rows
 from amoeba.backends.triton import why_not_on
 from amoeba.core import operators
 from amoeba.core.layout import build_layout

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import eager, fp8_saved, sorted_rows
-from amoeba.backends.allocate import empty_gradient, empty_rows
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
-from amoeba.backends.torch_rows import TorchRows
+from amoeba.backends.torch_rows import TorchRows, empty_gradient, empty_rows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format, fp8_training_columns
 from amoeba.precision.quantised import QuantisedMatrix, quantise

@@ -24,7 +24,7 @@ from amoeba.backends.experts_operator import Whole
 from amoeba.core.problem import Gradients, Needs, Problem, Save
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu import node_passes as one_node
-from amoeba.cpu.node_factors import NodeFactors
+from amoeba.cpu.node_experts import NodeFactors
 from amoeba.cpu.node_passes import NodeCache
 from amoeba.cpu.numa import run_on_nodes
 from amoeba.cpu.packed_experts import PackedExperts

@@ -31,7 +31,7 @@ from amoeba.backends import (
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.measured_choice import faster_than
 from amoeba.core.errors import bad_value
-from amoeba.system.tried_versions import warn_about_torch
+from amoeba.system.machine import warn_about_torch
 
 logger = logging.getLogger("amoeba")
 

@@ -22,8 +22,7 @@ from amoeba.precision.recipes import AUTO, SUMMARIES, summary_of, with_precision
 from amoeba.routing.router import Routing
 from amoeba.system import tuned
 from amoeba.system.cpu_features import compute_dtype, cpu_flags
-from amoeba.system.machine import available_memory, commit, flags_looked_for, machine, versions
-from amoeba.system.tried_versions import untried
+from amoeba.system.machine import available_memory, commit, flags_looked_for, machine, untried, versions
 
 _GIB = 2**30
 # A small layer that no backend has a reason to refuse for its sizes.

@@ -19,7 +19,7 @@ from amoeba.core.errors import bad_value, counted
 from amoeba.system.fast_imports import loading
 
 if TYPE_CHECKING:
-    from amoeba.bench.shapes import Shape
+    from amoeba.bench.workload import Shape
     from amoeba.tasks.simulator import Ran
     from amoeba.tasks.timeline import Summary
 
@@ -74,7 +74,7 @@ def simulate(
     """Simulate the scheduled backward in random orders: no early read, no deadlock, every gradient correct."""
     output = start(verbose)
     with usage():
-        from amoeba.bench.shapes import parse_shape
+        from amoeba.bench.workload import parse_shape
 
         found = parse_shape(shape or (TIMING_SHAPE if timing else SHAPE))
         workers = workers or (132 if timing else 4)

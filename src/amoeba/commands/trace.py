@@ -25,7 +25,7 @@ from amoeba.core.errors import bad_value
 if TYPE_CHECKING:
     import torch
 
-    from amoeba.bench.shapes import Shape
+    from amoeba.bench.workload import Shape
     from amoeba.core.problem import Problem
     from amoeba.tasks.simulator import Record
 
@@ -54,7 +54,7 @@ def trace(
     output = start(verbose)
     with usage():
         need("torch", "triton")
-        from amoeba.bench.shapes import check_memory, parse_shape
+        from amoeba.bench.workload import check_memory, parse_shape
 
         place = parse_device(device)
         default = INTERPRETED_SHAPE if place.type == "cpu" else GPU_SHAPE

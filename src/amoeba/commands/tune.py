@@ -17,7 +17,7 @@ from amoeba.core.errors import bad_value
 if TYPE_CHECKING:
     import torch
 
-    from amoeba.bench.shapes import Shape
+    from amoeba.bench.workload import Shape
     from amoeba.tuning.search import Found, Measure, Search
 
 SERVED = ("bfloat16", "float16", "float32")
@@ -97,7 +97,7 @@ def choose_shapes(
     names: Sequence[str], model: str | None, tokens: int, device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> tuple[list[Shape], tuple[int, ...]]:
     """Layers, and sizes of the attention's heads."""
-    from amoeba.bench.shapes import check_memory, parse_shape
+    from amoeba.bench.workload import check_memory, parse_shape
     from amoeba.kernels.attention.tile import HEAD_SIZES
 
     if bool(names) == (model is not None):

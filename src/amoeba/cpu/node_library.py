@@ -1,6 +1,6 @@
 """The compiled passes of one node (csrc/node.cpp) and the structures that they read.
 
-The fields stand in the order of csrc/node.h. node_experts.py, node_factors.py and node.py fill them in, and check the
+The fields stand in the order of csrc/node.h. node_experts.py and node_passes.py fill them in, and check the
 tensors first.
 """
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from amoeba.core.errors import bad_value
 from amoeba.core.problem import Gradients, Needs, Save
 from amoeba.core.weights import LORA_NAMES
-from amoeba.cpu.node_experts import NodeExperts, describe_matrix
-from amoeba.cpu.node_factors import NodeFactors, factor_shape, padded
+from amoeba.cpu.node_experts import NodeExperts, NodeFactors, describe_matrix, factor_shape, padded
 from amoeba.cpu.node_library import CBatch, CGradients, CNode, CWeightTarget, load_node
 from amoeba.cpu.packed_weights import PackedWeights, current_path, empty_in_huge_pages, load_packed
 from amoeba.cpu.pointers import CPU, address, address_of_lines, address_to_write, optional_address

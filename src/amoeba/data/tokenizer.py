@@ -22,7 +22,7 @@ from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, contents
 from amoeba.data.token_cache import WORTH_KEEPING, kept, key_of
 from amoeba.integrations.model_folder import has_tokenizer, has_weights, load_config, load_tokenizer
-from amoeba.integrations.model_limits import vocabulary
+from amoeba.integrations.text_model import vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end of text

@@ -24,8 +24,7 @@ from torch import nn
 
 from amoeba._version import __version__
 from amoeba.decoding.cache import FixedCache, OneLayer
-from amoeba.integrations.compile_cache import folder, keep_compiled_code
-from amoeba.integrations.compiled_layers import decoder_layers
+from amoeba.integrations.compiled_layers import decoder_layers, folder, keep_compiled_code
 
 # bf16 numbers are rounded where the plain model rounds them, so that greedy decoding chooses the same tokens. Products
 # of one row become reductions that the compiler fuses with what is around them, once it may search for their tiles.

@@ -5,19 +5,26 @@
     loss = model(...).loss          # the first call compiles one layer, not the whole model
     layers.end()
 
-What torch.compile makes is kept in the cache folder of aMoEba, so that the next run does not make it again.
+What torch.compile makes is kept, so that the next run only has to load it:
+
+    keep_compiled_code()        # before the first thing is compiled
+    folder()                    # $TORCHINDUCTOR_CACHE_DIR, else a part of our cache
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import importlib.util
+import os
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from amoeba.integrations.compile_cache import keep_compiled_code
+from amoeba.core.torch_internals import hash_compiler_beside
 from amoeba.integrations.text_model import text_config, text_decoder
+from amoeba.system.files import default_folder
 
 # What transformers calls the norm behind the stack.
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
@@ -74,3 +81,24 @@ def name_of_stack(model: Any) -> str:
         if is_list and len(module) == count and id(module) in inside:
             return name
     raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")
+
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def folder() -> Path:
+    """The user's choice, else a part of our cache. OSError for someone without a home."""
+    return Path(os.environ.get(_VARIABLE) or default_folder() / "compiled")
+
+
+def keep_compiled_code() -> None:
+    """Unless the user has said where."""
+    if importlib.util.find_spec("triton") is not None:
+        # Inductor moves Triton's cache into its own folder when it first makes a kernel, and not at all where it finds
+        # its kernels there: then ours, compiled after that moment in one run, would be compiled again in the next.
+        from triton import knobs
+
+        os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+    with suppress(OSError):  # nowhere to keep it
+        os.environ[_VARIABLE] = str(folder())
+    hash_compiler_beside()

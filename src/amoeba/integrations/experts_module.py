@@ -33,7 +33,7 @@ logger = logging.getLogger("amoeba")
 ATTRIBUTE = "_amoeba"
 ROUTER_NAMES = ("gate", "router")  # what transformers calls the module beside the experts that chooses among them
 PRECISION = "_amoeba_precision"  # in which its experts train, see `integrations.precision`
-LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.experts_lora.ExpertsLora
+LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.factors.ExpertsLora
 
 
 @dataclass(frozen=True)

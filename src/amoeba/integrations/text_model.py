@@ -5,13 +5,21 @@
 
 A composite configuration holds one configuration per part (text, vision, audio) and has no sizes of its own. Code
 that needs a size of the language model asks `text_config`.
+
+It also says what a model can take (ids below its vocabulary, rows no longer than its positions), and whether it draws
+random numbers in training: activation checkpointing then has to draw the same ones again.
+
+    draws_random_numbers(model)      # False for most models of today: their dropout is 0
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+from amoeba.core.errors import bad_value
 
 # How transformers' names of such parts begin: vision_tower, visual, audio_encoder, Ernie's vision_moe.
 _OTHER_PARTS = ("vision", "visual", "audio")
@@ -61,3 +69,62 @@ def _computes(model_class: Any) -> bool:
     from transformers import GenerationMixin
 
     return issubclass(model_class, GenerationMixin) and model_class.forward is not nn.Module.forward
+
+
+def vocabulary(config: Any) -> int:
+    return text_config(config).vocab_size
+
+
+def positions(config: Any) -> int | None:
+    """None where the architecture has no limit of its own."""
+    return getattr(text_config(config), "max_position_embeddings", None)
+
+
+def check_sequence_length(config: Any, length: int) -> None:
+    most = positions(config)
+    if most is not None and length > most:
+        raise bad_value(
+            "--sequence-length",
+            f"at most {most}, the model's max_position_embeddings",
+            length,
+            f"take --sequence-length {most}, or raise max_position_embeddings in config.json",
+        )
+
+
+def check_ids(config: Any, largest: int) -> None:
+    if largest >= vocabulary(config):
+        raise bad_value(
+            "tokenizer",
+            f"ids below the model's vocab_size, {vocabulary(config)}",
+            largest,
+            "use the tokenizer that the model was trained with",
+        )
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_NAMES = (
+    "dropout",
+    "drop",
+    "dropout_rate",
+    "dropout_prob",
+    "layerdrop",
+    "drop_path_rate",
+    "jitter_noise",
+    "jitter_eps",
+)
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
+        return True
+    config: Any = getattr(model, "config", None)
+    return config is not None and any(_named(config.to_dict()))
+
+
+def _named(config: Mapping[str, Any]) -> Iterator[bool]:
+    """Of each probability or noise in a configuration, and in those inside it, whether there is any."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _named(value)
+        elif isinstance(value, int | float) and str(name).endswith(_NAMES):
+            yield value > 0

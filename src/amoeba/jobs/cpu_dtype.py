@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from amoeba.data.token_rows import PackedDataset, stack
-from amoeba.jobs.measurement_cache import keep, kept
-from amoeba.jobs.model_cost import training_flops_per_token
+from amoeba.jobs.model_cost import keep, kept, training_flops_per_token
 from amoeba.stream.store import StoreError
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 from amoeba.system.cpu_features import has_bf16_instructions

@@ -1,20 +1,33 @@
-"""What a token of a whole language model costs in training, and what this machine could do at best."""
+"""What a token of a whole language model costs in training, and what this machine could do at best.
+
+What was measured is kept in the folder for caches, so that the next run does not measure it again:
+
+    found = kept("ceiling", about)              # None where it is not there, or is of something else
+    keep("ceiling", about, {"flops_per_second": 1e12})
+
+about: all that the measurement hangs on, as JSON has it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import itertools
+import json
 import math
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from amoeba.cpu.library_cache import prepared
 from amoeba.integrations.experts_module import experts_modules, layout_of, placed_in
 from amoeba.integrations.text_model import text_config
-from amoeba.jobs.measurement_cache import keep, kept
+from amoeba.system.files import default_folder, write_whole
 from amoeba.system.machine import cpu_model, load_average, usable_cores
 
 # Products that are timed for the ceiling, at least and at most, and the seconds after which there are no more.
@@ -120,3 +133,22 @@ def _kept_ceiling(about: dict[str, Any]) -> float | None:
     except (ValueError, KeyError, TypeError):  # not there, or not what was written: it is measured
         return None
     return rate if 0 < rate < math.inf else None
+
+
+def kept(kind: str, about: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        found = json.loads(_file(kind, about, default_folder()).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("of") == about else None
+
+
+def keep(kind: str, about: dict[str, Any], found: dict[str, Any]) -> None:
+    text = json.dumps({"of": about} | found, indent=1) + "\n"
+    with contextlib.suppress(OSError):  # then the next run measures again
+        write_whole(_file(kind, about, prepared(default_folder())), text)
+
+
+def _file(kind: str, about: dict[str, Any], folder: Path) -> Path:
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    return folder / f"{kind}-{name}.json"

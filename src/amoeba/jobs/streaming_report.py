@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from amoeba.jobs.measurement_cache import keep, kept
+from amoeba.jobs.model_cost import keep, kept
 from amoeba.stream.attaching import Streamed
-from amoeba.stream.bandwidth import Rate, copy_rate, read_rate
 from amoeba.stream.cache.expert_cache import Counters
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.report import Bandwidth, PartOfRun, StreamReport
+from amoeba.stream.report import Bandwidth, PartOfRun, Rate, StreamReport, copy_rate, read_rate
 from amoeba.stream.store import StoreError, is_store
 from amoeba.system.machine import cpu_model
 

@@ -23,7 +23,7 @@ from amoeba.core.errors import bad_value
 from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import layouts_of, placed_in
 from amoeba.integrations.text_model import text_config
-from amoeba.lora import linears
+from amoeba.lora import targets as linears
 from amoeba.lora.adapter_config import UP_PARAMETERS, another_model, is_targeted, scalings_of_others
 from amoeba.lora.attaching import (
     STATE,
@@ -37,7 +37,7 @@ from amoeba.lora.attaching import (
     start,
     whole_tensors,
 )
-from amoeba.lora.experts_lora import SHARED_A, ExpertsLora, stored_tensors
+from amoeba.lora.factors import SHARED_A, ExpertsLora, stored_tensors
 from amoeba.lora.peft_files import PROJECTIONS, Adapter, read_adapter, write_adapter
 from amoeba.lora.targets import routers_of
 from amoeba.parallel.sharded import ShardedExperts, gather_share

@@ -29,8 +29,8 @@ from amoeba.integrations.experts_module import (
     layouts_of,
     placed_in,
 )
-from amoeba.lora import linears
-from amoeba.lora.experts_lora import ExpertsLora, fresh_factors
+from amoeba.lora import targets as linears
+from amoeba.lora.factors import ExpertsLora, fresh_factors
 from amoeba.lora.targets import EXPERTS, choose, routers_of
 from amoeba.parallel.sharded import ShardedExperts, shard_lora
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import LORA, ExpertsLayout, check_own_parameters
-from amoeba.lora import linears
+from amoeba.lora import targets
 from amoeba.lora.attaching import attached_to
 
 
@@ -48,8 +48,8 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
         parameter.data = merged
 
     for name, layer in state.linears.items():
-        replace(f"{name}.weight", layer.base_layer.weight, linears.merged_weight(layer))
-    linears.unwrap(model, state.linears)
+        replace(f"{name}.weight", layer.base_layer.weight, targets.merged_weight(layer))
+    targets.unwrap(model, state.linears)
     for name, lora in state.experts.items():
         module, layout = model.get_submodule(name), state.layouts[name]
         for parameter_name, merged in _merged_experts(module, layout, lora.factors()).items():
@@ -73,7 +73,7 @@ def unmerge(model: nn.Module) -> None:
         )
     for name, tensor in state.base.items():
         model.get_parameter(name).data = tensor.to(model.get_parameter(name).device)
-    linears.rewrap(model, state.linears)
+    targets.rewrap(model, state.linears)
     for name, layer in state.experts.items():
         experts = model.get_submodule(name)
         experts.register_module(LORA, layer.to(next(experts.parameters()).device).train(experts.training))

@@ -26,8 +26,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from amoeba.tasks.dependencies import Reach
-from amoeba.tasks.rows import RankRows
+from amoeba.tasks.rows import RankRows, Reach
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
 
 

@@ -28,7 +28,7 @@ class DeviceTrace:
     """rank: whose. On one GPU the clock is the same for all."""
 
     def __init__(self, device: torch.device, rank: int = 0) -> None:
-        from amoeba.tasks.triton.clock import FIELDS  # needs Triton
+        from amoeba.tasks.triton.tickets import FIELDS  # needs Triton
 
         self._rank, self._fields = rank, len(FIELDS)
         self._device, self._buffer = device, torch.empty(0, dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from amoeba.bench.shapes import Shape
+from amoeba.bench.workload import Shape
 from amoeba.core.errors import bad_value
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import layouts_of

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amoeba.backends.triton import DECODE_TOKENS
 from amoeba.backends.triton_rows import why_not_hopper
-from amoeba.bench.shapes import Shape
+from amoeba.bench.workload import Shape
 from amoeba.core.config import Activation
 from amoeba.core.problem import Problem
 from amoeba.core.weights import ExpertWeights

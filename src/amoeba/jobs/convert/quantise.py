@@ -40,8 +40,7 @@ from amoeba.precision.quantised import QuantisedMatrix, empty_quantised, quantis
 from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.store.packing import copy_small_files, fingerprint, only_one, room_for
-from amoeba.stream.store.pieces import Piece
-from amoeba.stream.store.tensor_files import SHARDS, TensorEntry, checkpoint_tensors, header_of, tensors_of
+from amoeba.stream.store.tensor_files import SHARDS, Piece, TensorEntry, checkpoint_tensors, header_of, tensors_of
 from amoeba.system.files import WholeFile, appears_whole
 from amoeba.system.pipeline import ahead
 

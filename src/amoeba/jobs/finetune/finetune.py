@@ -29,10 +29,9 @@ from amoeba.data.token_rows import stack
 from amoeba.data.tokenizer import check_understands
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
-from amoeba.integrations.model_limits import check_ids, positions
 from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import set_products
-from amoeba.integrations.text_model import text_config
+from amoeba.integrations.text_model import check_ids, positions, text_config
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_job, check_same_model

@@ -14,7 +14,7 @@ from amoeba.core.errors import bad_value
 from amoeba.data.chat_template import by_template
 from amoeba.data.documents import Message, shown
 from amoeba.data.token_rows import begin_tokens
-from amoeba.integrations.model_limits import check_ids, positions
+from amoeba.integrations.text_model import check_ids, positions
 
 logger = logging.getLogger("amoeba")
 

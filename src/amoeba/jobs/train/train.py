@@ -25,10 +25,9 @@ from amoeba.data.token_rows import NO_LABEL, PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
-from amoeba.integrations.model_limits import check_ids, check_sequence_length
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.integrations.precision import set_precision
-from amoeba.integrations.text_model import auto_class, text_config
+from amoeba.integrations.text_model import auto_class, check_ids, check_sequence_length, text_config
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.same_on_ranks import check_same_job, check_same_model

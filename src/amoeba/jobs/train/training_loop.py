@@ -30,7 +30,7 @@ from amoeba.core.errors import bad_value
 from amoeba.data.token_rows import NO_LABEL
 from amoeba.integrations.experts_module import LORA, has_placed_experts
 from amoeba.integrations.fused_routers import fused_routers
-from amoeba.integrations.randomness import draws_random_numbers
+from amoeba.integrations.text_model import draws_random_numbers
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.train.fast_paths import fast_paths
 from amoeba.jobs.train.manifest import seal

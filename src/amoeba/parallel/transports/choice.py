@@ -12,7 +12,8 @@ import torch
 
 from amoeba.core.errors import bad_value
 from amoeba.parallel.ranks import Ranks
-from amoeba.parallel.transports import collective, peers, shmem
+from amoeba.parallel.transports import peers, shmem
+from amoeba.parallel.transports import transport as collective
 from amoeba.parallel.transports.transport import Transport
 
 TRANSPORTS: tuple[Transport, ...] = (peers.TRANSPORT, shmem.TRANSPORT, collective.TRANSPORT)

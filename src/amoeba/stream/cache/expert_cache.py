@@ -30,8 +30,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from amoeba.core.errors import bad_value
-from amoeba.stream.cache.policy import LFRU, Policy
-from amoeba.stream.cache.slot_table import Plan, SlotTable
+from amoeba.stream.cache.slot_table import LFRU, Plan, Policy, SlotTable
 from amoeba.stream.cache.trace import LayerShape
 
 

@@ -1,5 +1,5 @@
 """Experts streamed to a GPU inside torch: the backend `streamed` of that kind, which computes by `triton`'s kernels:
-for plain numbers those of resident experts, for codes those of block-scaled ones (slot_kernels.py).
+for plain numbers those of resident experts, for codes those of block-scaled ones.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · S slots · H hidden
 
@@ -18,23 +18,102 @@ and computes h again: the link is slower than that product.
 Either way the numbers are those of the same experts resident, because tiles are chosen by the number of experts and not
 of slots. Except: one to four tokens whose experts do not fit into the layer's slots, token by token, are summed up in
 another order; and experts that the CPU computes inside of graphs (host_compute.py) are rounded as it does.
+
+The kernels of slots, imported at their first use:
+
+    kernels = kernels_of(weights.slots)
+    y_TH = kernels.decode(problem_in_slots, Like(tokens, experts))
+    y_TH = kernels.sorted(problem_in_slots)
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from amoeba.backends import triton
+from amoeba.backends import quantised_triton, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.core.graph_replays import CannotCapture
 from amoeba.core.problem import Gradients, Needs, Problem, Save
 from amoeba.core.weights import LORA_NAMES, LoraFactors
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.gpu.memory import GpuStreamedExperts
-from amoeba.stream.gpu.slot_kernels import kernels_of
+from amoeba.stream.store.layers import StoredExperts
+
+if TYPE_CHECKING:
+    from amoeba.kernels.decode import Like
+
+
+class SlotKernels(ABC):
+    @abstractmethod
+    def decodes(self, problem: Problem) -> bool:
+        """Whether a pass without gradients is one of few tokens, of which the chosen experts alone are needed."""
+
+    @abstractmethod
+    def decodes_all(self, problem: Problem) -> bool:
+        """Whether one of more tokens is decoded by expert, too, of which nearly all are needed."""
+
+    def decode(self, problem: Problem, like: Like) -> Tensor:
+        from amoeba.kernels.decode import decode
+
+        return decode(problem, like=like)
+
+    def is_by_slot(self, problem: Problem, like: Like) -> bool:
+        from amoeba.kernels.decode import is_by_slot
+
+        return is_by_slot(problem, like)
+
+    def decode_rows(self, problem: Problem, y_NH: Tensor, like: Like) -> None:
+        from amoeba.kernels.decode import decode_rows
+
+        decode_rows(problem, y_NH, like)
+
+    @abstractmethod
+    def sorted(self, problem: Problem) -> Tensor:
+        """y_TH, the sorted way, however few rows there are."""
+
+    @abstractmethod
+    def backward(self, problem: Problem, dy_TH: Tensor, needs: Needs) -> Gradients: ...
+
+
+class _PlainKernels(SlotKernels):
+    def decodes(self, problem: Problem) -> bool:
+        return problem.x_TH.shape[0] <= triton.DECODE_TOKENS
+
+    def decodes_all(self, problem: Problem) -> bool:
+        return False
+
+    def sorted(self, problem: Problem) -> Tensor:
+        return triton.BACKEND.forward_sorted(problem, "nothing")[0]
+
+    def backward(self, problem: Problem, dy_TH: Tensor, needs: Needs) -> Gradients:
+        return triton.BACKEND.backward(problem, None, dy_TH, needs)
+
+
+class _CodeKernels(SlotKernels):
+    def decodes(self, problem: Problem) -> bool:
+        return quantised_triton.is_few(problem)
+
+    def decodes_all(self, problem: Problem) -> bool:
+        return quantised_triton.is_few_of_each(problem, problem.weights.num_experts)
+
+    def sorted(self, problem: Problem) -> Tensor:
+        return quantised_triton.BACKEND.forward_sorted(problem, "nothing")[0]
+
+    def backward(self, problem: Problem, dy_TH: Tensor, needs: Needs) -> Gradients:
+        return quantised_triton.BACKEND.backward(problem, None, dy_TH, needs)
+
+
+_PLAIN, _CODES = _PlainKernels(), _CodeKernels()
+
+
+def kernels_of(slots: StoredExperts) -> SlotKernels:
+    return _CODES if isinstance(slots, QuantisedExperts) else _PLAIN
 
 
 class GpuStreamedBackend(PassesBackend):

@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_int8, c_int32, c_uint32, c_uint64, c_void_p
 from typing import Any
 
-from amoeba.stream.cache.policy import LFRU
+from amoeba.stream.cache.slot_table import LFRU
 from amoeba.stream.gpu.device import LEAST_AT_ONCE
 from amoeba.stream.gpu.host_compute import HostCompute
 from amoeba.stream.gpu.mailbox import Mailbox

@@ -30,9 +30,8 @@ from amoeba.integrations.model_folder import load_config, load_without_weights
 from amoeba.integrations.quantised_files import REMEDY, check_scaled, format_of
 from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
 from amoeba.stream.store.layers import DTYPES, layer_entry
-from amoeba.stream.store.pieces import MappedLayer, Piece
 from amoeba.stream.store.quantised import CodedCheckpoint
-from amoeba.stream.store.tensor_files import TensorEntry
+from amoeba.stream.store.tensor_files import MappedLayer, Piece, TensorEntry
 
 _BESIDE = "keep its experts resident, or convert it to a checkpoint with one tensor per expert and projection"
 

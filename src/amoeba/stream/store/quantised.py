@@ -42,8 +42,7 @@ from amoeba.integrations.quantised_files import (
 from amoeba.integrations.quantised_files import MATRIX_SCALE as FILE_MATRIX_SCALE
 from amoeba.integrations.quantised_files import SCALES as FILE_SCALES
 from amoeba.stream.store.layers import BIASES, CODES, MATRIX_SCALE, SCALES, LayerEntry, Part, layer_entry
-from amoeba.stream.store.pieces import MappedLayer, Piece
-from amoeba.stream.store.tensor_files import TensorEntry
+from amoeba.stream.store.tensor_files import MappedLayer, Piece, TensorEntry
 
 
 class CodedCheckpoint:

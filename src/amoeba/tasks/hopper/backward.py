@@ -29,9 +29,8 @@ from amoeba.kernels.tiles import column_block, slots
 from amoeba.tasks.hopper.kernel import backward_kernel
 from amoeba.tasks.hopper.task_list import make_list
 from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, bundle_of, is_small, tiling_of
-from amoeba.tasks.triton.arrivals import Arrival
+from amoeba.tasks.triton.arrivals import Arrival, make_local_table
 from amoeba.tasks.triton.backward import GROUP, Scheduled
-from amoeba.tasks.triton.local_first import make_local_table
 from amoeba.tasks.triton.tickets import Layout, make_table
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)

@@ -34,9 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from amoeba.kernels.hopper.tma import reinterpret
 from amoeba.kernels.launch import quick
-from amoeba.tasks.hopper.arrivals import (
-    send_half,
-)
 from amoeba.tasks.hopper.producer import produce
 from amoeba.tasks.hopper.products import multiply, pass_over, sum_tile
 from amoeba.tasks.hopper.queue import (
@@ -49,11 +46,11 @@ from amoeba.tasks.hopper.queue import (
     STOP,
     TASKS,
     is_there,
+    send_half,
     take,
     tell,
 )
 from amoeba.tasks.hopper.row_passes import activate, combine
-from amoeba.tasks.triton.clock import note_task, now
 from amoeba.tasks.triton.tickets import (
     ACTIVATE,
     COMBINE,
@@ -62,6 +59,8 @@ from amoeba.tasks.triton.tickets import (
     SEND,
     UP,
     UP_WEIGHTS,
+    note_task,
+    now,
 )
 
 

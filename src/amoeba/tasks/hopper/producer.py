@@ -19,17 +19,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from amoeba.kernels.hopper.gemm_kernel import fill_product, row_pointers
-from amoeba.tasks.hopper.arrivals import HALF, wait_for_block, wait_for_tile
 from amoeba.tasks.hopper.products import fill_gradients
 from amoeba.tasks.hopper.queue import (
     BLOCK_K,
     BLOCK_M,
+    HALF,
     STOP,
     draw,
     drawn_ticket,
     look,
     pass_on,
     wait,
+    wait_for_block,
+    wait_for_tile,
     wait_for_tokens,
 )
 from amoeba.tasks.hopper.row_passes import fill_lines, fill_tokens
@@ -39,11 +41,11 @@ from amoeba.tasks.triton.arrivals import (
     RANK,
     ROWS,
     SENDS,
+    local_tiles_first,
     number,
     numbers_at,
     wait_until_taken,
 )
-from amoeba.tasks.triton.local_first import local_tiles_first
 from amoeba.tasks.triton.tickets import (
     ACTIVATE,
     COMBINE,

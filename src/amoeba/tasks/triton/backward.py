@@ -26,9 +26,8 @@ from amoeba.kernels.gemm_tiles import of_matrix, of_result, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import slots
-from amoeba.tasks.triton.arrivals import NO_RANKS, Arrival
+from amoeba.tasks.triton.arrivals import NO_RANKS, Arrival, make_local_table
 from amoeba.tasks.triton.kernel import backward_kernel
-from amoeba.tasks.triton.local_first import make_local_table
 from amoeba.tasks.triton.tickets import Layout, make_table
 
 # Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one

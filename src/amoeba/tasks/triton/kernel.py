@@ -26,6 +26,7 @@ from amoeba.tasks.triton.arrivals import (
     MOST_TOKENS,
     RANK,
     SENDS,
+    local_tiles_first,
     number,
     numbers_at,
     room_for_sums,
@@ -33,8 +34,6 @@ from amoeba.tasks.triton.arrivals import (
     wait_for_received,
     wait_for_rows,
 )
-from amoeba.tasks.triton.clock import note_task, now
-from amoeba.tasks.triton.local_first import local_tiles_first
 from amoeba.tasks.triton.tickets import (
     ACTIVATE,
     COMBINE,
@@ -45,6 +44,8 @@ from amoeba.tasks.triton.tickets import (
     count_tickets,
     decode_send,
     decode_ticket,
+    note_task,
+    now,
     rows_of_row_tile,
 )
 

@@ -1,4 +1,4 @@
-// Who leaves first, by what the policy remembers (stream/cache/policy.py): the same order to the last bit, in about a
+// Who leaves first, by what the policy remembers (stream/cache/slot_table.py): the same order to the last bit, in about a
 // microsecond, so that it need not be found out ahead.
 #pragma once
 #include <cstdint>
