@@ -5,7 +5,7 @@ with compiled_layers(model, cache):
 if is_there(model, batch, length): ...          # the code is on disk already: the next run only has to load it
 note(model, batch, length)                      # after it was compiled
 
-Inductor keeps the code in its cache (`integrations.compile_cache`); here is only noted for which steps it was made.
+Inductor keeps the code in its cache (`integrations.compiled_layers`); here is only noted for which steps it was made.
 """
 
 from __future__ import annotations
