@@ -213,5 +213,51 @@ def roads(
     finish(output, *run(cells, SIZES[size], path, output), json)
 
 
+@app.command()
+def tasks(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            help="Layer shape T,H,I,E,K, with T tokens per rank (default: 40,32,24,6,2). With --timing also a name "
+            "such as qwen3_30b (default: qwen3_small).",
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Workers per rank (default: 4; with --timing 132, as on an H200)."),
+    ] = None,
+    passes: Annotated[int, typer.Option("--passes", min=1, help="Consecutive backward passes.")] = 2,
+    schedules: Annotated[int, typer.Option("--schedules", min=1, help="Number of random schedules.")] = 20,
+    remote: Annotated[
+        str | None, typer.Option("--remote", help="Ranks reached by put and signal instead of loads, such as 1,3.")
+    ] = None,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            "--timing",
+            help="Estimate the time on an H200 instead: one schedule without tensors, for layers of real size.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed for tokens, routing and schedules.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Save the first schedule as JSON for ui.perfetto.dev.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Save the first schedule as an SVG picture.")
+    ] = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Simulate the scheduled backward in random orders: no early read, no deadlock, every gradient correct."""
+    output = start(verbose)
+    with usage():
+        from benchmarks.tasks import choose_job, run
+
+        job = choose_job(shape, ranks, workers, passes, remote, seed, timing, schedules, trace, picture)
+    finish(output, *run(job, trace, picture, output), json)
+
+
 if __name__ == "__main__":
     exits.run(lambda **_: app(prog_name="python -m benchmarks"))

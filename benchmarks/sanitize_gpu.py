@@ -21,8 +21,8 @@ Two kinds of reports of racecheck are counted apart and not as faults.
 racecheck watches shared memory alone, and of that what threads do: it does not see the copy engine's writes, so it can
 neither miss a wait for them nor prove that none is missing. What it can find in these kernels are tasks, scales and
 staged results that warpgroups hand to each other by barriers. It knows nothing of counters in global memory: that gates
-and signals are in order, the simulator (`amoeba tasks simulate`) and tests/tasks show. memcheck sees every access of
-threads to memory that was not allocated, in shared and in global memory; not the engine's, which has its own bounds.
+and signals are in order, the simulator (`python -m benchmarks tasks`) and tests/tasks show. memcheck sees every access
+of threads to memory that was not allocated, in shared and in global memory; not the engine's, which has its own bounds.
 Of experts over ranks it watches both processes; what they write to each other's memory it sees as what it is there, a
 part of a heap: not which cell.
 """

@@ -55,7 +55,7 @@ HELPS = """
 def test_version_and_every_help_come_without_torch():
     commands = get_command(app).commands
     assert {"train", "finetune", "generate", "merge", "report", "verify", "bench", "doctor"} <= set(commands)
-    helps = [[name, "--help"] for name in commands] + [["tasks", "simulate", "--help"]]
+    helps = [[name, "--help"] for name in commands]
     run_python(HELPS, json.dumps([["--version"], ["--help"], *helps]))
 
 

@@ -22,7 +22,6 @@ from amoeba.commands.pack import pack
 from amoeba.commands.quantise import quantise
 from amoeba.commands.report import report
 from amoeba.commands.start import speak_up
-from amoeba.commands.tasks import tasks
 from amoeba.commands.trace import trace
 from amoeba.commands.train import train
 from amoeba.commands.tune import tune
@@ -57,7 +56,6 @@ def _every_command(
 
 for command in (verify, doctor, bench, train, tune, finetune, generate, merge, pack, quantise, warm, trace, report):
     app.command()(command)
-app.add_typer(tasks)
 
 
 def main() -> None:

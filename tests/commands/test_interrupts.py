@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 
 from interrupted_commands import JOBS, call, interrupted, prepare
 
-CHEAP = "tasks"
+CHEAP = "trace"
 
 
 @pytest.fixture(scope="module")

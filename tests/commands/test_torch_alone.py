@@ -57,8 +57,6 @@ BAD_USAGE = [
     ("bench", "--repeats", "x"),
     ("verify", "--dvice", "cpu"),
     ("verify", "--thor"),
-    ("tasks",),
-    ("tasks", "nothing"),
     ("nothing",),
     (),
 ]

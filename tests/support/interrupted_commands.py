@@ -101,10 +101,6 @@ JOBS: dict[str, Job] = {
         goes_on=True,
     ),
     "trace": Job(lambda inputs, out: ["trace", "--out", out / "t.json"], whole_or_absent("t.json", "t.svg")),
-    "tasks": Job(
-        lambda inputs, out: ["tasks", "simulate", "--trace", out / "t.json", "--picture", out / "t.svg"],
-        whole_or_absent("t.json", "t.svg"),
-    ),
     "report": Job(
         lambda inputs, out: ["report", inputs / "run", "--out", out / "page.html"], whole_or_absent("page.html")
     ),

@@ -19,7 +19,6 @@ from amoeba.commands.options import (
 )
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
-from amoeba.commands.tasks import print_summary
 from amoeba.core.errors import bad_value
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from amoeba.bench.workload import Shape
     from amoeba.core.problem import Problem
     from amoeba.tasks.simulator import Record
+    from amoeba.tasks.timeline import Summary
 
 GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
 
@@ -219,3 +219,26 @@ def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tu
         )
     records, ends = trace.records(), saved.offs_E.tolist()
     return records, trace.gates(records, ends), ends[-1]
+
+
+def print_summary(summary: Summary, output: Output, title: str, unit: str = "steps") -> None:
+    from amoeba.tasks.graph import SEED_KIND
+
+    all_time = sum(each.time for each in summary.kinds.values()) or 1.0
+    rows = [
+        [
+            kind.name.lower(),
+            SEED_KIND[kind],
+            str(each.tasks),
+            f"{100 * each.time / all_time:.1f}",
+            f"{each.waited / each.tasks:.2f}",
+        ]
+        for kind, each in summary.kinds.items()
+        if each.tasks
+    ]
+    columns = ["kind", "in FlashMoE", "tasks", "time %", f"waited {unit} each"]
+    output.table(title, columns, rows, text=("kind", "in FlashMoE"))
+    output.line(
+        f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} {unit} "
+        f"({100 * summary.idlest:.0f} to {100 * summary.busiest:.0f}), and waited {100 * summary.waited:.0f} % at gates"
+    )

@@ -1,4 +1,4 @@
-"""`amoeba tasks simulate` as a user meets it."""
+"""`python -m benchmarks tasks` as a user meets it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from amoeba.cli import app
 from amoeba.proof.schedules import make_case
 from amoeba.tasks.computation import OrderOnly
-from amoeba.tasks.estimate import microseconds
 from amoeba.tasks.graph import Graph, Kind
 from amoeba.tasks.simulator import Pace, Script
 from amoeba.tasks.simulator import simulate as run_schedule
 from amoeba.tasks.sizes import Sizes, Tiling
+from benchmarks.__main__ import app
+from benchmarks.tasks import microseconds
 
 SMALL = ("--shape", "9,8,6,4,2", "--schedules", "3")
 TIMED = ("--timing", "--shape", "512,1024,512,16,4", "--passes", 1)
 
 
 def simulate(*words: object):
-    return CliRunner().invoke(app, ["tasks", "simulate", *map(str, words)])
+    return CliRunner().invoke(app, ["tasks", *map(str, words)])
 
 
 def document(result) -> dict:
