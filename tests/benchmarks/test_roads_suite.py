@@ -31,6 +31,7 @@ from amoeba.jobs.train.captured_step import CapturedStep
 from benchmarks import roads as suite
 from benchmarks.roads import DOCUMENTED, FORMATS, SIZES, Cell, Outcome, RoadsReport, choose_cells, judged, walk
 from noted_output import NotedOutput
+from selection import each_value_once, quick
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = SIZES["tiny"]
@@ -147,6 +148,7 @@ class TestWithASimulatedGpu:
         monkeypatch.setattr(suite, "half_of_experts", lambda model: pytest.fail("there is no --vram here"))
         return lambda *words: walked(*words, gpu=True)
 
+    @each_value_once()
     @pytest.mark.parametrize("format", FORMATS)
     @pytest.mark.parametrize(
         ("road", "path"),
@@ -174,6 +176,7 @@ class TestWithASimulatedGpu:
         told = "its experts are computed on the CPU, and the host waits for their rows in every layer"
         assert set(found.says) == {told}
 
+    @quick(lambda format: format in ("fp8", "mxfp4"))
     @pytest.mark.parametrize("format", FORMATS)
     def test_captured_tokens_are_those_of_plain_steps(
         self, format: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
+from amoeba.backends import quantised_triton
+from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.formats import fp8_blocks
@@ -143,6 +145,21 @@ def test_on_a_gpu_no_pass_waits_and_a_replayed_graph_has_the_same_bits(format: F
     graph.replay()
     for name, tensor in first.items():
         assert torch.equal(second[name], tensor) and torch.equal(captured[name], tensor), name
+
+
+@quick(lambda rank: rank > 0)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_compiled_layers_expect_what_the_kernels_save(rank: int) -> None:
+    layer = Layer(rank=rank, hidden=21, inner=23, tokens=5).to(kernel_device())
+    lora = layer.lora(layer.tensors) if rank else None
+    weights, tensors = quantise_experts(frozen(layer), MXFP4), layer.tensors
+    problem = Problem(tensors["x"].detach(), layer.expert_TK, tensors["weight"].detach(), weights, lora)
+    with torch.no_grad():
+        _, saved = quantised_triton.BACKEND.forward(problem, "h")
+    expected = quantised_triton.BACKEND.traced.fake(problem)
+    for name in saved._fields:
+        found, told = getattr(saved, name), getattr(expected, name)
+        assert (found.shape, found.stride(), found.dtype) == (told.shape, told.stride(), told.dtype), name
 
 
 def test_one_expert_at_a_time_is_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
