@@ -61,6 +61,7 @@ PREFETCHED = (
 # Those with products under the ends of tiles put aside what a tile has once, and nothing of what a step has.
 OVERLAPPED = (
     "scaled_up_alone, overlapped",
+    "scaled_up_of_files, overlapped",
     "scaled_down, overlapped",
     "scaled_down_in_tall_groups, overlapped",
     "scaled_down, pingpong",
@@ -70,6 +71,7 @@ IN_STAGE = (
     "scaled_up, scales_in_stage",
     "scaled_up_alone, scales_in_stage",
     "scaled_up_coded, scales_in_stage",
+    "scaled_up_of_files, scales_in_stage",
 )
 # Products with experts in codes, of two formats in all ways and of the others in one. What a tile has once may be put
 # aside, a number or two: Triton 3.9 does so for some, 3.6 for one.
@@ -178,7 +180,7 @@ def launches() -> dict[str, Callable[[], None]]:
     from amoeba.kernels.launch.persistent_grid import share_the_gpu
     from amoeba.kernels.lora.epilogue import Addend
     from amoeba.kernels.quantise import BLOCK, SPARE, RowBlocks, Transposed, empty_rows, empty_weights
-    from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
+    from amoeba.precision import FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
     from amoeba.precision.quantised import block_counts
 
     N, K, E, H, I = 1024, 2, 4, 512, 256
@@ -196,6 +198,7 @@ def launches() -> dict[str, Callable[[], None]]:
     weight = empty(N // K, K)
     cpu = torch.device("cpu")
     x_codes, a_codes = empty_rows(N // K, H, cpu), empty_rows(N, I, cpu)
+    exact_a, odd_exact_a = (empty_rows(N, width, cpu, FP8_128_ROWS) for width in (I, I - 64))
     gate_up_codes, gate_codes = empty_weights(E, 2 * I, H, cpu), empty_weights(E, I, H, cpu)
     down_codes, turned_down = empty_weights(E, H, I, cpu), empty_weights(E, I, H, cpu)
     relu2 = Activation("relu2", gated=False)
@@ -291,7 +294,10 @@ def launches() -> dict[str, Callable[[], None]]:
             odd_x, order, K, odd_gate_up, table, Activation(), odd_a
         ),
         "scaled_up_of_half_blocks_apart": lambda: scaled_product.up(
-            odd_x, order, K, codes(FP8_128, 2 * I - 128, H - 64, parts=2), table, Activation(), odd_a
+            odd_x, order, K, codes(FP8_128, 2 * I - 128, H - 64, parts=2), table, Activation(), odd_exact_a
+        ),
+        "scaled_up_of_files": lambda: scaled_product.up(
+            x_codes, order, K, codes(FP8_128, 2 * I, H, parts=2), table, Activation(), exact_a
         ),
         "scaled_down": lambda: scaled_product.multiply(a_codes, down_codes, table, y),
         "scaled_down_in_tall_groups": scaled_down_in_tall_groups,

@@ -11,7 +11,7 @@ from torch import Tensor
 from amoeba import Activation
 from amoeba.kernels.activate import activate_backward
 from amoeba.kernels.quantise import empty_rows, empty_weights, quantise_rows, quantise_weights
-from amoeba.precision import FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, quantise
+from amoeba.precision import FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, quantise
 
 
 def assert_same_bits(found: QuantisedMatrix, expected: QuantisedMatrix) -> None:
@@ -36,9 +36,10 @@ def test_rows_have_the_codes_of_the_definition(
     if rows.numel() > 1000:
         rows[1], rows[2, 3], rows[3, 5] = 0, math.inf, math.nan
         rows[4], rows[5], rows[6, ::2] = math.nan, -math.inf, math.inf
-    assert_same_bits(quantise_rows(rows), quantise(rows, FP8_TRAINING_ROWS))
-    wider = torch.cat((rows, rows), dim=1)[:, : shape[1]]  # other strides
-    assert_same_bits(quantise_rows(wider), quantise(rows, FP8_TRAINING_ROWS))
+    for format in (FP8_TRAINING_ROWS, FP8_128_ROWS):
+        assert_same_bits(quantise_rows(rows, format=format), quantise(rows, format))
+        wider = torch.cat((rows, rows), dim=1)[:, : shape[1]]  # other strides
+        assert_same_bits(quantise_rows(wider, format=format), quantise(rows, format))
 
 
 def test_every_tie_and_every_scale_falls_to_the_same_side(device: torch.device) -> None:
@@ -54,7 +55,8 @@ def test_every_tie_and_every_scale_falls_to_the_same_side(device: torch.device) 
     edges = [448.0, 448.00003, 447.99997, 1.75, 1.7500001, 2.0**-126, 1.75 * 2**-118, 1.7500001 * 2**-118, 1e-45, 3e38]
     rows = torch.zeros(len(edges), 128, device=device)
     rows[:, 3] = torch.tensor(edges, device=device)
-    assert_same_bits(quantise_rows(rows), quantise(rows, FP8_TRAINING_ROWS))
+    for format in (FP8_TRAINING_ROWS, FP8_128_ROWS):
+        assert_same_bits(quantise_rows(rows, format=format), quantise(rows, format))
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["stored (O, I)", "stored (I, O)"])

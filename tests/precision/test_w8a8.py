@@ -67,10 +67,11 @@ def run(layer: Layer, weights: QuantisedExperts, backend: str = "auto", lora: bo
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_without_gradients_rows_are_quantised_and_with_them_they_stay(case: Case) -> None:
-    """Both against fp64, to the tolerance of one recipe: with rows as they are, w8a8 is 4 % away."""
-    for dtype in (torch.float32, torch.bfloat16):
+    """Both against fp64: with rows as they are, w8a8 is 4 % away."""
+    for dtype, most in ((torch.float32, 3e-3), (torch.bfloat16, 1e-2)):
         result = verify_case(case, "w8a8", CPU, dtype)
         assert result.ok and result.refused is None, (dtype, result)
+        assert case.has_kink or result.errors["inference"] <= most, (dtype, result)
         assert {"output", "inference", "x", "weight"} <= set(result.errors)
 
 
@@ -245,6 +246,7 @@ def test_products_of_other_blocks_are_refused_by_the_launcher() -> None:
 def test_on_a_gpu_inference_agrees_with_fp64_on_quantised_rows(case: Case) -> None:
     result = verify_case(case, "w8a8", torch.device("cuda"), torch.bfloat16)
     assert result.ok and result.refused is None, result
+    assert case.has_kink or result.errors["inference"] <= 1e-2, result
 
 
 @pytest.mark.gpu

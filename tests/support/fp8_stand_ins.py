@@ -20,7 +20,7 @@ from amoeba.backends.triton_rows import HopperRows, TritonRows
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.hopper.gemm import tile_table
 from amoeba.kernels.quantise import RowBlocks, Transposed, row_blocks
-from amoeba.precision import FP8_TRAINING_ROWS, QuantisedMatrix, quantise
+from amoeba.precision import QuantisedMatrix, quantise
 from amoeba.precision.formats import E4M3
 from amoeba.proof.reference.experts import activate
 
@@ -57,7 +57,7 @@ def up(
     owned = int(offs_E[-1])
     coded = [(a, activate(h[:owned], activation))] + ([(h_NJ, h[:owned])] if isinstance(h_NJ, QuantisedMatrix) else [])
     for codes, numbers in coded:
-        found = quantise(numbers, FP8_TRAINING_ROWS)
+        found = quantise(numbers, codes.format)
         codes.data[:owned], codes.scales[:owned] = found.data, found.scales
 
 

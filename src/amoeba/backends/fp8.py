@@ -21,7 +21,13 @@ from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.torch_rows import TorchRows, empty_gradient, empty_rows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format, fp8_training_columns
+from amoeba.precision.formats import (
+    FP8_128_ROWS,
+    FP8_TRAINING_COLUMNS,
+    FP8_TRAINING_ROWS,
+    Format,
+    fp8_training_columns,
+)
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.quantised_experts import ReadInBlocks
 from amoeba.precision.recipes import Fp8Experts
@@ -31,6 +37,8 @@ from amoeba.precision.weight_cache import quantised_weight
 class StraightThroughRows(TorchRows):
     """fp8-ste: forward in fp8, and back with rows and weights as they are."""
 
+    row_format = FP8_TRAINING_ROWS  # of x and a
+
     @staticmethod
     def codes(weight_EOI: Any) -> QuantisedMatrix:
         return quantised_weight(weight_EOI).matrix
@@ -38,7 +46,7 @@ class StraightThroughRows(TorchRows):
     def hidden(self) -> Tensor:
         weights = self.problem.weights
         h_NJ = self.new_rows(weights.gate_up_EJH.shape[1])
-        x_NH = _rounded(self.problem.x_TH).index_select(0, self.token_N)
+        x_NH = _rounded(self.problem.x_TH, self.row_format).index_select(0, self.token_N)
         self._multiply(x_NH, self.codes(weights.gate_up_EJH), h_NJ, bias_EO=weights.gate_up_bias_EJ)
         return h_NJ
 
@@ -52,7 +60,7 @@ class StraightThroughRows(TorchRows):
         weights = self.problem.weights
         y_NH = empty_rows(self.rows + 1, weights.hidden, self.problem.x_TH)
         matrix_EHI, bias_EH = self.codes(weights.down_EHI), weights.down_bias_EH
-        self._multiply(_rounded(a_NI), matrix_EHI, y_NH, bias_EO=bias_EH, scale_N=self.scale_N)
+        self._multiply(_rounded(a_NI, self.row_format), matrix_EHI, y_NH, bias_EO=bias_EH, scale_N=self.scale_N)
         return y_NH
 
     def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
@@ -90,6 +98,8 @@ class StraightThroughRows(TorchRows):
 
 class W8a8Rows(StraightThroughRows):
     """Forward alone, of frozen experts that are in e4m3 already."""
+
+    row_format = FP8_128_ROWS
 
     @staticmethod
     def codes(weight_EOI: ReadInBlocks) -> QuantisedMatrix:

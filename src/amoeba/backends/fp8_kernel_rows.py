@@ -26,6 +26,7 @@ from amoeba.cpu.pointers import place_of
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.quantise import RowBlocks, empty_rows, quantise_rows, row_blocks, transpose_rows, transpose_tokens
+from amoeba.precision.formats import FP8_128_ROWS, FP8_TRAINING_ROWS
 from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.precision.quantised_experts import ReadInBlocks
 
@@ -42,19 +43,19 @@ class StraightThroughKernelRows(HopperRows):
     def hidden(self) -> Tensor:
         weights, top_k = self.problem.weights, self.top_k
         h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), self.written(weights.gate_up_EJH, self.goes_back)
-        rows, bias_EJ = quantise_rows(self.problem.x_TH), weights.gate_up_bias_EJ
+        rows, bias_EJ = quantise_rows(self.problem.x_TH, format=self.row_format), weights.gate_up_bias_EJ
         fp8_gemm.multiply(rows, gate_up, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ)
         return h_NJ
 
     def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
         weights = self.problem.weights
         h_NJ = self._room_for_h() if want_h else None
-        a_NI = empty_rows(self.rows, weights.intermediate, weights.device)
+        a_NI = empty_rows(self.rows, weights.intermediate, weights.device, self.row_format)
         both = want_h and self.goes_back
         gate_up = self.written(weights.gate_up_EJH, both)
         self.written(weights.down_EHI, both)
         fp8_gemm.up(
-            quantise_rows(self.problem.x_TH),
+            quantise_rows(self.problem.x_TH, format=self.row_format),
             self.order_N,
             self.top_k,
             gate_up,
@@ -95,10 +96,13 @@ class StraightThroughKernelRows(HopperRows):
         return codes_of(weight_EOI).matrix
 
     goes_back = False  # whether backward multiplies by codes
+    row_format = FP8_TRAINING_ROWS  # of x and a
 
 
 class W8a8KernelRows(StraightThroughKernelRows):
     """Forward alone, of frozen experts that are in e4m3 already."""
+
+    row_format = FP8_128_ROWS
 
     @classmethod
     def dispatch(cls, problem: Problem, saved: Saved | None) -> W8a8KernelRows:

@@ -215,7 +215,7 @@ def _elsewhere(workload: Workload, ours: Sequence[str] | None) -> tuple[list[Imp
             workload.placed[placement.name] = placement.make(source)
         placed = workload.placed[placement.name]
         run = functools.partial(_placed, workload, placed)
-        output, gradients = placement.tolerances[workload.dtype]
+        output, gradients, _ = placement.tolerances[workload.dtype]
         tolerance = None if output is None or gradients is None else {"output": output, "gradient": gradients}
         if placement.represent is not None:
             tolerance = _ROUNDED

@@ -49,10 +49,13 @@ class Situation(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """How far output and gradients may be from the truth, relative in the L2 norm; None: as resident experts."""
+    """How far output and gradients may be from the truth, relative in the L2 norm; None: as resident experts.
+
+    inference: the output of a pass without gradients, where that has numbers of its own; None: as output."""
 
     output: float | None = None
     gradients: float | None = None
+    inference: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

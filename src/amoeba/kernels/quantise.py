@@ -5,9 +5,9 @@ T tokens · K experts per token · N = T·K routed rows · E experts · O out ·
     quantised_TH = quantise_rows(x_TH)                          # as `quantise(x_TH, FP8_TRAINING_ROWS)`, to the bit
     quantise_weights(gate_up_EJH, matrix_EJH, turned_EHJ)       # into both orientations, from one read
 
-One pass over memory each. The scale is the least power of two that keeps all finite numbers of a block within 448,
-found from the bits of the largest of them, so nothing is divided. NaN and infinities become NaN: a run that diverges
-must show it.
+One pass over memory each. Where it trains the scale is the least power of two that keeps all finite numbers of a block
+within 448, found from the bits of the largest of them, so nothing is divided. NaN and infinities become NaN: a run that
+diverges must show it.
 
 Rows for gradients of weights are transposed: 128 rows of an expert are a block, stored (blocks, columns, 128).
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.tiles import column_block
-from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_ROWS
+from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_ROWS, Format
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
 
 BLOCK = 128
@@ -62,6 +62,13 @@ def power_of_two(largest):
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.where(largest > 0, tl.maximum(exponent, 1), 127)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exact_scale(largest):
+    """largest / 448, a normal number; 1 for 0, and for NaN, the largest of nothing but NaN."""
+    scale = tl.maximum(tl.fdiv(largest, 448.0, ieee_rounding=True), 1.1754943508222875e-38)
+    return tl.where(largest > 0, scale, 1.0)
 
 
 @triton.jit
@@ -93,12 +100,18 @@ def decode(code):
 
 
 @triton.jit
-def encode_rows(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def encode_rows(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER_OF_TWO: tl.constexpr = True):
     """Codes of a tile in fp32, and scales (ROWS, COLUMNS / 128)."""
     BLOCKS: tl.constexpr = COLUMNS // 128
     blocks = tl.reshape(infinities_to_nan(values), (ROWS, BLOCKS, 128))
-    scale, inverse = power_of_two(tl.max(tl.abs(blocks), axis=2))
-    return tl.reshape(encode(blocks * inverse[:, :, None]), (ROWS, COLUMNS)), scale
+    largest = tl.max(tl.abs(blocks), axis=2)
+    if POWER_OF_TWO:
+        scale, inverse = power_of_two(largest)
+        blocks = blocks * inverse[:, :, None]
+    else:
+        scale = exact_scale(largest)
+        blocks = tl.fdiv(blocks, scale[:, :, None], ieee_rounding=True)
+    return tl.reshape(encode(blocks), (ROWS, COLUMNS)), scale
 
 
 @triton.jit
@@ -114,13 +127,14 @@ def store_codes(
     SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr = True,
 ):
     """A tile in fp32, quantised: TILE columns from first_column on, of COLUMNS in all; beyond them it holds zeros.
 
     codes, scales: contiguous, of rows with WIDTH columns, to which these begin at SHIFT, a multiple of 128.
     """
     BLOCKS: tl.constexpr = (COLUMNS + 127) // 128
-    code, scale = encode_rows(values, ROWS, TILE)
+    code, scale = encode_rows(values, ROWS, TILE, POWER_OF_TWO)
     column = first_column + tl.arange(0, TILE)
     block = first_column // 128 + tl.arange(0, TILE // 128)
     code_row = codes + row.to(tl.int64)[:, None] * WIDTH + SHIFT
@@ -167,6 +181,7 @@ def _quantise_rows(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
@@ -176,22 +191,25 @@ def _quantise_rows(
     row_in = row < num_rows
     pointers = rows + row.to(tl.int64)[:, None] * STRIDE + column[None, :]
     values = tl.load(pointers, mask=row_in[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-    store_codes(values, codes, scales, row, row_in, first_column, WIDTH, WIDTH, 0, ROWS, COLUMNS)
+    store_codes(values, codes, scales, row, row_in, first_column, WIDTH, WIDTH, 0, ROWS, COLUMNS, POWER_OF_TWO)
 
 
-def empty_rows(rows: int, width: int, device: torch.device) -> QuantisedMatrix:
+def empty_rows(rows: int, width: int, device: torch.device, format: Format = FP8_TRAINING_ROWS) -> QuantisedMatrix:
     """For codes and scales of rows that a kernel will write."""
     data = torch.empty((rows, width), dtype=torch.uint8, device=device)
     scales = torch.empty((rows, cdiv(width, BLOCK)), dtype=torch.float32, device=device)
-    return QuantisedMatrix(data, scales, FP8_TRAINING_ROWS, width)
+    return QuantisedMatrix(data, scales, format, width)
 
 
-def quantise_rows(rows_NW: Tensor, into: QuantisedMatrix | None = None) -> QuantisedMatrix:
-    """Rows that are contiguous inside, of any width. into: where there is room for them already."""
+def quantise_rows(
+    rows_NW: Tensor, into: QuantisedMatrix | None = None, format: Format = FP8_TRAINING_ROWS
+) -> QuantisedMatrix:
+    """Rows that are contiguous inside, of any width. into: where there is room for them already, in its own format.
+    format: with a scale in fp32 for each 1 x 128."""
     rows, width = rows_NW.shape
     fit = have_lines(rows_NW) and (into is None or into.shape == rows_NW.shape)
     check_arguments(fit, "rows that are contiguous inside, and room of their shape", rows_NW=rows_NW)
-    found = empty_rows(rows, width, rows_NW.device) if into is None else into
+    found = empty_rows(rows, width, rows_NW.device, format) if into is None else into
     if rows_NW.numel() == 0:
         return found
     columns = max(BLOCK, column_block(width, WIDEST_BLOCK))
@@ -205,6 +223,7 @@ def quantise_rows(rows_NW: Tensor, into: QuantisedMatrix | None = None) -> Quant
         WIDTH=width,
         ROWS=tile_rows,
         COLUMNS=columns,
+        POWER_OF_TWO=found.format.power_of_two,
         num_warps=ROW_WARPS,
     )
     return found

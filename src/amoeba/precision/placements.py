@@ -67,8 +67,9 @@ def _w8a8() -> Placement:
         _placement(W8A8, FP8_128),
         summary="quantised to fp8-128, and so are rows where no gradient is taken",
         make=functools.partial(quantise_experts, format=FP8_128, products=W8A8),
-        # as of recipes, see below
-        tolerances={torch.float32: Tolerance(3e-3), torch.bfloat16: Tolerance(1e-2)},
+        # As of recipes, see below; and in cases whose numbers are few and equal, many at once are next to a middle.
+        # Without codes of rows the error is 4 % and more.
+        tolerances={dtype: Tolerance(inference=3e-2) for dtype in (torch.float32, torch.bfloat16)},
         how=lambda: "by our kernels on a Hopper GPU, in plain torch elsewhere",
         represent=_represented_for_w8a8,
     )

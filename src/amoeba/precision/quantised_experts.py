@@ -22,7 +22,7 @@ from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.operators import Operand, operands_of
 from amoeba.core.weights import ExpertWeights
-from amoeba.precision.formats import FP8_128, FP8_TRAINING, Format, format_named
+from amoeba.precision.formats import FP8_128, Format, format_named
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.system.cpu_features import compute_dtype
 
@@ -56,8 +56,8 @@ class QuantisedExperts:
     parts: of gate_up, see `QuantisedMatrix`.
     dtype: of x and y; products are computed in it, unless they are in fp8.
     products: of passes without gradients and LoRA. "bf16": rows as they are, in dtype, with dequantised weights.
-        "w8a8": rows are quantised to e4m3 as well, with a scale for each 1 x 128, and codes are multiplied (of e4m3 in
-        blocks of 128 x 128). "auto": w8a8 where it was measured to be faster, see `amoeba.backends.fp8_choice`.
+        "w8a8": rows are quantised to e4m3 as well, with a scale in fp32 for each 1 x 128, and codes are multiplied (of
+        fp8-128 alone). "auto": w8a8 where it was measured to be faster, see `amoeba.backends.fp8_choice`.
     """
 
     stored_gate_up: Stored
@@ -152,8 +152,8 @@ class QuantisedExperts:
 
     def why_not_w8a8(self) -> str | None:
         """Why codes of rows cannot be multiplied with these, or None."""
-        if self.format not in (FP8_128, FP8_TRAINING):
-            return f"multiplies e4m3 in blocks of 128 x 128, these experts are in {self.format.name}"
+        if self.format != FP8_128:
+            return f"multiplies e4m3 in blocks of 128 x 128 (fp8-128), these experts are in {self.format.name}"
         return None
 
     @classmethod

@@ -239,7 +239,9 @@ def tolerance(backend_name: str, dtype: torch.dtype, name: str) -> float:
     placement = _placement(backend_name)
     if placement is None or dtype not in placement.tolerances:
         return TOLERANCE[dtype]
-    output, gradients = placement.tolerances[dtype]
+    output, gradients, inference = placement.tolerances[dtype]
+    if name == "inference" and inference is not None:
+        return inference
     return (output if name in ("output", "inference") else gradients) or TOLERANCE[dtype]
 
 

@@ -71,6 +71,7 @@ class Plan:
     CODED: bool = False  # what KEEP writes is in e4m3
     CUT: bool = False  # the last block of a width is half full
     APART: bool = False  # gates and ups have blocks of their own
+    POWER_OF_TWO: bool = True  # scales of what is written in e4m3 are
     KIND: str = "relu"
     GATED: bool = False
     ALPHA: float = 1.0
@@ -345,6 +346,7 @@ def up(
         CODED=isinstance(h_NJ, QuantisedMatrix),
         CUT=_cut(x_TH.columns, a_NI.columns),
         APART=gate_up_EJH.parts == 2 and _cut(a_NI.columns),
+        POWER_OF_TWO=a_NI.format.power_of_two,
         **constants(activation),  # type: ignore[arg-type]
     )
     h, h_scales = (h_NJ.data.view(E4M3), h_NJ.scales) if isinstance(h_NJ, QuantisedMatrix) else (h_NJ, None)

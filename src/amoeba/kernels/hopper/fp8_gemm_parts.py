@@ -27,7 +27,7 @@ from amoeba.kernels.hopper.epilogue import (
     wait_for_buffer,
 )
 from amoeba.kernels.hopper.tma import bulk_store, reinterpret
-from amoeba.kernels.quantise import encode, infinities_to_nan, power_of_two
+from amoeba.kernels.quantise import encode, exact_scale, infinities_to_nan, power_of_two
 
 
 @gluon.jit
@@ -182,7 +182,12 @@ def store_codes(
         n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, value.type.layout))
         value = gl.where((n < width)[None, :], value, 0.0)
     value = infinities_to_nan(value)
-    scale, inverse = power_of_two(gl.max(gl.abs(value), 1))  # the instruction for a maximum takes sizes by itself
+    largest = gl.max(gl.abs(value), 1)  # the instruction for a maximum takes sizes by itself
+    if PLAN.POWER_OF_TWO:
+        scale, inverse = power_of_two(largest)
+    else:
+        scale = exact_scale(largest)
+        inverse = 1.0 / scale
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, value.type.layout))
     at = out_scale + m * blocks + (column + shift) // COLUMNS
     gl.store(at, scale, mask=(m < end) & (column < width))

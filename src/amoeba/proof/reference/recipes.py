@@ -18,14 +18,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from amoeba.precision.formats import FP8_TRAINING, FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, fp8_training_columns
+from amoeba.precision.formats import (
+    FP8_128_ROWS,
+    FP8_TRAINING,
+    FP8_TRAINING_COLUMNS,
+    FP8_TRAINING_ROWS,
+    Format,
+    fp8_training_columns,
+)
 from amoeba.precision.quantised import quantise
 from amoeba.precision.recipes import W8A8, Fp8Experts
 from amoeba.proof.reference.experts import activate, activate_backward
 
 
-def quantised_rows(rows: Tensor) -> Tensor:
-    return quantise(rows, FP8_TRAINING_ROWS).dequantise(torch.float64)
+def quantised_rows(rows: Tensor, format: Format = FP8_TRAINING_ROWS) -> Tensor:
+    return quantise(rows, format).dequantise(torch.float64)
 
 
 def quantised_weight(weight_EOI: Tensor) -> Tensor:
@@ -44,15 +51,19 @@ def quantised_columns(rows_TW: Tensor) -> Tensor:
 def experts_forward(
     x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, weights: Fp8Experts, dtype: torch.dtype
 ) -> Tensor:
-    """With w8a8 for a recipe: the weights are the numbers that codes stand for already."""
-    y_TH = torch.zeros_like(x_TH)
-    quantised_x, gate_up, quantised_down = quantised_rows(x_TH), weights.gate_up_EJH, weights.down_EHI
-    if weights.recipe != W8A8:
+    """With w8a8 for a recipe: the weights are the numbers that codes stand for already, and scales of rows are no
+    powers of two."""
+    y_TH, row_format = torch.zeros_like(x_TH), FP8_TRAINING_ROWS
+    gate_up, quantised_down = weights.gate_up_EJH, weights.down_EHI
+    if weights.recipe == W8A8:
+        row_format = FP8_128_ROWS
+    else:
         gate_up, quantised_down = quantised_weight(gate_up), quantised_weight(quantised_down)
+    quantised_x = quantised_rows(x_TH, row_format)
     for e in range(weights.num_experts):
         token, slot = torch.where(expert_TK == e)
         h = _hidden(quantised_x[token], e, gate_up, weights, dtype)
-        y = quantised_rows(activate(h, weights.activation)) @ quantised_down[e].T
+        y = quantised_rows(activate(h, weights.activation), row_format) @ quantised_down[e].T
         if weights.down_bias_EH is not None:
             y = y + weights.down_bias_EH[e]
         y_TH.index_add_(0, token, y * weight_TK[token, slot, None])
