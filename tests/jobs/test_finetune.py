@@ -304,7 +304,7 @@ def test_checkpoints_hold_the_adapter_and_not_the_model(finished: tuple[Path, An
     checkpoints = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert checkpoints == ["checkpoint-12", "checkpoint-8"]
     names = {path.name for path in (folder / "checkpoints" / "checkpoint-8").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "tokenizer.json"} <= names
+    assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.json", "tokenizer.json"} <= names
     assert "model.safetensors" not in names
 
 

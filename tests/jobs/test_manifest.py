@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from amoeba.jobs.train import manifest
-from amoeba.jobs.train.manifest import MANIFEST, damages, seal
+from amoeba.jobs.train.manifest import MANIFEST, damages, save_file, seal, with_digest
 
 
 @pytest.fixture
@@ -53,3 +55,45 @@ def test_a_manifest_that_was_changed_is_not_believed(sealed: Path) -> None:
     assert damages(sealed) == ["manifest.json holds other text than was written"]
     path.write_text("{")
     assert damages(sealed) == ["manifest.json cannot be read (JSONDecodeError)"]
+
+
+def test_a_manifest_of_an_earlier_version_is_checked_by_its_own_hash(sealed: Path) -> None:
+    path = sealed / MANIFEST
+    content = json.loads(path.read_text())
+    for name, entry in content["files"].items():
+        data, whole = (sealed / name).read_bytes(), hashlib.blake2b(digest_size=32)
+        for begin in range(0, len(data), 4):
+            whole.update(hashlib.blake2b(data[begin : begin + 4], digest_size=32).digest())
+        content["files"][name] = {"bytes": entry["bytes"], "hash": whole.hexdigest()}
+    path.write_text(json.dumps(with_digest({"files": content["files"]})))
+    assert damages(sealed) == []
+    (sealed / "first").write_text("0123X56789")
+    assert damages(sealed) == ["first holds other bytes than were written"]
+
+
+def test_a_file_of_tensors_is_hashed_as_it_is_written_and_has_the_bytes_of_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    dtypes = torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float16, torch.uint8, torch.float8_e4m3fn
+    tensors = {f"{number}.{dtype}": torch.ones(number * 7, 33).to(dtype) for number in range(3) for dtype in dtypes}
+    tensors |= {"a number": torch.tensor(3.5), "large": torch.randn(3, 2**21), "turned": torch.randn(40, 3).t()}
+    (tmp_path / "ours").mkdir()
+    save_file(tensors, tmp_path / "ours" / "model.safetensors", metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.save_file(contiguous, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+    with monkeypatch.context() as patched:
+        hashed: list[Path] = []
+        read_again = manifest._hashes
+        patched.setattr(manifest, "_hashes", lambda paths, *rest: hashed.extend(paths) or read_again(paths, *rest))
+        seal(tmp_path / "ours")
+    assert not hashed and damages(tmp_path / "ours") == []
+
+
+@pytest.mark.gpu
+def test_a_file_of_tensors_of_a_gpu_has_the_bytes_of_those_of_a_cpu(tmp_path: Path) -> None:
+    tensors = {"large": torch.randn(5, 2**21).bfloat16(), "small": torch.arange(7), "turned": torch.randn(40, 3).t()}
+    save_file(tensors, tmp_path / "cpu")
+    save_file({name: tensor.cuda() for name, tensor in tensors.items()}, tmp_path / "cuda")
+    assert (tmp_path / "cpu").read_bytes() == (tmp_path / "cuda").read_bytes()

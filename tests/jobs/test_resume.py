@@ -350,7 +350,8 @@ def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_offered(
 ) -> None:
     told = settings_of(KINDS[command], str(run), None, {})
     files = sorted((run / "checkpoints" / "checkpoint-9").iterdir())
-    must = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "tokenizer.json", "manifest.json"}
+    must = {"scheduler.pt", "rng_state.pth", "trainer_state.json", "tokenizer.json", "manifest.json"}
+    must |= {"optimizer.json", "optimizer-00000-of-00001.safetensors"}
     assert must | {Path(WEIGHTS[command]).name} <= {path.name for path in files}
     for path in files:
         content = path.read_bytes()
@@ -389,7 +390,7 @@ def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(
 def test_without_a_manifest_files_that_cannot_be_read_are_named(damage: str, run: Path, command: str) -> None:
     older(run)
     told = settings_of(KINDS[command], str(run), None, {})
-    names = ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", Path(WEIGHTS[command]).name]
+    names = ["optimizer.json", "scheduler.pt", "rng_state.pth", "trainer_state.json", Path(WEIGHTS[command]).name]
     for path in (run / "checkpoints" / "checkpoint-9" / name for name in names):
         content = path.read_bytes()
         path.unlink()

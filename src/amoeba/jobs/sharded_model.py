@@ -42,7 +42,7 @@ from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_parameter, shard_experts
 from amoeba.parallel.shards import copy_here, is_shard, local_part, whole
 from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
-from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, tensors_of
+from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, save_tensors, tensors_of
 from amoeba.system.files import write_whole
 
 logger = logging.getLogger("amoeba")
@@ -170,8 +170,6 @@ def save_share(
 ) -> None:
     """experts: those of all ranks, on the first, where the family keeps them in one tensor; else None.
     dense: on the first rank what FSDP2 has sharded of all else, whole."""
-    from safetensors.torch import save_file
-
     layers, ranks = sharded_modules(model), mesh.every
     owners = [placed.owners for _, placed in layers.values()]
     owning = [rank for rank in range(ranks.count) if any(mesh.experts_of(each, rank) for each in owners)]
@@ -196,9 +194,9 @@ def save_share(
         for key, tensor in _on_disk(model, stacked).items() if ids else ():
             match = _ONE_EXPERT.fullmatch(key)
             assert match is not None
-            tensors[f"{match[1]}{ids[int(match[2])]}{match[3]}"] = tensor.cpu().contiguous()
+            tensors[f"{match[1]}{ids[int(match[2])]}{match[3]}"] = tensor
     number = 2 + owning.index(ranks.rank)
-    save_file(tensors, folder / _SHARD.format(number=number, count=count), metadata={"format": "pt"})
+    save_tensors(folder / _SHARD.format(number=number, count=count), tensors)
 
 
 def finish_folder(folder: Path) -> None:

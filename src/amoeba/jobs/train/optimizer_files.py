@@ -11,7 +11,7 @@ E experts
                                             sharded the rank's rows, under "rows" the first and the one behind the last
 
 Names are those of a process with all experts. What all ranks have alike is in the first file. The optimizer.pt that
-such a process writes is read, too.
+such a process wrote in earlier versions is read, too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.integrations.own_tensors import OwnTensor, own_tensors, plain_names
+from amoeba.jobs.train.manifest import save_file
 from amoeba.parallel.rank_zero import RankZero
 from amoeba.parallel.shards import local_parameter, rows_here
 from amoeba.system.files import write_whole
@@ -40,8 +41,6 @@ def has_optimizer(folder: Path) -> bool:
 
 
 def save_optimizer(optimizer: Any, model: Any, folder: Path, rank_zero: RankZero) -> None:
-    from safetensors.torch import save_file
-
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around ours
     own, named, rows_of = _here(model)
     tensors: dict[str, Tensor] = {}
@@ -57,7 +56,7 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, rank_zero: RankZero
             if mine is None and sharded is None and not rank_zero.here:
                 continue
             for key, value in optimizer.state[parameter].items():
-                value = _as_tensor(value).detach().cpu()
+                value = _as_tensor(value).detach()
                 if mine is not None and value.dim():
                     experts[f"{name}/{key}"] = mine.experts
                     value = mine.turned(value)

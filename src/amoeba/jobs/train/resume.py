@@ -29,6 +29,7 @@ from amoeba.data.documents import Document, characters
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
 from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
+from amoeba.jobs.train.optimizer_files import GROUPS, WHOLE, has_optimizer
 from amoeba.jobs.train.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.store.index import INDEX, is_store
@@ -38,7 +39,7 @@ from amoeba.system.shell import shell_command, shell_words
 Report = TypeVar("Report", bound=RunReport)
 
 _RECORDS = ("model_config", "began_with", DIGEST)  # in config.json beside the settings
-_OF_EVERY_CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "tokenizer_config.json")
+_OF_EVERY_CHECKPOINT = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "tokenizer_config.json")
 # of a configuration: names and versions, not what the model computes
 _NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 _SAME_NUMBERS = {"resident", "ranks"}  # of placements: the same numbers, in other memory
@@ -274,7 +275,11 @@ def _trouble(checkpoint: Path, sealed: bool) -> list[str]:
 def _unreadable(checkpoint: Path) -> list[str]:
     """What can be seen without a manifest: files that are missing, empty, cut short, or not what their name says."""
     found = [f"{name} is missing" for name in _OF_EVERY_CHECKPOINT if not (checkpoint / name).is_file()]
-    if not any(checkpoint.glob("*.safetensors")):
+    names = {path.name for path in checkpoint.glob("*.safetensors")}
+    parts = {name for name in names if name.startswith("optimizer-")}
+    if not (checkpoint / WHOLE).is_file() and not (parts and has_optimizer(checkpoint)):
+        found.append(f"{GROUPS if parts else WHOLE} is missing")
+    if not names - parts:
         found.append("the weights (*.safetensors) are missing")
     for path in sorted(checkpoint.iterdir()):
         try:

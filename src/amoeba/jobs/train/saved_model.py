@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amoeba.integrations.model_folder import MODEL_FOLDER
+from amoeba.jobs.train.manifest import saves_fast
 
 
 class Artifact(Protocol):
@@ -38,7 +39,8 @@ class WholeModel:
 
     def save(self, model: Any, folder: Path) -> None:
         if self._first:
-            model.save_pretrained(folder)
+            with saves_fast():
+                model.save_pretrained(folder)
 
     def finish(self, folder: Path) -> None:
         """Nothing: the folder is whole."""

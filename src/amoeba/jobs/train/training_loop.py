@@ -164,9 +164,7 @@ class WatchedTrainer(FastTrainer):
             raise self._not_written(what, error) from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.mesh is None:
-            if self.rank_zero.here:
-                super()._save_optimizer_and_scheduler(output_dir)
+        if self.mesh is None and not self.rank_zero.here:
             return
         save_optimizer(self.optimizer, self.model, Path(output_dir), self.rank_zero)
         if self.rank_zero.here:

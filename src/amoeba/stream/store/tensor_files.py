@@ -1,11 +1,16 @@
 """Where the tensors of a checkpoint are, by the headers of its safetensors files, read without their data; where the
-bytes of an expert are among them, and where they belong in its blob."""
+bytes of an expert are among them, and where they belong in its blob. And such files written, from tensors of any
+device, at the speed of the disk.
+
+    tensors = checkpoint_tensors(folder)            # name -> TensorEntry
+    digests = save_tensors(path, tensors)           # the bytes that safetensors.torch.save_file would write
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +22,9 @@ from amoeba.core.errors import one_line
 from amoeba.precision.formats import E8M0
 from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.layers import LayerEntry
+from amoeba.system.files import whole_file
+from amoeba.system.machine import usable_cores
+from amoeba.system.pipeline import Segment, write_segments
 
 ONE_FILE, SHARDS = "model.safetensors", "model.safetensors.index.json"
 _LONGEST_HEADER = 100 * 2**20  # as the safetensors package has it
@@ -27,6 +35,9 @@ _NAMED = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in _NAMED.items()}
+# As the safetensors package orders tensors: the last ones first, so that each begins at a multiple of its width.
+_ORDER = ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
+_COPIERS = 8  # threads that copy and digest chunks, at most
 
 
 @dataclass(frozen=True)
@@ -88,9 +99,44 @@ def tensors_of(path: Path) -> dict[str, TensorEntry]:
     return found
 
 
-def header_of(tensors: Mapping[str, TensorEntry]) -> bytes:
+def save_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    digest: Callable[[memoryview], Any] = lambda data: None,
+) -> list[Any]:
+    """The file appears whole or not at all. Chunks of it are copied from the device, digested and written at the same
+    time. The digests of its chunks of `amoeba.system.pipeline.CHUNK` bytes are returned."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-_ORDER.index(NAMES[item[1].dtype]), item[0])))
+    entries = {name: TensorEntry(path, 0, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
+    header = header_of(entries, metadata)
+    start = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    flat = [start, *(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in ordered.values())]
+    pinned = any(tensor.is_cuda for tensor in flat)
+    segments = [Segment(len(tensor), _Copy(tensor)) for tensor in flat]
+    memory = {"memory": _pinned} if pinned else {}
+    if pinned:
+        torch.cuda.synchronize()  # the threads that copy are in no stream
+    threads = min(_COPIERS, usable_cores())
+    with whole_file(path, sum(map(len, flat))) as file:
+        return [found for _, found in write_segments(file, segments, digest=digest, threads=threads, **memory)]
+
+
+class _Copy:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __call__(self, begin: int, into: memoryview) -> None:
+        torch.frombuffer(into, dtype=torch.uint8).copy_(self._tensor[begin : begin + len(into)])
+
+
+def _pinned(size: int) -> memoryview:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+
+
+def header_of(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
     """What a safetensors file with these tensors, one after another, begins with."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     end = 0
     for name, entry in tensors.items():
         offsets = [end, end + entry.size]
