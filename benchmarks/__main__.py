@@ -16,7 +16,7 @@ from amoeba.core.errors import bad_value
 
 app = Typer(
     name="benchmarks",
-    help="Benchmarks of whole models, streamed experts, experts over ranks and single kernels.",
+    help="Benchmarks of whole models, streamed experts, experts over ranks, conversions and single kernels.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -257,6 +257,34 @@ def tasks(
 
         job = choose_job(shape, ranks, workers, passes, remote, seed, timing, schedules, trace, picture)
     finish(output, *run(job, trace, picture, output), json)
+
+
+@app.command()
+def convert(
+    size: Annotated[
+        str | None, typer.Option("--size", help="Bytes of the model (default: 8GB with a GPU, else 1.5GB).")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--folder", help="On the disk to measure; needs room for three such models.")
+    ] = Path(),
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds after the first.")] = 3,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """quantise, pack and save, compared with what the disk copies."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        import torch
+
+        from amoeba.commands.bench_run import free_path
+        from amoeba.stream.sizes import parse_size
+        from benchmarks.convert import ConvertSize, run
+
+        wanted = parse_size("--size", size or ("8GB" if torch.cuda.is_available() else "1.5GB"))
+        path = free_path(out)
+    finish(output, *run(ConvertSize(wanted), folder, repeats, path, output), json)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from amoeba.system.machine import commit, machine, machine_kind, versions
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
 FORMAT = 2
 # Of the suites in the repository's benchmarks/.
-TABLES = ("models", "streams", "ranks", "products", "roads")
+TABLES = ("models", "streams", "ranks", "products", "roads", "conversions")
 # Whose speed is measured beside ours, or on which that depends; transformers and peft are among `versions`.
 PEER_PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "kt-kernel")
 
