@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,18 @@ import torch
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
+from amoeba import ExpertWeights, Request, Routing
 from amoeba.bench.document import make_document
 from amoeba.cpu import placements as cpu_placements
 from amoeba.integrations import attention
 from amoeba.jobs.generate import prompt_batches, token_steps
+from amoeba.jobs.sharded_model import load_share
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train import trainer as fast_trainer
 from amoeba.jobs.train.captured_step import CapturedStep
+from amoeba.parallel import Ranks
+from amoeba.parallel.sharded import ShardedExperts
+from amoeba.parallel.sharded_backend import RanksBackend
 from benchmarks import roads as suite
 from benchmarks.roads import DOCUMENTED, FORMATS, SIZES, Cell, Outcome, RoadsReport, choose_cells, judged, walk
 from noted_output import NotedOutput
@@ -187,6 +193,31 @@ class TestWithASimulatedGpu:
         plain = suite.run_command(words, 1).document
         assert (captured["steps"], plain["steps"]) == ("captured", "plain")
         assert captured["generated_ids"] == plain["generated_ids"]
+
+
+class TestOverRanks:
+    """torchrun takes a minute for each cell: what its commands would say, by what says it."""
+
+    def test_quantised_experts_are_refused(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match="quantised experts cannot be distributed yet") as refused:
+            load_share(str(folder / "mxfp4"), None, Ranks())
+        outcome = Outcome(2, {"error": str(refused.value)}, "")
+        assert judged(Cell("generate", "ranks", "mxfp4"), outcome, gpu=True).state == "refused"
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_steps_are_plain_where_there_are_others(self, count: int) -> None:
+        local = ExpertWeights(torch.zeros(2, 8, 4), torch.zeros(2, 4, 4))
+        sharded = object.__new__(ShardedExperts)
+        others = {"local": local, "local_backend": "auto", "ranks": SimpleNamespace(count=count), "tokens": "same"}
+        sharded.__dict__.update(others, owners=SimpleNamespace(num_experts=2))
+        routing = Routing(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+        said = RanksBackend().why_waits(Request(torch.zeros(1, 4), routing, sharded), trains=False)
+        if count == 1:
+            assert said is None
+            return
+        made = document(steps_reason=f"its experts {said}")
+        found = judged(Cell("generate", "ranks", "bf16"), Outcome(0, made, ""), gpu=True)
+        assert (found.state, found.path) == ("green", "plain")
 
 
 def in_pages(model: Any, rows: Any, seed: int) -> Iterator[Any]:
