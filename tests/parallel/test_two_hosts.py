@@ -22,7 +22,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 import rank_jobs
 from amoeba.jobs.train.run_folder import checkpoints, unfinished_checkpoint
 from amoeba.parallel.processes import LocalRanks
-from emulated_hosts import OWN_FILES, Host, Network, why_not
+from emulated_hosts import Host, Network, why_not
 from same_runs import check_same_run, lines, weights
 from tiny_runs import TOLD
 
@@ -38,8 +38,9 @@ class Job:
         self, network: Network, inputs: Path, folder: Path, per_host: int, hosts: str = "2", **changes: Any
     ) -> None:
         self.network, self.inputs, self.run = network, inputs, folder / "run"
+        own = network.own_files
         self.logs = {name: folder / f"{name}.log" for name in ("node0", "node1")}
-        config = SETTINGS | changes | {"model": str(OWN_FILES / "base"), "data": str(OWN_FILES / "train.jsonl")}
+        config = SETTINGS | changes | {"model": str(own / "base"), "data": str(own / "train.jsonl")}
         (folder / "run.yaml").write_text(json.dumps(config))
         self.words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts]
         self.words += ["--nproc-per-node", str(per_host), "--max-restarts", "3", "--rdzv-backend", "c10d"]
@@ -48,14 +49,14 @@ class Job:
         self.environment = os.environ | {
             "PYTHONPATH": str(ROOT / "src"),
             "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(OWN_FILES),
+            "TMPDIR": str(own),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         self.hosts: dict[str, Host] = {}
         self.torchruns: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, *names: str) -> None:
-        copy = f"cp -r {self.inputs}/base {self.inputs}/train.jsonl {OWN_FILES}"
+        copy = f"cp -r {self.inputs}/base {self.inputs}/train.jsonl {self.network.own_files}"
         for name in names:
             self.hosts[name] = self.network.host(name)
             words = ["sh", "-c", f'{copy} && exec "$@"', "sh", *self.words]
@@ -164,7 +165,7 @@ def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(
     network: Network, inputs: Path, tmp_path: Path
 ) -> None:
     job = Job(network, inputs, tmp_path, per_host=1)
-    job.words[job.words.index("--out") + 1] = str(OWN_FILES / "run")
+    job.words[job.words.index("--out") + 1] = str(network.own_files / "run")
     job.words[job.words.index("--max-restarts") + 1] = "0"
     job.start("node0", "node1")
     assert 0 not in job.codes()

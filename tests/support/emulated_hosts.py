@@ -7,7 +7,8 @@
         second = network.host("node1")                       # the same host, started again
 
 Linux namespaces, which root may make; they vanish with the processes in them, so nothing is left on the machine. Files
-are shared except for /mnt, /dev/shm and /etc/hosts. As on a Debian host, its own name is a loopback address there.
+are shared except for `network.own_files`, /dev/shm and /etc/hosts. As on a Debian host, its own name is a loopback
+address there.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SUBNET = "10.77.0"
-OWN_FILES = Path("/mnt")  # of each host another folder
 _NAMES = [f"node{number}" for number in range(8)]
 _KINDS = ("--net", "--uts", "--ipc", "--mount", "--pid")
-_MOUNTS = f"mount -t tmpfs tmpfs {OWN_FILES} && mount -t tmpfs tmpfs /dev/shm"
 
 
 def why_not() -> str | None:
@@ -40,13 +40,16 @@ def why_not() -> str | None:
 
 
 class Network:
+    """own_files: a folder that is another one on each host, empty at its start."""
+
     def __init__(self) -> None:
         self._switch = _Holder(["--net"], "ip link add br0 type bridge && ip link set br0 up")
+        self.own_files = Path(tempfile.mkdtemp())
         self._hosts: list[Host] = []
 
     def host(self, name: str) -> Host:
         """name: node0, node1, ..., node7."""
-        started = Host(name, f"{SUBNET}.{_NAMES.index(name) + 1}")
+        started = Host(name, f"{SUBNET}.{_NAMES.index(name) + 1}", self.own_files)
         self._hosts.append(started)
         cable, eth0 = f"cable{len(self._hosts)}", f"eth0 netns {started.pid}"
         self._switch.run(f"ip link add {cable} type veth peer {eth0}")
@@ -61,14 +64,16 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for holder in (*self._hosts, self._switch):
             holder.kill()
+        self.own_files.rmdir()
 
 
 class _Holder:
-    """A process whose namespaces others enter."""
+    """A process whose namespaces others enter. It ends with this one, however this one ends: it reads from a pipe."""
 
     def __init__(self, kinds: Sequence[str], prepare: str) -> None:
-        words = ["unshare", *kinds, "sh", "-c", f"{prepare} && echo ready && exec sleep infinity"]
-        self._outer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        words = ["unshare", *kinds, "sh", "-c", f"{prepare} && echo ready && exec cat"]
+        pipe = subprocess.PIPE
+        self._outer = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
         self.pid = self._outer.pid
         assert self._outer.stdout is not None
         if (said := self._outer.stdout.readline().strip()) != "ready":
@@ -85,17 +90,19 @@ class _Holder:
         if self._outer.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         self._outer.wait()
-        assert self._outer.stdout is not None
-        self._outer.stdout.close()
+        for stream in (self._outer.stdin, self._outer.stdout):
+            assert stream is not None
+            stream.close()
 
 
 class Host(_Holder):
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, own_files: Path) -> None:
         self.name, self.address = name, address
         self._started: list[subprocess.Popen[bytes]] = []
         others = "".join(f"{SUBNET}.{at} {other}\\n" for at, other in enumerate(_NAMES, 1) if other != name)
-        names = f"printf '127.0.0.1 localhost\\n127.0.1.1 {name}\\n{others}' > {OWN_FILES}/hosts"
-        prepare = f"hostname {name} && {_MOUNTS} && {names} && mount --bind {OWN_FILES}/hosts /etc/hosts"
+        names = f"127.0.0.1 localhost\\n127.0.1.1 {name}\\n{others}"
+        prepare = f"hostname {name} && mount -t tmpfs tmpfs /dev/shm && printf '{names}' > /dev/shm/hosts && "
+        prepare += f"mount --bind /dev/shm/hosts /etc/hosts && mount -t tmpfs tmpfs {own_files}"
         super().__init__([*_KINDS, "--mount-proc", "--fork"], prepare)
         (self.pid,) = map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split())
 
