@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import rank_jobs
 from amoeba.bench.document import make_document
 from amoeba.core import phase_timer as phases
 from amoeba.core.phase_timer import mark, watch_phases
@@ -23,7 +24,7 @@ JOB = RankJob(2, 6, 16, 8, 4, 2, "cpu", torch.float32)
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[LocalRanks]:
-    with LocalRanks(2, preload=(worker.__name__,)) as found:
+    with rank_jobs.started(2) as found:
         yield found
 
 

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 
 import pytest
-from test_hopper_compiles import compiled_by
+from compiling import compile_as, compiled_by
 
 pytestmark = pytest.mark.thorough  # speed, and bits that tests/optim/test_adamw_gpu.py compares where they are computed
 
@@ -44,19 +44,7 @@ def test_no_operation_is_fused_with_another(kernels):
 
 
 def compiled(kernel, types: dict[str, str], constants: dict[str, object], **options) -> dict[str, int]:
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.kernel.arg_names
-    pointers = [at for at, name in enumerate(names) if types.get(name, "").startswith("*")]
-    source = ASTSource(
-        kernel.kernel,
-        {name: types.get(name, "constexpr") for name in names},
-        constexprs=constants,
-        attrs={(at,): [["tt.divisibility", 16]] for at in pointers},
-    )
-    code = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    code = compile_as(kernel.kernel, types, constants, **options).asm["ptx"]
     return Counter(ACCESSES.findall(code)) | Counter(fma=len(re.findall(r"\bfma\.", code)))
 
 

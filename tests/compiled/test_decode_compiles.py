@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hopper_compiles import compiled_by, figures
+from compiling import compile_for, compiled_by, figures
 
 pytestmark = pytest.mark.thorough  # compiles for twenty seconds; those of training are compiled in every run
 
@@ -49,22 +49,7 @@ class CompileOnly:
         return lambda *tensors: self.compile((*tensors, *numbers), constants)
 
     def compile(self, arguments: tuple, constants: dict[str, Any]) -> None:
-        from triton import compile
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        names = self.kernel.arg_names
-        options = {name: constants.pop(name) for name in list(constants) if name not in names}
-        signature, attributes = dict.fromkeys(names, "constexpr"), {}
-        for at, argument in enumerate(arguments):
-            if argument is None or (isinstance(argument, int) and argument == 1):
-                constants[names[at]] = argument
-                continue
-            signature[names[at]] = _type_of(argument)
-            if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
-                attributes[(at,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
-        made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        made = compile_for(self.kernel, arguments, constants)
         self.keep(f"{self.kernel.__name__.strip('_')}{' of a' * constants.get('AFTER_ROWS', False)}", made)
 
     def keep(self, name: str, made: Any) -> None:
@@ -78,13 +63,6 @@ def products_in_exchanges(ptx: str) -> int:
     return sum(
         bool(exchanged & set(re.findall(r"%\w+", line)[1:])) for line in ptx.splitlines() if "fma.rn.f32" in line
     )
-
-
-def _type_of(argument: Any) -> str:
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
-    if isinstance(argument, torch.Tensor):
-        return f"*{names[argument.dtype]}"
-    return "fp32" if isinstance(argument, float) else "i32"
 
 
 def main() -> dict[str, dict[str, int]]:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import triton
+from compiling import compiled_by
 from test_decode_compiles import CompileOnly
-from test_hopper_compiles import compiled_by
 
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 

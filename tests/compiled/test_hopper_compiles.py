@@ -10,11 +10,7 @@ may have imported Triton with its interpreter switched on, which cannot compile.
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -23,9 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import SHARED_BYTES, compile_for, compiled_by, figures
 
-# What a block may have of a multiprocessor's 228 KB, by NVIDIA's table of compute capabilities.
-SHARED_BYTES = 232448
 # Those that a training step of a gated layer spends its time in, one of each way to read and to write. (As many again
 # compile alike: `down`, `down_backward`, `down_gradient`.) Each of the two kernels is among the first.
 HOT = ("up", "up_gradient", "rows_gradient")
@@ -151,19 +146,6 @@ def test_tiles_in_a_row_keep_their_sums_in_registers(tmp_path: Path) -> None:
 def compiled(names: tuple[str, ...], cache: Path) -> dict[str, dict[str, int]]:
     """Figures of each kernel by name."""
     return compiled_by(__file__, cache, *names)
-
-
-def compiled_by(program: str, cache: Path, *names: str) -> dict[str, dict[str, int]]:
-    """What a file like this one prints as a program."""
-    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    surroundings |= {
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-        "TRITON_CACHE_DIR": str(cache),
-    }
-    command = [sys.executable, program, *names]
-    finished = subprocess.run(command, env=surroundings, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
 
 
 def launches() -> dict[str, Callable[[], None]]:
@@ -334,40 +316,7 @@ class CompileOnly:
         return self.compile
 
     def compile(self, *arguments: Any) -> None:
-        from triton import compile
-        from triton.backends.compiler import GPUTarget
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        constants = dict(self.constants)
-        options = {"num_warps": constants.pop("num_warps")}
-        names = self.kernel.arg_names
-        signature, attributes = dict.fromkeys(names, "constexpr"), {}
-        for at, argument in enumerate(arguments):
-            if argument is None or (isinstance(argument, int) and argument == 1):
-                constants[names[at]] = argument
-                continue
-            signature[names[at]] = _type_of(argument)
-            if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
-                attributes[(at,)] = [["tt.divisibility", 16]]
-        source = GluonASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
-        self.compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def _type_of(argument: Any) -> str:
-    names = {
-        torch.bfloat16: "bf16",
-        torch.int32: "i32",
-        torch.int64: "i64",
-        torch.float32: "fp32",
-        torch.float8_e4m3fn: "fp8e4nv",
-        torch.uint8: "u8",
-    }
-    if isinstance(argument, torch.Tensor):
-        return f"*{names[argument.dtype]}"
-    if isinstance(argument, int | float):
-        return "i32" if isinstance(argument, int) else "fp32"
-    rows, columns = argument.block_shape
-    return f"tensordesc<{names[argument.base.dtype]}[{rows},{columns}],{argument.layout!r}>"
+        self.compiled = compile_for(self.kernel, arguments, self.constants, gluon=True)
 
 
 def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
@@ -403,46 +352,6 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
         launches()[launch]()
         found[name] = figures(kernel.last.compiled)
     return found
-
-
-def figures(compiled: Any) -> dict[str, int]:
-    from triton import knobs
-
-    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-
-    def told_by(tool: Any, option: str) -> str:
-        return subprocess.run([tool.path, option, str(path)], capture_output=True, text=True, check=True).stdout
-
-    (stack,) = re.findall(r"STACK:(\d+)", told_by(knobs.nvidia.cuobjdump, "-res-usage"))
-    code = told_by(knobs.nvidia.nvdisasm, "-c")
-    instructions = re.findall(r"\*/ +(?:@!?\w+ +)?([A-Z][A-Z0-9]+)", code)
-    steps = _steps(code)
-    local = [at for at, name in enumerate(instructions) if name in ("LDL", "STL")]
-    products = [at for at, name in enumerate(instructions) if name in ("HGMMA", "QGMMA")]
-    # those further apart are of two loops
-    loops = [(one, other) for one, other in itertools.pairwise(products) if other - one < 200]
-    return {
-        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
-        "shared": compiled.metadata.shared,
-        "stack_bytes": int(stack),
-        "local_accesses": len(local),
-        "slow_roundings": instructions.count("F2F"),
-        "steps": len(steps),
-        "local_accesses_in_steps": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in steps),
-        "waits_in_steps": sum(loop.count("WARPGROUP.DEPBAR") for loop in steps),
-        "turns_in_steps": sum(loop.count("BAR.ARV") for loop in steps),
-        "local_accesses_between_products": sum(one < at < other for at in local for one, other in loops),
-    }
-
-
-def _steps(code: str) -> list[str]:
-    """Loops that multiply, those over tiles left out: one for each warpgroup."""
-    lines = code.splitlines()
-    at = {line[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
-    ends = [(at[to[1]], end) for end, line in enumerate(lines) if (to := re.search(r"BRA `\((\.L_x_\d+)\)", line))]
-    loops = ["\n".join(lines[first : end + 1]) for first, end in ends if 0 < end - first < 400]
-    return [loop for loop in loops if re.search("[HQ]GMMA", loop)]
 
 
 if __name__ == "__main__":

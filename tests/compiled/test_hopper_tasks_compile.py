@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_hopper_compiles import SHARED_BYTES, CompileOnly, compiled_by, figures
+from compiling import SHARED_BYTES, compile_as, compiled_by, figures, told_by
+from test_hopper_compiles import CompileOnly
 
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
@@ -151,23 +151,11 @@ def order_of(ptx: str, words: dict[str, str]) -> str:
     return " ".join(word for word in found if word)
 
 
-def disassembled(compiled, *options: str) -> list[str]:
-    import os
-    import subprocess
-
-    from triton import knobs
-
-    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    command = [knobs.nvidia.nvdisasm.path, "-c", *options, path]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
 def after_drawing(compiled) -> int:
     """Instructions from the draw in the loop to the first that waits for its result: of the 128 bits of an instruction,
     110 to 112 name the barrier that it will signal, 116 to 121 those that it waits for."""
     words = re.compile(r"/\*[0-9a-f]{4,}\*/ +(.*?);? */\* 0x[0-9a-f]{16} \*/\n *\s*/\* 0x([0-9a-f]{16}) \*/")
-    found = [(text, int(high, 16)) for text, high in words.findall("\n".join(disassembled(compiled, "-hex")))]
+    found = [(text, int(high, 16)) for text, high in words.findall(told_by("nvdisasm", compiled, "-c", "-hex"))]
     draws = [at for at, (text, _) in enumerate(found) if "ATOMG" in text and "ADD" in text and ", RZ" not in text]
     barrier = found[draws[-1]][1] >> 46 & 7
     behind = found[draws[-1] + 1 :]
@@ -176,7 +164,7 @@ def after_drawing(compiled) -> int:
 
 def loops_of(compiled) -> list[list[str]]:
     """Their instructions, of those that are not long."""
-    lines = disassembled(compiled)
+    lines = told_by("nvdisasm", compiled, "-c").splitlines()
     labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\s*\.(L_x_\d+):", line))}
     ends = [(target[1], at) for at, line in enumerate(lines) if (target := re.search(r"BRA.*\(\.(L_x_\d+)\)", line))]
     return [lines[labels[label] : at] for label, at in ends if 0 < at - labels[label] < 400]
@@ -200,27 +188,18 @@ GATHERS = ("UTMALDG", "LDGSTS.E")
 
 def list_stack() -> int:
     """Bytes, of qwen3_30b's sizes."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from amoeba.tasks.hopper.task_list import _make_list
 
     values = {"EXPERTS": 128, "TN": 3, "TNX": 8, "GROUP": 8, "STEPS": 7, "BLOCK_G": 16}
     values |= {"BLOCK_M": 128, "ROW_COUNTERS": 129, "BLOCK": 128}
     pointers = ("heaviest_E", "first_tile", "offs_E", "records")
-    names = _make_list.kernel.arg_names
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(pointers, "*i32") | dict.fromkeys(values, "constexpr")
-    source = ASTSource(_make_list.kernel, types, constexprs=values)
-    return figures(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}))["stack_bytes"]
+    names = set(_make_list.kernel.arg_names) - values.keys()
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(pointers, "*i32")
+    return figures(compile_as(_make_list.kernel, types, values, aligned=(), num_warps=4))["stack_bytes"]
 
 
 def lines_of(intermediate: int) -> tuple[list, list]:
     """Layouts of a line of the row pass: ours, and the compiler's for `_activate_backward`."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from amoeba.core.config import Activation
     from amoeba.kernels.activate import BACKWARD_TILE, WARPS, _activate_backward
     from amoeba.kernels.activation import constants
@@ -232,11 +211,8 @@ def lines_of(intermediate: int) -> tuple[list, list]:
     values |= {"h_scales": None, "codes": None, "scales": None}
     values |= {"ROWS": BACKWARD_TILE // plan.BLOCK, "BLOCK": plan.BLOCK} | constants(Activation())
     types = {"da": "*bf16", "h": "*bf16", "weight": "*fp32", "order": "*i32", "offs": "*i32", "dh": "*bf16"}
-    types |= {"scaled_a": "*bf16", "ds": "*fp32", "num_rows": "i32"} | dict.fromkeys(values, "constexpr")
-    names = _activate_backward.kernel.arg_names
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] == "*"}
-    source = ASTSource(_activate_backward.kernel, types, constexprs=values, attrs=aligned)
-    text = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ttgir"]
+    types |= {"scaled_a": "*bf16", "ds": "*fp32", "num_rows": "i32"}
+    text = compile_as(_activate_backward.kernel, types, values, num_warps=WARPS).asm["ttgir"]
     name = re.search(r'"tt.reduce".*?\(tensor<\w+, (#\w+)>\)', text, re.DOTALL)[1]
     told = re.search(rf"^{name} = #ttg.blocked<(.*)>", text, re.MULTILINE)[1]
     ours = plan.LINE_LAYOUT

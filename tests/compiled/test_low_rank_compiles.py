@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # as a program
-from test_hopper_compiles import SHARED_BYTES, compiled_by, figures
+from compiling import SHARED_BYTES, compile_as, compiled_by, figures
 
 pytestmark = pytest.mark.thorough  # what it sees costs speed alone; sums and factors: test_low_rank.py
 
@@ -37,9 +34,6 @@ def test_rows_are_copied_once_and_multiplied_twice_from_shared_memory_without_sp
 
 def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     import torch
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from amoeba.kernels.lora import lora_backward as lora_backward
 
@@ -57,8 +51,7 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
             continue
         chosen = lora_backward.configuration(1 << 17, 64, rank, dtype, (9, 0))
         of_rows = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-        order = ("*i32", of_rows) if gathered else ("constexpr", "constexpr")
-        types = (of_rows, of_rows, of_rows, *order, "*i32", of_rows, "*fp32", "fp32")
+        types = (of_rows, of_rows, of_rows, "*i32", of_rows, "*i32", of_rows, "*fp32", "fp32")
         constants = {
             "STRIDE_ROW": 1024,
             "STRIDE_LOW": rank,
@@ -72,12 +65,10 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
             "BLOCK_W": chosen.block_n,
             "BLOCK_R": rank,
         }
-        signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
         constants |= {} if gathered else {"order": None, "weight": None}
-        pointers = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(types) if kind.startswith("*")}
+        signature = {name: of for name, of in zip(names, types, strict=False) if name not in constants}
         options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=pointers)
-        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = compile_as(kernel, signature, constants, **options)
         found[name] = figures(compiled) | {
             "async_copies": compiled.asm["ttgir"].count("async_copy_global_to_local"),
             "transposed": compiled.asm["ttgir"].count("memdesc_trans"),

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 
 import pytest
-from test_hopper_compiles import compiled_by
+from compiling import compile_as, compiled_by
 
 pytestmark = pytest.mark.thorough
 
@@ -43,10 +43,6 @@ def test_without_sums_nothing_goes_through_shared_memory(kernels, kernel):
 
 
 def main() -> None:
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from amoeba.kernels import norm_rotate as kernels
 
     scalars = {"tokens": "i32", "num_rotations": "i32", "eps": "fp32", "sums": "*fp32"}
@@ -59,11 +55,8 @@ def main() -> None:
             warps = constants.pop("num_warps")
             if name != "forward":
                 constants |= {"D_STRIDE": 24 * size, "OF_WEIGHTS": name == "backward", "REPEATS": tile.repeats}
-            names = kernel.kernel.arg_names
-            types = {each: "constexpr" if each in constants else scalars.get(each, "*bf16") for each in names}
-            aligned = {(at,): [["tt.divisibility", 16]] for at, each in enumerate(names) if types[each][0] == "*"}
-            source = ASTSource(kernel.kernel, types, constexprs=constants, attrs=aligned)
-            code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+            types = {each: scalars.get(each, "*bf16") for each in kernel.kernel.arg_names if each not in constants}
+            code = compile_as(kernel.kernel, types, constants, num_warps=warps).asm["ptx"]
             found[f"{name} {size}"] = Counter(ACCESSES.findall(code))
     print(json.dumps(found))
 

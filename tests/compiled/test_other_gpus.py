@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import small_launches
 import torch
-from test_hopper_compiles import compiled_by
+from compiling import compile_for, compiled_by, resources
 
 # What a block may have, by NVIDIA's table of compute capabilities.
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -342,63 +342,20 @@ class Compiler:
     """Takes the place of launching: what would be launched is compiled for a GPU, and its figures are noted."""
 
     def __init__(self, capability: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", capability, 32)
+        self.capability = capability
         self.figures: dict[str, dict[str, int]] = {}
         self.launch_name = ""
 
     def compile(self, kernel: Any, arguments: tuple, constants: dict[str, Any]) -> None:
-        from triton import compile
-        from triton.compiler import ASTSource
-
-        names, constants = kernel.arg_names, dict(constants)
         if "ON_GPU" in constants:  # which tensors without a device deny
-            constants["ON_GPU"] = True
-        options = {name: constants.pop(name) for name in list(constants) if name not in names}
-        signature, attributes = dict.fromkeys(names, "constexpr"), {}
-        for at, (name, argument) in enumerate(zip(names, arguments, strict=False)):
-            if kernel.params[at].is_constexpr or argument is None or (isinstance(argument, int) and argument == 1):
-                constants[name] = argument
-                continue
-            signature[name] = _type_of(argument)
-            if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
-                attributes[(at,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-        made = compile(source, target=self.target, options=options)
+            constants = constants | {"ON_GPU": True}
+        made = compile_for(kernel, arguments, constants, self.capability)
         # the driver reserves 1 KB of each block's for itself, which these limits leave out
         self.figures[f"{self.launch_name}: {kernel.__name__.strip('_')}"] = {
             "shared": made.metadata.shared,
             "bytes": made.asm["ptx"].count("ld.global.b8") + made.asm["ptx"].count("ld.global.u8"),
-            **_registers(made),
+            **resources(made),
         }
-
-
-def _registers(made: Any) -> dict[str, int]:
-    import os
-    import re
-    import subprocess
-
-    from triton import knobs
-
-    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(made.asm["cubin"])
-    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name.lower(): int(re.findall(rf"{name}:(\d+)", told)[0]) for name in ("REG", "STACK")}
-
-
-def _type_of(argument: Any) -> str:
-    names = {
-        torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-        torch.bool: "i1", torch.uint8: "u8",
-    }  # fmt: skip
-    if isinstance(argument, torch.Tensor):
-        return f"*{names[argument.dtype]}"
-    if isinstance(argument, int | float):
-        return "fp32" if isinstance(argument, float) else "i32"
-    rows, columns = argument.block_shape
-    return f"tensordesc<{names[argument.base.dtype]}[{rows},{columns}]>"
 
 
 def main(capability: str, dtype: str, *wanted: str) -> dict[str, dict[str, int]]:

@@ -7,13 +7,10 @@ for sure. In a process of its own, this file as a program, since Triton's interp
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
-from test_hopper_compiles import compiled_by
+from compiling import compile_as, compiled_by, resources, told_by
 
 pytestmark = pytest.mark.thorough  # compiles for some seconds
 
@@ -72,10 +69,6 @@ def test_a_wait_looks_with_acquire_and_at_the_clock(order, kernel: str) -> None:
 
 
 def main() -> dict[str, str]:
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from amoeba.kernels import peer_context, peer_rows, peer_sums
 
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
@@ -109,39 +102,23 @@ def main() -> dict[str, str]:
     for name, function in (kernels | sums | alone).items():
         kernel = function.kernel
         arguments = kernel.arg_names
-        signature = {each: (pointers | numbers).get(each, "constexpr") for each in arguments}
+        types = {name: of for name, of in (pointers | numbers).items() if name in arguments}
         whole = [each for each in arguments if each in pointers or each.startswith("cell")]
-        attributes = {(arguments.index(each),): [["tt.divisibility", 16]] for each in whole}
         known = {each: value for each, value in constants.items() if each in arguments}
         known |= {"AHEAD": True} if name == "push ahead" else {"BLOCK_T": 256} if "ids" in name else {}
-        source = ASTSource(kernel, signature, constexprs=known, attrs=attributes)
         warps = 1 if name in alone else 4 if name in sums else 8 if "ids" in name else 16
-        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        compiled = compile_as(kernel, types, known, whole, num_warps=warps)
         ptx = compiled.asm["ptx"]
-        found[f"{name} figures"] = f"{_figures(compiled.asm['cubin'])} shared={compiled.metadata.shared}"
+        found[f"{name} figures"] = (
+            "registers={reg} spilled={stack}".format(**resources(compiled)) + f" shared={compiled.metadata.shared}"
+        )
         if name in sums:
-            machine = _said_of(compiled.asm["cubin"], "-sass")
+            machine = told_by("cuobjdump", compiled, "-sass")
             met = re.findall(r"LDG\.E\.128|BAR\.SYNC", machine)
             found[f"{name} machine"] = " ".join("load16" if each.startswith("LDG") else "barrier" for each in met)
         met = re.findall("|".join(re.escape(each) for each in KINDS), ptx)
         found[name] = " ".join(KINDS[each] for each in met)
     return found
-
-
-def _figures(cubin: bytes) -> str:
-    """Registers of a thread, and bytes of them in memory."""
-    said = _said_of(cubin, "-res-usage")
-    registers, stack = (re.findall(rf"{name}:(\d+)", said)[0] for name in ("REG", "STACK"))
-    return f"registers={registers} spilled={stack}"
-
-
-def _said_of(cubin: bytes, question: str) -> str:
-    from triton import knobs
-
-    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(cubin)
-    words = [knobs.nvidia.cuobjdump.path, question, str(path)]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

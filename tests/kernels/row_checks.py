@@ -13,7 +13,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 6e-3}
 def error(got: Tensor, expected: Tensor) -> float:
     """Relative L2 distance; NaN, which is below no tolerance, where `got` holds one."""
     assert got.shape == expected.shape
-    return float((got.detach().double() - expected).norm() / expected.norm().clamp_min(1e-30))
+    got, expected = got.detach(), expected.detach()
+    return float((got.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -13,7 +13,7 @@ import re
 
 import pytest
 import torch
-from test_hopper_compiles import compiled_by
+from compiling import compile_as, compiled_by
 from torch import Tensor
 
 from amoeba.kernels.expert_request import add_computed, request_experts
@@ -238,23 +238,15 @@ def main() -> dict[str, list[str]]:
 
 
 def _order(kernel, groups: int, sizes) -> list[str]:
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from amoeba.kernels.constants import Group
 
     constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, **sizes(128, 8)}
     request = Group(**constants, HOST_COMPUTES=True, GROUPS=groups, ON_GPU=True)
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    signature |= dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS", "mine"), "i32")
-    signature |= dict.fromkeys(("shown", "state", "due", "turn", "requests", "answers", "trouble", "times"), "*i32")
-    signature |= {"x_TH": "*bf16", "buffer_expert": "*i64"} | dict.fromkeys(
-        ("weight_N", "buffer_x", "buffer_weight"), "*fp32"
-    )
-    signature["buffer_arrived"] = "*i32"
-    source = ASTSource(kernel, signature, constexprs={"REQUEST": request})
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
+    types = dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS", "mine"), "i32")
+    types |= dict.fromkeys(("shown", "state", "due", "turn", "requests", "answers", "trouble", "times"), "*i32")
+    types |= {"x_TH": "*bf16", "buffer_expert": "*i64", "buffer_arrived": "*i32"}
+    types |= dict.fromkeys(("weight_N", "buffer_x", "buffer_weight"), "*fp32")
+    ptx = compile_as(kernel, types, {"REQUEST": request}, aligned=(), num_warps=1).asm["ptx"]
     kinds = {
         "ld.volatile.global": "look",
         "ld.global": "load",

@@ -13,7 +13,7 @@ import re
 
 import pytest
 import torch
-from test_hopper_compiles import compiled_by, figures
+from compiling import compile_as, compiled_by, figures
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
@@ -171,10 +171,6 @@ def test_it_compiles_for_hopper_with_rows_laid_out_as_in_the_router(tmp_path) ->
 
 
 def main() -> dict[str, object]:
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from amoeba.kernels import expert_request as module
     from amoeba.kernels import router
     from amoeba.kernels.constants import Group
@@ -194,11 +190,8 @@ def main() -> dict[str, object]:
     types |= dict.fromkeys(numbers, "*fp32")
 
     def compiled(kernel, constants: dict, warps: int):
-        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-        pointers = [at for at, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-        aligned = {(at,): [["tt.divisibility", 16]] for at in pointers}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        own = {name: types[name] for name in kernel.arg_names if name not in constants}
+        return compile_as(kernel, own, constants, num_warps=warps)
 
     def rows(code) -> list[str]:
         """How a warp holds a row of logits: numbers of each thread, threads side by side."""

@@ -1,13 +1,16 @@
-"""A step of routing compiles, waits for nothing and can be captured; what is malformed is refused in words.
+"""Auxiliary losses, the update of the selection bias and the statistics of a router.
 
 T tokens · K experts per token · E experts
 """
+
+from __future__ import annotations
 
 import math
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from amoeba.core.config import RouterConfig
 from amoeba.routing import statistics as routing_statistics
@@ -23,9 +26,202 @@ from amoeba.routing.statistics import RoutingStatistics
 from router_logits import random_logits
 from selection import quick
 
-torch.set_num_threads(1)
-
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_load_balance_loss_and_its_gradient_equal_transformers(masked):
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    ours_TE = random_logits(63, 8).requires_grad_()
+    theirs_TE = ours_TE.detach().clone().requires_grad_()
+    mask_T = (torch.arange(63) % 3 != 0).long() if masked else None
+    loss = load_balance_loss(route(ours_TE, RouterConfig(8, 2)), 8, attention_mask=mask_T)
+    # a batch of one sequence: transformers 5.8 wants the mask as a tokenizer makes it
+    expected = mixtral.load_balancing_loss_func((theirs_TE,), 8, 2, None if mask_T is None else mask_T[None])
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(ours_TE.grad, theirs_TE.grad)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+def test_balanced_routing_has_load_balance_loss_top_k_and_sequence_loss_one(score):
+    logits_TE = 0.01 * torch.stack([torch.arange(6.0).roll(shift) for shift in range(6)]).double()
+    routing = route(logits_TE, RouterConfig(6, 2, score=score))
+    assert load_balance_loss(routing, 6).item() == pytest.approx(2.0, rel=1e-12)
+    assert sequence_balance_loss(routing, 6, 6).item() == pytest.approx(1.0, rel=1e-12)
+
+
+def test_load_balance_loss_counts_dropped_slots_for_the_expert_they_were_meant_for():
+    logits_TE = random_logits(63, 8)
+    dropless = load_balance_loss(route(logits_TE, RouterConfig(8, 2)), 8)
+    routing = route(logits_TE, RouterConfig(8, 2, capacity_factor=0.5))
+    assert (routing.expert_TK == 8).any()
+    torch.testing.assert_close(load_balance_loss(routing, 8), dropless)
+
+
+def test_z_loss_is_the_mean_squared_logsumexp():
+    logits_TE = random_logits(63, 8, dtype=torch.float64)
+    expected = sum(math.log(sum(math.exp(x) for x in line)) ** 2 for line in logits_TE.tolist()) / 63
+    assert z_loss(logits_TE).item() == pytest.approx(expected, rel=1e-12)
+    assert z_loss(logits_TE.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_sequence_balance_loss_equals_the_equations(score):
+    num_experts, top_k, length = 8, 2, 21
+    logits_TE = random_logits(63, num_experts, dtype=torch.float64)
+    routing = route(logits_TE, RouterConfig(num_experts, top_k, score=score))
+    total = 0.0
+    for start in range(0, 63, length):
+        tokens = range(start, start + length)
+        for expert in range(num_experts):
+            rows = sum(expert in routing.expert_TK[token].tolist() for token in tokens)
+            shares = [routing.scores_TE[token, expert] / routing.scores_TE[token].sum() for token in tokens]
+            total += num_experts / (top_k * length) * rows * (sum(shares) / length).item()
+    loss = sequence_balance_loss(routing, num_experts, length)
+    assert loss.item() == pytest.approx(total / 3, rel=1e-12)
+
+
+def test_losses_of_no_tokens_are_zero_and_have_gradients():
+    logits_TE = random_logits(0, 8).requires_grad_()
+    routing = route(logits_TE, RouterConfig(8, 2, capacity_factor=1.0))
+    loss = load_balance_loss(routing, 8) + sequence_balance_loss(routing, 8, 5) + z_loss(logits_TE)
+    loss = loss + load_balance_loss(routing, 8, attention_mask=torch.ones(0))
+    assert loss.item() == 0
+    loss.backward()
+    assert logits_TE.grad.shape == (0, 8)
+
+
+def test_load_balance_loss_of_masked_tokens_only_is_zero():
+    routing = route(random_logits(5, 8), RouterConfig(8, 2))
+    assert load_balance_loss(routing, 8, attention_mask=torch.zeros(5)).item() == 0
+
+
+# ---- balance update
+
+
+def test_selection_bias_moves_by_rate_towards_balance():
+    bias_E = torch.tensor([0.5, 0.5, 0.5, 0.5], requires_grad=True)
+    returned = update_selection_bias_(bias_E, torch.tensor([4, 10, 0, 2]), 0.25)
+    assert returned is bias_E
+    assert bias_E.tolist() == [0.5, 0.25, 0.75, 0.75]
+
+
+def test_selection_bias_sees_a_difference_of_one_row_in_large_counts():
+    large = 2**40
+    bias_E = update_selection_bias_(torch.zeros(2), torch.tensor([large, large + 1]), 1.0)
+    assert bias_E.tolist() == [1.0, -1.0]
+
+
+def test_selection_bias_updates_balance_a_skewed_router():
+    config = RouterConfig(8, 2, score="sigmoid", selection_bias=True)
+    skew_E = torch.linspace(-1, 1, 8)
+    bias_E, statistics = torch.zeros(8), RoutingStatistics(8)
+    violations = []
+    for step in range(150):
+        routing = route(random_logits(64, 8, seed=step) + skew_E, config, bias_E=bias_E)
+        statistics.reset()
+        statistics.record(routing)
+        violations.append(statistics.summary()["max_violation"].item())
+        update_selection_bias_(bias_E, statistics.load_E, 0.01)
+    assert sum(violations[-20:]) / 20 < 0.5 * violations[0]
+
+
+# ---- statistics
+
+
+def test_statistics_summarise_what_was_recorded():
+    statistics = RoutingStatistics(4)
+    expert_TK = torch.tensor([[0, 1], [0, 4], [0, -1]])  # 4: dropped; -1: another's
+    scores_TE = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.2, 0.2, 0.2, 0.2]])
+    statistics.record(Routing(expert_TK, torch.ones(3, 2), scores_TE=scores_TE))
+    statistics.record(Routing(expert_TK.int(), torch.ones(3, 2)))  # no scores: no entropy
+    summary = statistics.summary()
+    assert summary["load_E"].tolist() == [6, 2, 0, 0]
+    assert summary["load_E"].dtype == torch.int64
+    assert summary["dead_experts"].item() == 2
+    assert summary["max_violation"].item() == pytest.approx(6 / 2 - 1)
+    assert summary["drop_rate"].item() == pytest.approx(2 / 12)
+    assert summary["entropy"].item() == pytest.approx((math.log(2) + 0 + math.log(4)) / 3)
+    assert (statistics.tokens.item(), statistics.slots.item(), statistics.steps.item()) == (6, 12, 2)
+
+
+def test_statistics_start_and_reset_at_nothing():
+    statistics = RoutingStatistics(4)
+    empty = {name: value.tolist() for name, value in statistics.summary().items() if name != "entropy"}
+    assert empty == {"load_E": [0, 0, 0, 0], "max_violation": 0.0, "dead_experts": 4, "drop_rate": 0.0}
+    assert statistics.summary()["entropy"].isnan()
+    statistics.record(route(random_logits(63, 4), RouterConfig(4, 2)))
+    assert statistics.load_E.sum() == 126
+    statistics.reset()
+    assert all((buffer == 0).all() for buffer in statistics.buffers())
+    statistics.record(route(random_logits(0, 4), RouterConfig(4, 2)))
+    assert statistics.summary()["max_violation"] == 0
+    assert statistics.state_dict() == {}
+
+
+def test_statistics_keep_their_precision_when_the_model_is_cast():
+    statistics = torch.nn.Sequential(RoutingStatistics(4)).to(torch.bfloat16)[0]
+    assert statistics.entropy_sum.dtype == torch.float32
+    assert statistics.load_E.dtype == torch.int64
+
+
+class Block(torch.nn.Module):
+    """A router under activation checkpointing, with its statistics and noise."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.gate = torch.nn.Linear(5, 8)
+        self.statistics = RoutingStatistics(8)
+
+    def inner(self, x_TH):
+        routing = route(self.gate(x_TH), RouterConfig(8, 2, renormalize=False, jitter=0.1), training=True)
+        self.statistics.record(routing)
+        return routing.weight_TK.sin().square()
+
+    def forward(self, x_TH):
+        return checkpoint(self.inner, x_TH, use_reentrant=self.use_reentrant).sum()
+
+
+@quick(lambda use_reentrant, compiled: not (use_reentrant and compiled))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_statistics_are_not_counted_twice_under_checkpointing(use_reentrant, compiled):
+    block = Block(use_reentrant)
+    step = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+    for _ in range(2):
+        step(torch.randn(63, 5, requires_grad=True)).backward()
+    assert block.gate.weight.grad.abs().sum() > 0
+    assert block.statistics.steps.item() == 2
+    assert block.statistics.tokens.item() == 126
+    assert block.statistics.load_E.sum().item() == 252
+
+
+def test_statistics_are_not_counted_twice_when_a_compiled_block_is_checkpointed():
+    block = Block(use_reentrant=False)
+    inner = torch.compile(block.inner, backend="aot_eager", fullgraph=True)
+    checkpoint(inner, torch.randn(63, 5, requires_grad=True), use_reentrant=False).sum().backward()
+    assert block.statistics.steps.item() == 1
+    assert block.statistics.load_E.sum().item() == 126
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_statistics_are_not_counted_twice_in_the_backward_thread_of_a_gpu(use_reentrant):
+    block = Block(use_reentrant).cuda()
+    block(torch.randn(63, 5, device="cuda", requires_grad=True)).backward()
+    assert block.statistics.steps.item() == 1
+
+
+# A step of routing compiles, waits for nothing and can be captured; what is malformed is refused in words.
+
+
 FULL_CONFIG = RouterConfig(
     12,
     4,

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ def install() -> None:
         _find_builtins_once(interpreter)
         _remember_dtypes(interpreter)
         _trust_sizes(interpreter.TensorHandle)
+        _remember_signatures(interpreter)
         _remember_types(interpreter.tl)
         if hasattr(interpreter, "_LangPatchScope"):
             _replace_once_a_launch(interpreter)
@@ -102,6 +104,25 @@ def _trust_sizes(handle: Any) -> None:
     handle.__init__ = tensor_handle
 
 
+def _remember_signatures(interpreter: Any) -> None:
+    """And a new dimension is a reshape."""
+    given, handle = interpreter.inspect, interpreter.TensorHandle
+    names_of = functools.cache(given.getfullargspec)
+
+    def getcallargs(function: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        names = names_of(function).args
+        found = dict(zip(names, arguments, strict=False)) | named
+        return found if found.keys() == set(names) else given.getcallargs(function, *arguments, **named)
+
+    def create_expand_dims(self: Any, value: Any, axis: int) -> Any:
+        shape = value.data.shape
+        return handle(value.data.reshape(*shape[:axis], 1, *shape[axis:]), value.dtype.scalar)
+
+    changed = {"getfullargspec": names_of, "getcallargs": getcallargs}
+    interpreter.inspect = SimpleNamespace(**vars(given) | changed)
+    type(interpreter.interpreter_builder).create_expand_dims = create_expand_dims
+
+
 def _replace_once_a_launch(interpreter: Any) -> None:
     replace, tl = interpreter._patch_lang, interpreter.tl
 
@@ -128,6 +149,8 @@ def _take_operands_that_agree(interpreter: Any) -> None:
     numbers: dict[tuple[Any, ...], Any] = {}
     cast_any = semantic.cast
     blocks: dict[tuple[str, str], Any] = {}
+    stretched: dict[tuple[str, str], tuple[Any, Any]] = {}
+    create_broadcast = semantic.builder.create_broadcast
 
     def splat(value: Any, like: Any) -> Any:
         key = value.type.name, like.name
@@ -138,7 +161,17 @@ def _take_operands_that_agree(interpreter: Any) -> None:
     def broadcast_impl_value(lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
         if left.__class__ is block and right.__class__ is block:
-            return (lhs, rhs) if left.shape.values == right.shape.values else broadcast(lhs, rhs)
+            if left.shape.values == right.shape.values:
+                return lhs, rhs
+            key = left.name, right.name
+            if key not in stretched or len(left.shape.values) != len(right.shape.values):
+                found = broadcast(lhs, rhs)
+                stretched[key] = found[0].type, found[1].type
+                return found
+            return tuple(
+                each if each.type.name == to.name else tensor(create_broadcast(each.handle, to.shape.values), to)
+                for each, to in zip((lhs, rhs), stretched[key], strict=True)
+            )
         if left.__class__ is block:
             return lhs, splat(rhs, left)
         return (splat(lhs, right), rhs) if right.__class__ is block else (lhs, rhs)
@@ -239,9 +272,10 @@ def _remember_types(tl: Any) -> None:
         vars(self).update(of_tensors[type.name], handle=handle, type=type)
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
-        if not all(size.__class__ is int for size in shape):
-            new_block(self, element_ty, shape)
-            return
+        for size in shape:
+            if size.__class__ is not int:
+                new_block(self, element_ty, shape)
+                return
         key = (element_ty.name, *shape)
         if key not in of_blocks:
             new_block(self, element_ty, shape)
