@@ -176,7 +176,7 @@ def test_generate_tells_which_products_it_takes_and_their_errors(
     common = {"max_new_tokens": 2, "temperature": 0, "device": torch.device("cpu"), "dtype": torch.float32}
     report = generate(checkpoints["fp8"][0], "Once", GenerationOptions(**common, **asked), str, say=lines.append)
     assert report.products is not None and report.products.taken == taken and said in lines[0]
-    assert (report.products.errors is not None) == ("error of a layer 4." in lines[0]) == (taken == "w8a8")
+    assert (report.products.errors is not None) == ("error of a layer" in lines[0]) == (taken == "w8a8")
     assert report.backend == ("eager" if taken == "w8a8" else report.backend)
 
 
