@@ -22,6 +22,7 @@ from amoeba.backends.fp8_triton import BACKEND, why_not_sized, why_not_there
 from amoeba.backends.triton import DECODE_TOKENS
 from amoeba.core.problem import Problem, Save
 from amoeba.core.weights import AnyExperts
+from amoeba.cpu.pointers import place_of
 from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.precision.recipes import AUTO, UNCHANGED, Fp8Experts, with_precision
 from amoeba.precision.unchanged_weights import promise
@@ -112,9 +113,9 @@ def why_no_w8a8_kernel(weights: QuantisedExperts) -> str | None:
     reason = weights.why_not_w8a8() or why_not_there(weights.device, weights) or why_not_sized(weights)
     if reason is not None:
         return reason
-    from amoeba.kernels.hopper.weight_only_gemm import is_in_one_piece
-
-    if not all(is_in_one_piece(each.matrix) for each in (weights.gate_up_EJH, weights.down_EHI)):
+    stored = (*weights.stored_gate_up, *weights.stored_down)
+    aligned = not any(place_of(data) % 16 for data in (weights.stored_gate_up[0], weights.stored_down[0]))
+    if not (aligned and all(tensor is None or tensor.is_contiguous() for tensor in stored)):
         return "needs experts next to each other, these lie in slots with something between them"
     return None
 

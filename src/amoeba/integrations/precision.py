@@ -138,7 +138,8 @@ def _quantised(model: nn.Module) -> list[tuple[Any, QuantisedExperts]]:
 
 @torch.no_grad()
 def _errors(weights: QuantisedExperts) -> dict[str, float]:
-    tensors = [None if tensor is None else tensor.detach()[:1] for tensor in weights.tensors()]
+    """On the CPU: a GPU may have no room for an expert in fp64."""
+    tensors = [None if tensor is None else tensor.detach()[:1].cpu() for tensor in weights.tensors()]
     one = QuantisedExperts.of(tensors, weights.constants())
     generator = torch.Generator("cpu").manual_seed(0)
     x_TH = torch.randn(_ROWS, one.hidden, generator=generator, dtype=torch.float32).to(one.device, one.dtype)
