@@ -157,7 +157,11 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
     x, dy, dh = quantise_rows(x_TH), quantise_rows(dy_TH), quantise_rows(dh_NJ)
     a, h_NJ, y_NH, dx_NH = empty_rows(N, I, device), torch.empty_like(dh_NJ), ours.new_rows(H), ours.new_rows(H)
     da_NI = ours.new_rows(I)
-    turned_down, turned_gate_up, unit = of_down.turned(down), of_gate_up.turned(gate_up), 2.0 * N * H * I
+    transposed_down, transposed_gate_up, unit = (
+        of_down.transposed(down),
+        of_gate_up.transposed(gate_up),
+        2.0 * N * H * I,
+    )
     fused, scaled_a_NI = has_whole_blocks(activation, I), ours.new_rows(I)
     codes, kept = empty_rows(N, 2 * I, device), empty_rows(N, 2 * I, device)
     out_NJ = torch.empty_like(dh_NJ)
@@ -166,7 +170,7 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
         fp8_gemm.up(x, order_N, K, of_gate_up.matrix, table, activation, a, h_NJ=h)
 
     def down_backward() -> None:
-        fp8_gemm.multiply(dy, turned_down, table, da_NI, order_N=order_N, top_k=K)
+        fp8_gemm.multiply(dy, transposed_down, table, da_NI, order_N=order_N, top_k=K)
 
     def back() -> None:
         weight_TK, offs_E, quantised = ours.problem.weight_TK, ours.offs_E, codes if fused else None
@@ -198,16 +202,16 @@ def _in_fp8(ours: HopperRows, dy_TH: Tensor, dh_NJ: Tensor, in_bf16: dict[str, T
         fp8("down in fp8", lambda: fp8_gemm.multiply(a, of_down.matrix, table, y_NH), unit, "y", lambda: y_NH),
         rowwise("down, torch fp8 (rowwise)", a, of_down.matrix, unit, gathered=False),
         fp8("dA' in fp8", down_backward, unit, "da", lambda: da_NI),
-        rowwise("dA', torch fp8 (rowwise, sorted rows)", dy, turned_down, unit, gathered=True),
+        rowwise("dA', torch fp8 (rowwise, sorted rows)", dy, transposed_down, unit, gathered=True),
         Role("activation back in fp8", back, bytes=(14.0 if fused else 12.0) * N * I),
         fp8(
             "dx in fp8",
-            lambda: fp8_gemm.multiply(dh, turned_gate_up, table, dx_NH),
+            lambda: fp8_gemm.multiply(dh, transposed_gate_up, table, dx_NH),
             2 * unit,
             "dx",
             lambda: dx_NH,
         ),
-        rowwise("dx, torch fp8 (rowwise)", dh, turned_gate_up, 2 * unit, gathered=False),
+        rowwise("dx, torch fp8 (rowwise)", dh, transposed_gate_up, 2 * unit, gathered=False),
     ]
 
 

@@ -207,7 +207,7 @@ def _estimate(job: Job, output: Output) -> tuple[dict[str, Any], bool, Ran | Non
     summary = summarise(ran.records, workers)
     print_summary(summary, output, OF_SCHEDULE, TIMING_UNIT)
     travel = _say_travelled(ran, workers, output, TIMING_UNIT)
-    output.line(f"{summary.span / 1e3 / passes:.2f} ms a pass: an estimate of the order, not a measurement")
+    output.line(f"{summary.span / 1e3 / passes:.2f} ms per pass: an estimate for this order of tasks")
     document = _document(shape, ranks, workers, passes, summary)
     return document | travel | {"remote": sorted(remote), "ok": True}, True, ran
 
@@ -231,9 +231,9 @@ def _progress(total: int, output: Output) -> Callable[[int], None]:
 def _say(shape: Shape, ranks: int, workers: int, passes: int, how: str, output: Output) -> None:
     output.line(
         f"{shape.experts} experts over {counted(ranks, 'rank')}, hidden {shape.hidden}, intermediate "
-        f"{shape.intermediate}; {shape.tokens} tokens a rank, {shape.top_k} experts per token"
+        f"{shape.intermediate}; {shape.tokens} tokens per rank, {shape.top_k} experts per token"
     )
-    output.line(f"{workers} workers a rank, {passes} pass{'es' if passes > 1 else ''}; {how}")
+    output.line(f"{workers} workers per rank, {passes} pass{'es' if passes > 1 else ''}; {how}")
 
 
 def _say_travelled(ran: Ran, workers: int, output: Output, unit: str = UNIT) -> dict[str, Any]:

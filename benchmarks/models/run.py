@@ -34,7 +34,7 @@ from benchmarks.models.measure import DecodeTime, ModelMeasurement, without_figu
 from benchmarks.models.problem import Kind, Problem
 from benchmarks.models.worker import WorkerProcess
 
-NOBODY = "none"  # as --ours or --peer
+NONE_OF_THEM = "none"  # as --ours or --peer
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,10 @@ def choose_candidates(problems: Sequence[Problem], ours: Sequence[str], peers: S
     for option, parts, is_ours in (("--ours", ours, True), ("--peer", peers, False)):
         names = {each.name: None for problem in problems for each in candidates_for(problem) if each.ours == is_ours}
         for part in parts:
-            if part != NOBODY and not any(part in name for name in names):
-                remedy = f"leave it out for all, or {NOBODY} for none of them"
+            if part != NONE_OF_THEM and not any(part in name for name in names):
+                remedy = f"leave it out for all, or {NONE_OF_THEM} for none of them"
                 raise bad_value(option, f"one of these, or a part of it: {'; '.join(names)}", repr(part), remedy)
-    chosen = (tuple(part for part in parts if part != NOBODY) if parts else None for parts in (ours, peers))
+    chosen = (tuple(part for part in parts if part != NONE_OF_THEM) if parts else None for parts in (ours, peers))
     return Chosen(*chosen)
 
 
@@ -239,7 +239,7 @@ def command_line(problems: Sequence[Problem], repeats: int, chosen: Chosen) -> s
     words += ["--pass", kinds.pop()] if len(kinds) == 1 else []
     words += ["--repeats", str(repeats)]
     for option, names in (("--ours", chosen.ours), ("--peer", chosen.peers)):
-        words += [word for name in (names or [NOBODY] if names is not None else []) for word in (option, name)]
+        words += [word for name in (names or [NONE_OF_THEM] if names is not None else []) for word in (option, name)]
     return shlex.join(words)
 
 

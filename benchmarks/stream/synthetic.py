@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from amoeba.core.cost import expert_bytes
 from amoeba.core.errors import bad_value
-from amoeba.stream.cache.trace import NOBODY, LayerShape, Pass, Trace, check_layers, starts_of
+from amoeba.stream.cache.trace import NO_EXPERT, LayerShape, Pass, Trace, check_layers, starts_of
 
 WINDOW = 8
 _ROUNDING = 1e-9  # ten times 0.1 is a whole one
@@ -78,7 +78,7 @@ def measure_locality(trace: Trace) -> Measured:
             if each.tokens != 1:
                 window.clear()
                 continue
-            chosen = set(each.of_layer(layer)) - {NOBODY}
+            chosen = set(each.of_layer(layer)) - {NO_EXPERT}
             if len(window) == WINDOW:
                 next_token += len(chosen & window[-1])
                 within += len(chosen & set().union(*window))

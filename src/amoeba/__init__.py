@@ -106,7 +106,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `amoeba.experts` the function: whoever imports the module of that name would put it in its place."""
+    """Keeps `amoeba.experts` the function: importing the module of that name would otherwise replace it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

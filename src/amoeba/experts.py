@@ -40,7 +40,7 @@ def experts(
     x_TH: the tokens, batch and sequence flattened, in the dtype of the weights.
     routing: which experts each token goes to, and with which weights (see `Routing`); ids outside [0, E) are sentinels.
     weights: ExpertWeights, or another kind such as PackedExperts, which x may reach from a GPU.
-    lora: low-rank updates of the projections, computed row by row and never merged into the weights. Beside frozen
+    lora: low-rank updates of the projections, computed row by row and never merged into the weights. With frozen
     weights only the factors' gradients are computed.
     backend: "auto" for the fastest that serves this call, or the name of one; `amoeba.explain` tells which and why.
     recompute: save x alone for backward and compute the up projection again there.
@@ -69,7 +69,7 @@ def _check(x_TH: Tensor, routing: Routing, weights: AnyExperts) -> None:
     if x_TH.dim() != 2 or x_TH.shape[1] != weights.hidden:
         raise bad_value(
             "x_TH",
-            f"shape (T, {weights.hidden}), H as the weights have it",
+            f"shape (T, {weights.hidden}), where H is that of the weights",
             tuple(x_TH.shape),
             "flatten batch and sequence: x.reshape(-1, H)",
         )

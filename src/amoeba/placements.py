@@ -48,5 +48,5 @@ def placement_named(name: str) -> Placement:
         raise bad_value("experts", f"one of {', '.join(placement_names())}", repr(name), "leave it out for auto")
     reason = placement.why_not()
     if reason is not None:
-        raise bad_value("experts", f"a machine that serves {name}", reason, "use resident")
+        raise bad_value("experts", f"a machine that supports {name}", reason, "use resident")
     return placement

@@ -217,7 +217,7 @@ class TestRegistry:
     def test_on_a_cpu_it_needs_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         assert self.why_not(self.request()) == (
-            "computes on a CUDA device (or in Triton's interpreter), these weights are on cpu"
+            "computes on a CUDA device (or in Triton's interpreter); these weights are on cpu"
         )
         with pytest.raises(ValueError, match=r"triton does not.*computes on a CUDA device.*Use backend=\"auto\""):
             choose("triton", self.request())
@@ -227,7 +227,7 @@ class TestRegistry:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         reason = self.why_not(self.request(dtype))
         if dtype == torch.bfloat16:
-            assert reason == "Triton's interpreter multiplies bf16 wrongly"
+            assert reason == "Triton's interpreter computes wrong bf16 products"
         else:
             assert reason is None
 
@@ -236,7 +236,7 @@ class TestRegistry:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         assert self.why_not(self.request(torch.float64, device)) == (
-            "serves bf16, fp16 and fp32, these weights are torch.float64"
+            "supports bf16, fp16 and fp32; these weights are torch.float64"
         )
 
     def test_without_triton_it_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +294,8 @@ class TestHopper:
     @pytest.mark.parametrize(
         ("sizes", "reason"),
         [
-            ({"hidden": 96}, "H to be a multiple of 64, it is 96"),
-            ({"inner": 32}, "I to be a multiple of 64, it is 32"),
+            ({"hidden": 96}, "H to be a multiple of 64; it is 96"),
+            ({"inner": 32}, "I to be a multiple of 64; it is 32"),
             ({"dtype": torch.float32}, "x is torch.float32"),
         ],
     )
@@ -306,10 +306,10 @@ class TestHopper:
         problem = self.problem()
         apart = torch.zeros(E, 128, 256, dtype=torch.bfloat16)[:, :, ::2]
         shifted = torch.zeros(E * 128 * 64 + 1, dtype=torch.bfloat16)[1:].view(E, 128, 64)
-        assert "gate_up in one piece" in str(
+        assert "gate_up to be contiguous" in str(
             triton_rows.why_not_hopper(problem._replace(weights=replace(problem.weights, gate_up_EJH=apart)))
         )
-        assert "down in one piece" in str(
+        assert "down to be contiguous" in str(
             triton_rows.why_not_hopper(problem._replace(weights=replace(problem.weights, down_EHI=shifted)))
         )
 

@@ -54,7 +54,7 @@ def test_remote_ranks_return_their_sums():
 
 
 def test_a_fault_is_shown_and_fails(monkeypatch):
-    monkeypatch.setattr(Graph, "activated", property(lambda self: self.tN))
+    monkeypatch.setattr(Graph, "activated", property(lambda self: self.down_tiles))
     result = simulate(*SMALL, "--json")
     assert result.exit_code == 1
     assert "FAILED, schedule 0: read too early" in result.stdout
@@ -66,7 +66,7 @@ def test_a_layer_of_real_size_is_estimated_without_tensors():
     found = document(result)
     assert found["workers"] == 132 and found["kinds"]["down"]["tasks"] >= 2 * 512 * 4 / 128
     assert "errors" not in found and "travelled" not in found
-    assert f"{found['span'] / 1e3:.2f} ms a pass: an estimate" in result.stdout and "waited us each" in result.stdout
+    assert f"{found['span'] / 1e3:.2f} ms per pass: an estimate" in result.stdout and "waited us each" in result.stdout
 
 
 def test_an_estimate_over_ranks_tells_how_much_of_the_exchange_is_hidden():

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Callable[[Place], object], Callable[[Place], list[object]
     "config.json that is no JSON": (lambda p: cut_short(p.model / "config.json"), generate(), "config.json: expected"),
     "config.json that is a list": (lambda p: (p.model / "config.json").write_text("[]"), generate(), "got a list"),
     "config.json of brackets without end": (
-        lambda p: (p.model / "config.json").write_text("[" * 100_000), generate(), "what is not JSON"),
+        lambda p: (p.model / "config.json").write_text("[" * 100_000), generate(), "invalid JSON"),
     "a size that is a word": (
         lambda p: change_json(p.model / "config.json", hidden_size="big"), generate(), "whose config.json loads"),
     "a size below 0": (
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[Place], object], Callable[[Place], list[object]
     "weights as a pickle": (
         lambda p: without_weights(p, "pytorch_model.bin"), generate(), "pytorch_model.bin in"),
     "weights as a pickle to train on": (
-        lambda p: without_weights(p, "pytorch_model.bin"), train(), "a pickle, which is not read"),
+        lambda p: without_weights(p, "pytorch_model.bin"), train(), "a pickle, which aMoEba does not read"),
     "weights cut short to train on": (
         lambda p: cut_short(p.model / "model.safetensors"), train(), "a complete safetensors file"),
     "weights without their tokenizer": (

@@ -44,7 +44,7 @@ def test_a_backward_is_traced_printed_and_written(tmp_path):
         (("--shape", "3,4"), "five positive integers"),
         (("--dtype", "int8"), "--dtype"),
         (("--device", "tpu"), "--device"),
-        (("--dtype", "float64"), "serves bf16, fp16 and fp32"),
+        (("--dtype", "float64"), "supports bf16, fp16 and fp32"),
     ],
     ids=["shape", "dtype", "device", "a dtype without kernels"],
 )

@@ -51,8 +51,8 @@ ACTIVATION_ERRORS = [
     ({"limit": -7.0}, "activation.limit", "above 0", "-7.0", "math.inf for no clamp"),
     ({"limit": math.nan}, "activation.limit", "above 0", "nan", "math.inf for no clamp"),
     ({"up_shift": math.inf}, "activation.up_shift", "finite", "inf", "0.0 for none"),
-    ({"gated": False, "up_shift": 1.0}, "activation.gated", "True where", "False", "no up half"),
-    ({"gated": False, "interleaved": True}, "activation.gated", "True where", "False", "no up half"),
+    ({"gated": False, "up_shift": 1.0}, "activation.gated", "True if", "False", "no up half"),
+    ({"gated": False, "interleaved": True}, "activation.gated", "True if", "False", "no up half"),
 ]
 
 
@@ -253,13 +253,13 @@ EXPERTS_ERRORS = {
         "backend",
         "one of auto, ",
         "'cuda'",
-        "`amoeba doctor` tells which run here",
+        "`amoeba doctor` shows which ones run here",
     ),
     "backend that cannot": (
         lambda: experts(X.double(), routing(), weights(torch.float64), backend="grouped"),
         "backend",
-        "one that serves this request, grouped does not",
-        "takes fp32 and bf16, these weights are torch.float64",
+        "one that supports this request; grouped does not",
+        "takes fp32 and bf16; these weights are torch.float64",
         'Use backend="auto"',
     ),
     "unaligned": (
@@ -307,7 +307,7 @@ EXPERTS_ERRORS = {
         "scaling",
         "a finite number",
         "inf",
-        "It is lora_alpha / rank",
+        "PEFT calls it lora_alpha / rank",
     ),
     "factors of another dtype": (
         lambda: experts(X, routing(), weights(), lora=down_factors(dtype=torch.bfloat16)),
@@ -324,15 +324,15 @@ EXPERTS_ERRORS = {
             lora=LoraFactors(torch.zeros(E, 2, H), torch.zeros(E, I, 2)),
         ),
         "gate_lora_a",
-        "no factors of a gate",
+        "no gate factors",
         "a pair of them",
-        "Name those of the up projection",
+        "Name the factors of the up projection",
     ),
     "no backend at all": (
         lambda: experts(X.to(torch.float8_e4m3fn), routing(), weights(torch.float8_e4m3fn)),
         "backend",
-        "at least one that serves this request",
-        "eager serves fp64, fp32, bf16 and fp16, these weights are torch.float8_e4m3fn",
+        "at least one that supports this request",
+        "eager supports fp64, fp32, bf16 and fp16; these weights are torch.float8_e4m3fn",
         "Change the weights' dtype or placement",
     ),
 }

@@ -107,7 +107,7 @@ def test_kept_bytes_are_those_that_autograd_saves(precision):
 def test_training_in_fp8_keeps_codes_in_both_orientations():
     weights = [torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)]
     cached = [quantised_weight(weight) for weight in weights]
-    kept = sum(matrix.nbytes for each in cached for matrix in (each.matrix, each.turned()))
+    kept = sum(matrix.nbytes for each in cached for matrix in (each.matrix, each.transposed()))
     sizes = {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE}
     assert cost.code_bytes(**sizes, format=FP8_TRAINING) == kept
 

@@ -42,7 +42,7 @@ def test_layers_share_their_nodes():
 
 @pytest.mark.parametrize("nodes", [0, -1, "all", 1.5])
 def test_a_senseless_number_of_nodes_is_refused(nodes):
-    with pytest.raises(ValueError, match="nodes: expected a number from 1 on"):
+    with pytest.raises(ValueError, match="nodes: expected a number of at least 1"):
         numa_nodes(nodes)
 
 

@@ -93,7 +93,7 @@ class TestThePacking:
         [
             ({"kind": "fp8"}, "kind: expected bf16 or int8; got 'fp8'"),
             ({"nodes": I + 1}, f"nodes: expected 1 to {I}"),
-            ({"nodes": 0}, "nodes: expected a number from 1 on"),
+            ({"nodes": 0}, "nodes: expected a number of at least 1"),
         ],
     )
     def test_bad_requests_are_explained(self, change, message):
@@ -161,7 +161,7 @@ class TestTheSeam:
         layer = PackedLayer()
         packed = layer.pack()
         assert [backend.name for backend in backends_of(PackedExperts, torch.device("cpu"))] == ["cpu"]
-        expected = r"one that serves packed weights \(PackedExperts\); got eager, which does not"
+        expected = r"one that supports packed weights \(PackedExperts\); got eager, which does not"
         with pytest.raises(ValueError, match=expected):
             layer.run(packed, backend="eager")
         layer.run(packed, backend="auto")

@@ -268,9 +268,9 @@ def test_passes_with_gradients_are_fused_where_the_cpu_multiplies_bf16(
 @pytest.mark.parametrize(
     ("format", "dtype", "reason"),
     [
-        (fp8_blocks(128, 8), torch.float32, "cpu reads blocks of powers of two, 16 columns or more, these are 128 x 8"),
-        (FP8_128, torch.float16, r"cpu the C\+\+ core takes fp32 and bf16, x is torch.float16"),
-        (MXFP4, torch.float16, r"cpu the C\+\+ core takes fp32 and bf16, x is torch.float16"),
+        (fp8_blocks(128, 8), torch.float32, "cpu reads blocks of powers of two, 16 columns or more; these are 128 x 8"),
+        (FP8_128, torch.float16, r"cpu the C\+\+ core takes fp32 and bf16; x is torch.float16"),
+        (MXFP4, torch.float16, r"cpu the C\+\+ core takes fp32 and bf16; x is torch.float16"),
     ],
 )
 def test_what_the_core_does_not_read_goes_to_eager(format: Format, dtype: torch.dtype, reason: str) -> None:
@@ -290,6 +290,6 @@ def test_codes_on_this_cpu_are_computed_by_the_core(shape: str) -> None:
     weights = made(shape)
     x_TH, routing = inputs(weights, 3)
     found = amoeba.explain(Request(x_TH, routing, weights))
-    assert str(found) == "cpu, the C++ core, which reads codes"
-    with pytest.raises(ValueError, match=r"computes in bf16, x is torch\.float32"):
+    assert str(found) == "cpu, the C++ core, which reads quantised weights"
+    with pytest.raises(ValueError, match=r"computes in bf16; x is torch\.float32"):
         experts(x_TH, routing, weights, backend="cpu-fused")

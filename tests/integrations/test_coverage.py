@@ -235,7 +235,7 @@ def test_a_balance_loss_that_no_router_answers_to_is_refused():
     watch = RouterWatch(model)
     watch.balance(0.01, 0.0)
     model(input_ids=token_ids(), use_cache=False).logits.sum().backward()
-    with pytest.raises(ValueError, match=r"balance: expected routers beside the experts"):
+    with pytest.raises(ValueError, match=r"balance: expected routers next to the experts"):
         watch.check_balanced()
 
 

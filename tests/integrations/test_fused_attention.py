@@ -168,7 +168,9 @@ def changed(kind: str) -> tuple[Any, str]:
     return layer, "it computes something else"
 
 
-@pytest.mark.parametrize(("size", "reason"), [(8, "our kernel serves heads of 64 and 128, these have 8"), (64, None)])
+@pytest.mark.parametrize(
+    ("size", "reason"), [(8, "our kernel supports heads of size 64 and 128; these have 8"), (64, None)]
+)
 def test_heads_that_the_kernels_do_not_serve(served, size, reason):
     form = recognise(small(head_dim=size).model.layers[0].self_attn)
     assert isinstance(form, _Form) if reason is None else form == reason

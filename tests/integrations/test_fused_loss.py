@@ -44,7 +44,7 @@ def test_a_model_that_scales_its_logits_keeps_its_own_loss():
     model = build(needs("granitemoe"), logits_scaling=3.0).train()
     expected, _ = loss_and_gradients(model)
     with fused_loss(model) as reason:
-        assert reason == "something stands between its output head and its loss"
+        assert reason == "something comes between its output head and its loss"
         assert loss_and_gradients(model)[0] == expected
 
 

@@ -293,11 +293,11 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "attention without scales": (
         lambda t: t.pop(f"{ATTENTION}_scale_inv"),
-        f"{ATTENTION} with its scales, {ATTENTION}_scale_inv; got codes alone .float8_e4m3fn",
+        f"{ATTENTION} with its scales, {ATTENTION}_scale_inv; got the numbers alone .float8_e4m3fn",
     ),
     "scales by a name of others": (
         lambda t: [t.update({n.replace("_scale_inv", "_scale"): t.pop(n)}) for n in list(t) if "_scale_inv" in n],
-        "experts.0.down_proj.weight with its scales, .*; got codes alone",
+        "experts.0.down_proj.weight with its scales, .*; got the numbers alone",
     ),
     "another kind of codes": (
         each_of("proj.weight", lambda codes: codes.float().to(torch.float8_e5m2)),
@@ -368,7 +368,7 @@ QUANTISED_BY_OTHERS = {
     "compressed-tensors": ({"quant_method": "compressed-tensors"}, "by compressed-tensors: F8_E4M3 for .*gate_up_proj"),
     "awq": ({"quant_method": "awq"}, "by awq: no such tensor for .*gate_up_proj"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes: U8 for .*gate_up_proj"),
-    "nobody": (None, "quantization_config in config.json beside weights in FP8; got none"),
+    "nobody": (None, "quantization_config in config.json for weights in FP8; got none"),
     "words": ({"quant_method": "fp8", "weight_block_size": "128x128"}, "two numbers, such as .*; got '128x128'"),
 }  # fmt: skip
 

@@ -458,7 +458,7 @@ def test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resid
 
     monkeypatch.setattr(cpu_placements, "load_packed", unavailable)
     model = build("qwen3_moe").to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"a machine that serves cpu-int8; got no C\+\+ compiler was found"):
+    with pytest.raises(ValueError, match=r"a machine that supports cpu-int8; got no C\+\+ compiler was found"):
         place_experts(model, "cpu-int8")
     monkeypatch.setattr(cpu_placements, "has_bf16_instructions", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

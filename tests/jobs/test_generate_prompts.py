@@ -90,7 +90,7 @@ def test_by_the_decoder_too(folder, prompts, alone, monkeypatch):
     assert {record["prompt"]: record["text"] for record in records("\n".join(lines)).values()} == alone
     document = json.loads(document)
     assert (document["steps"], document["batching"], document["prompts"]) == ("captured", "padded", 4)
-    assert document["batching_reason"] == "its cache of pages is made for GPUs, the model is on cpu"
+    assert document["batching_reason"] == "its paged cache needs a GPU; the model is on cpu"
     assert (document["prompt_tokens"], document["generated_tokens"]) == (16 + 1 + 13 + 2, 4 * TOKENS)
 
 
@@ -181,7 +181,7 @@ def test_what_does_not_go_together_is_refused(folder, prompts):
         folder, "--prompts", prompts, "--batching", "all"
     )
     assert "batch_size: expected at least 1" in refusal(folder, "--prompts", prompts, "--batch-size", 0)
-    assert "got continuous: its cache of pages is made for GPUs" in refusal(
+    assert "got continuous: its paged cache needs a GPU" in refusal(
         folder, "--prompts", prompts, "--batching", "continuous"
     )
     assert "nowhere.txt" in refusal(folder, "--prompts", "nowhere.txt")

@@ -108,7 +108,7 @@ def test_console_log_and_report_name_the_precision_and_what_computes_it(
     assert experts["backend"].startswith("eager, ")
     assert experts["code_bytes"] > 0
     assert said == [str(RunPrecision(**experts))]
-    assert f"the weights' codes take {experts['code_bytes'] / 2**20:.1f} MiB" in said[0]
+    assert f"the quantised weights take {experts['code_bytes'] / 2**20:.1f} MiB" in said[0]
     assert [line["precision"] for line in console.lines] == ["fp8-saved"] * 2
     assert "fp8-saved" in describe(console.lines[0], 2, None, 120)
     assert page_data(read_run(tmp_path / "run"))["environment"]["experts"] == experts
@@ -120,7 +120,7 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest
     served, other = (build("qwen3_moe", hidden_size=64, moe_intermediate_size=size).bfloat16() for size in (64, 96))
     small = run_precision(served, "auto", hopper)
     assert small.backend.endswith(
-        "without fp8 (fp8 pays for experts of 2048 x 768 numbers and more, these are of 64 x 64)"
+        "without fp8 (fp8 pays off for experts of 2048 x 768 numbers or more; these have 64 x 64)"
     )
     assert small.code_bytes == 0
     assert run_precision(served, "fp8", hopper).backend.startswith("triton, ")  # by name it is taken
@@ -130,7 +130,7 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest
         assert found.backend == "triton, products in fp8 by our kernels for Hopper" and found.code_bytes > 0
     in_torch = "eager, fp8 in plain torch, without the speed of it"
     assert (
-        run_precision(other, "fp8", hopper).backend == f"{in_torch} (triton needs I to be a multiple of 64, it is 96)"
+        run_precision(other, "fp8", hopper).backend == f"{in_torch} (triton needs I to be a multiple of 64; it is 96)"
     )
     assert run_precision(served, "fp8", cpu).backend.startswith(f"{in_torch} (triton needs a Hopper GPU")
     for model, device in ((other, hopper), (served, cpu)):
@@ -142,7 +142,7 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest
     found = run_precision(served, "fp8", hopper)
     assert found.backend == (
         f"triton, products in fp8 by our kernels for Hopper; for 1 layer {in_torch} "
-        "(triton needs I to be a multiple of 64, it is 96)"
+        "(triton needs I to be a multiple of 64; it is 96)"
     )
 
 

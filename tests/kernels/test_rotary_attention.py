@@ -112,15 +112,15 @@ def test_only_what_needs_a_gradient_gets_one(device):
     ("heads", "key_heads", "size", "scale", "reason"),
     [
         (4, 2, 64, 0.1, None),
-        (4, 2, 80, 0.1, "serves heads of 64 and 128"),
-        (4, 3, 64, 0.1, "not shared out evenly"),
+        (4, 2, 80, 0.1, "supports heads of size 64 and 128"),
+        (4, 3, 64, 0.1, "cannot be divided"),
         (4, 2, 64, 0.0, "scale"),
     ],
 )
 def test_what_the_kernels_do_not_serve(heads, key_heads, size, scale, reason):
     found = module.why_not_shape(torch.empty(3, 8), heads, key_heads, size, scale)
     assert found is None if reason is None else reason in found
-    assert "nothing to do" in module.why_not_shape(torch.empty(0, 8), 4, 2, 64, 0.1)
+    assert "at least one token" in module.why_not_shape(torch.empty(0, 8), 4, 2, 64, 0.1)
     assert "CUDA" in module.why_not(torch.empty(3, 8), 4, 2, 64, 0.1)
 
 

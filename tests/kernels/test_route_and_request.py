@@ -157,7 +157,7 @@ def test_passes_that_do_not_fit_say_why() -> None:
     assert why_not(8, RouterConfig(128, 8)) is None and why_not(16, RouterConfig(128, 8)) is None
     assert "registers" in why_not(17, RouterConfig(128, 8)) and "registers" in why_not(8, RouterConfig(512, 8))
     assert "capacity" in why_not(1, RouterConfig(128, 8, capacity_factor=1.0))
-    assert "so many" in why_not(1, RouterConfig(1024, 8))
+    assert "this many" in why_not(1, RouterConfig(1024, 8))
 
 
 @pytest.mark.thorough

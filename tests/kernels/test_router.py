@@ -296,7 +296,7 @@ def test_no_gradient_reaches_the_bias_and_an_unused_result_costs_no_gradient(dev
 @pytest.mark.parametrize(
     ("dtype", "config", "reason"),
     [
-        (torch.float64, RouterConfig(8, 2), "takes fp32, bf16 and fp16, these logits are torch.float64"),
+        (torch.float64, RouterConfig(8, 2), "takes fp32, bf16 and fp16; these logits are torch.float64"),
         (torch.float32, RouterConfig(513, 2), "512 columns at most; these experts fill 1024"),
         (torch.float32, RouterConfig(288, 2, n_group=9, topk_group=2), None),
         (torch.float32, RouterConfig(297, 2, n_group=9, topk_group=2), "512 columns at most; these experts fill 1024"),

@@ -297,10 +297,10 @@ def test_matrices_in_formats_that_files_have_are_taken(parts: int) -> None:
 @pytest.mark.parametrize(
     ("matrix", "reason"),
     [
-        (matrix_of(fp8_blocks(32, 32)), "no way to decode blocks of 32 x 32 in fp8-32x32"),
-        (matrix_of(fp8_blocks(64, 16)), "no way to decode blocks of 64 x 16 in fp8-64x16"),
-        (matrix_of(FP8_128_ROWS), "no way to decode blocks of 1 x 128 in fp8-128-rows"),
-        (matrix_of(MXFP4, 576, 192, parts=3), "two parts at most, not 3"),
+        (matrix_of(fp8_blocks(32, 32)), "cannot dequantise blocks of 32 x 32 in fp8-32x32"),
+        (matrix_of(fp8_blocks(64, 16)), "cannot dequantise blocks of 64 x 16 in fp8-64x16"),
+        (matrix_of(FP8_128_ROWS), "cannot dequantise blocks of 1 x 128 in fp8-128-rows"),
+        (matrix_of(MXFP4, 576, 192, parts=3), "at most two parts per matrix, not 3"),
         (matrix_of(MXFP8, 128, 192), "needs sizes of 192 or more, this is (128, 192)"),
         (matrix_of(NVFP4, 192, 128), "needs sizes of 192 or more, this is (192, 128)"),
     ],
@@ -367,13 +367,13 @@ class TestLayers:
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
-            ({"dtype": torch.float16}, "decodes to bf16, x is torch.float16"),
+            ({"dtype": torch.float16}, "dequantises to bf16; x is torch.float16"),
             ({"dtype": torch.float32}, "x is torch.float32"),
-            ({"hidden": 224}, "H to be a multiple of 64, it is 224"),
-            ({"inner": 208}, "I to be a multiple of 64, it is 208"),
+            ({"hidden": 224}, "H to be a multiple of 64; it is 224"),
+            ({"inner": 208}, "I to be a multiple of 64; it is 208"),
             ({"inner": 128}, "needs sizes of 192 or more, this is (192, 128)"),
             ({"hidden": 128}, "needs sizes of 192 or more, this is (384, 128)"),
-            ({"format": fp8_blocks(32, 64)}, "no way to decode blocks of 32 x 64"),
+            ({"format": fp8_blocks(32, 64)}, "cannot dequantise blocks of 32 x 64"),
         ],
         ids=lambda given: str(given) if isinstance(given, str) else "",
     )

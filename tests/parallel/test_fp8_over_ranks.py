@@ -204,5 +204,5 @@ def test_what_the_recipe_does_not_serve_is_refused_with_its_reason() -> None:
     layer, (x_TH, routing) = in_precision(rank_jobs.owners_of_one(), "fp8"), rank_jobs.tokens()
     lora = LoraFactors(down_lora_a=torch.zeros(E, 3, I), down_lora_b=torch.zeros(E, H, 3))
     reason = amoeba.explain(Request(x_TH, routing, layer, lora)).refused["ranks"]
-    assert reason.startswith("has nothing to compute its own share with: ") and "beside LoRA factors" in reason
+    assert reason.startswith("has no backend for its own experts: ") and "with LoRA factors" in reason
     experts(x_TH, routing, in_precision(layer, "auto"), lora=lora)  # which takes no recipe then

@@ -282,11 +282,11 @@ def test_auto_says_what_it_chose_and_why_not_what_is_faster(
     assert transport is not None and transport.name == "collective"
     assert refused == dict.fromkeys(("peers", "shmem"), "is for GPUs, x is on cpu")
     told = shmem.TRANSPORT.why_not_by_itself(torch.device("cuda"))
-    assert told == "has not been run between machines: ask for it by name, or with AMOEBA_REMOTE_RANKS=1"
+    assert told == "has not been tested between machines: select it by name, or with AMOEBA_REMOTE_RANKS=1"
     with monkeypatch.context() as context:
         context.setenv("AMOEBA_REMOTE_RANKS", "1")
         assert shmem.TRANSPORT.why_not_by_itself(torch.device("cuda")) is None
-        forced = "is for ranks that reach each other's memory, and AMOEBA_REMOTE_RANKS=1 says that they do not"
+        forced = "needs ranks that can access each other's memory; AMOEBA_REMOTE_RANKS=1 says that they cannot"
         assert peers.TRANSPORT.why_not(alone, cpu) == forced
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert peers.TRANSPORT.why_not(alone, cpu) == "needs GPUs (or TRITON_INTERPRET=1, to try it), x is on cpu"

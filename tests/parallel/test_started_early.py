@@ -24,7 +24,7 @@ def test_rows_that_the_backward_did_not_take_end_with_an_error() -> None:
     exchange = object.__new__(PeerExchange)
     exchange._started_RH = torch.zeros(2, 3)
     announce(exchange._started_RH, cast(Arrival, "under way"))
-    with pytest.raises(RuntimeError, match="got another tensor in its place"):
+    with pytest.raises(RuntimeError, match="got a different tensor"):
         exchange.give_back(torch.zeros(2, 3), "gradients of tokens")
     assert announced(torch.zeros(0)) is None and exchange._started_RH is None
 
@@ -88,7 +88,7 @@ def read_in_place(rank: int, way: str) -> tuple[list[bool], int, bool]:
 def test_an_exchange_within_a_backward_that_reads_in_place_is_an_error() -> None:
     exchange = object.__new__(PeerExchange)
     exchange.buffer = cast(Any, SimpleNamespace(holds=True, checked=lambda: None))
-    with pytest.raises(RuntimeError, match="Take straight=False"):
+    with pytest.raises(RuntimeError, match="Set straight=False"):
         exchange._set_off(torch.zeros(2, 3), torch.zeros(2, 3))
 
 

@@ -144,16 +144,16 @@ def test_codes_are_of_the_weight_as_a_pass_finds_it(change: Any) -> None:
     weight = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0)).to(kernel_device())
     codes = fp8_weights.codes_of(weight)
     codes.write(weight, both=True)
-    places = codes.matrix.data.data_ptr(), codes.turned(weight).data.data_ptr()
+    places = codes.matrix.data.data_ptr(), codes.transposed(weight).data.data_ptr()
     for both in (True, False):
         change(weight)
         assert fp8_weights.codes_of(weight) is codes
         codes.write(weight, both=both)
         expected = quantise(weight, FP8_TRAINING)
-        turned = codes.turned(weight)
+        turned = codes.transposed(weight)
         assert torch.equal(codes.matrix.data, expected.data) and torch.equal(codes.matrix.scales, expected.scales)
         assert torch.equal(turned.data, expected.data.mT) and torch.equal(turned.scales, expected.scales.mT)
-    assert places == (codes.matrix.data.data_ptr(), codes.turned(weight).data.data_ptr())
+    assert places == (codes.matrix.data.data_ptr(), codes.transposed(weight).data.data_ptr())
 
 
 def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_all_the_same() -> None:
@@ -166,7 +166,7 @@ def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_a
         codes.write(weight, both=False)
         tripled = codes.matrix.scales.clone()
         codes.write(weight, both=True)  # the other orientation was not there yet
-        assert torch.equal(codes.turned(weight).scales, tripled.mT)
+        assert torch.equal(codes.transposed(weight).scales, tripled.mT)
         weight.data.mul_(4)
         codes.write(weight, both=True)
         assert torch.equal(codes.matrix.scales, tripled), "it was promised that nobody writes"
@@ -212,18 +212,18 @@ def shaped(hidden: int = 128, inner: int = 128, dtype: torch.dtype = torch.bfloa
 def test_what_the_kernels_do_not_take_is_said() -> None:
     assert fp8_triton.why_not_shaped(shaped()) is None
     reasons = {
-        "needs H to be a multiple of 64, it is 160": shaped(hidden=160),
-        "needs I to be a multiple of 64, it is 96": shaped(inner=96),
-        "computes in bf16 beside fp8, these weights are torch.float32": shaped(dtype=torch.float32),
-        "needs all gates before all ups, here their rows take turns": shaped(activation=CLAMPED_SWIGLU),
-        "needs down in one piece": shaped(sliced=True),
+        "needs H to be a multiple of 64; it is 160": shaped(hidden=160),
+        "needs I to be a multiple of 64; it is 96": shaped(inner=96),
+        "combines fp8 with bf16 weights; these weights are torch.float32": shaped(dtype=torch.float32),
+        "needs all gate rows before all up rows; here they are interleaved": shaped(activation=CLAMPED_SWIGLU),
+        "needs down to be contiguous": shaped(sliced=True),
     }
     for reason, weights in reasons.items():
         assert reason in (fp8_triton.why_not_shaped(weights) or ""), reason
     routing = Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
     explanation = amoeba.explain(Request(torch.zeros(3, 128, dtype=torch.bfloat16), routing, shaped()))
     assert explanation.backend is fp8.BACKEND  # on a CPU, where it is preferred
-    with pytest.raises(ValueError, match=r"needs a Hopper GPU \(compute capability 9.0\), these weights are on cpu"):
+    with pytest.raises(ValueError, match=r"needs a Hopper GPU \(compute capability 9.0\); these weights are on cpu"):
         experts(torch.zeros(3, 128, dtype=torch.bfloat16), routing, shaped(), backend="triton")
 
 

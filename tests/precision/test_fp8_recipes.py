@@ -252,7 +252,7 @@ def test_fp8_all_is_refused_over_ranks_of_which_none_has_all_tokens() -> None:
     routing = Routing(layer.expert_TK, layer.tensors["weight"])
     assert torch.equal(experts(layer.tensors["x"], routing, sharded), run(layer, "fp8-all")["output"])
     ranks.count = 2
-    with pytest.raises(ValueError, match="fp8-all has scales over all of them: take fp8, or one process"):
+    with pytest.raises(ValueError, match="fp8-all needs scales over all of them: use fp8, or one process"):
         experts(layer.tensors["x"], routing, sharded)
 
 
@@ -262,12 +262,13 @@ def test_what_it_does_not_take_is_refused_by_name() -> None:
     routing = Routing(layer.expert_TK, layer.tensors["weight"])
     factors = layer.lora(layer.tensors)
     assert isinstance(factors, LoraFactors)
-    with pytest.raises(ValueError, match="beside LoRA factors keep them frozen, as fp8-weights"):
+    with pytest.raises(ValueError, match="with LoRA factors, keep them frozen as fp8-weights"):
         experts(layer.tensors["x"], routing, weights, lora=factors)
     half = weights.to(torch.float16)
     assert isinstance(half, Fp8Experts) and half.recipe == "fp8"
     with pytest.raises(
-        ValueError, match=r"fp8 beside fp32 and bf16 .mixed precision in bf16, too., these weights are torch.float16"
+        ValueError,
+        match=r"trains fp32 and bf16 weights in fp8 .also under autocast to bf16.; these weights are torch.float16",
     ):
         experts(layer.tensors["x"].half(), routing, half)
     with pytest.raises(

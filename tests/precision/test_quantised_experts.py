@@ -213,9 +213,9 @@ def test_the_choice_is_explained() -> None:
         Routing(layer.expert_TK, layer.tensors["weight"]),
         quantise_experts(frozen(layer), fp8_blocks(128, 8)),
     )
-    reason = "cpu reads blocks of powers of two, 16 columns or more, these are 128 x 8"
+    reason = "cpu reads blocks of powers of two, 16 columns or more; these are 128 x 8"
     assert str(amoeba.explain(request)) == f"eager, experts dequantised one after the other ({reason})"
-    with pytest.raises(ValueError, match=r"one that serves block-scaled weights \(QuantisedExperts\); got grouped"):
+    with pytest.raises(ValueError, match=r"one that supports quantised weights \(QuantisedExperts\); got grouped"):
         run(layer, request.weights, backend="grouped")
 
 

@@ -158,7 +158,7 @@ def test_codes_are_made_once_and_stay_where_they_are(monkeypatch: pytest.MonkeyP
     stored = nn.Parameter(torch.randn(3, 140, 200))  # of a module that keeps (E, in, out): a new view for each call
     for make in (lambda: weight, lambda: stored.transpose(1, 2)):
         first = quantised_weight(make())
-        turned = first.turned()
+        turned = first.transposed()
         places = [each.data_ptr() for each in (first.matrix.data, first.matrix.scales, turned.data, turned.scales)]
         assert quantised_weight(make()) is first and not made
         with torch.no_grad():
@@ -166,9 +166,9 @@ def test_codes_are_made_once_and_stay_where_they_are(monkeypatch: pytest.MonkeyP
         assert quantised_weight(make()) is first and len(made) == 1
         made.clear()
         expected = quantise(make(), FP8_TRAINING)
-        for found, right in ((first.matrix, expected.dequantise()), (first.turned(), expected.dequantise().mT)):
+        for found, right in ((first.matrix, expected.dequantise()), (first.transposed(), expected.dequantise().mT)):
             assert torch.equal(found.dequantise(), right)
-        now = (first.matrix.data, first.matrix.scales, first.turned().data, first.turned().scales)
+        now = (first.matrix.data, first.matrix.scales, first.transposed().data, first.transposed().scales)
         assert places == [each.data_ptr() for each in now]
 
 

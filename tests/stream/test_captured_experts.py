@@ -259,7 +259,7 @@ def test_a_gpu_that_nobody_serves_goes_on_by_itself() -> None:
         captured._replay = captured._graph()  # with that limit
         serve = captured.memory.replays.serving.serve
         captured.memory.replays.serving.serve = lambda passes, first: None
-        with pytest.raises(RuntimeError, match="went on without them"):
+        with pytest.raises(RuntimeError, match="continued without them"):
             captured(*routed_wide(1, 32, 8, 1))
         captured.memory.replays.serving.serve = serve
         given = routed_wide(1, 32, 8, 2)

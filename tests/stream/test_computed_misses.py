@@ -219,7 +219,7 @@ def test_a_sum_that_does_not_come_is_not_waited_for_for_ever() -> None:
             computed.step(0)
         computed.memory.computing._compute.word = elsewhere.data_ptr()
         given = in_turn(3, 1, torch.float32)
-        with pytest.raises(RuntimeError, match="went on without them"):
+        with pytest.raises(RuntimeError, match="continued without them"):
             computed(*given)
         computed.memory.computing._compute.word = word
         computed.memory.replays.mailbox.limit = 10.0
@@ -247,7 +247,7 @@ def test_what_the_cpu_cannot_compute_is_moved_and_said(why: str, caplog) -> None
     with caplog.at_level(logging.WARNING, "amoeba"):
         memory = DeviceMemory(MemoryStore(resident), device, [4], [host_slots], MOST_IDS, miss="cpu")
     with closing(memory):
-        assert memory.computing is None and why in caplog.text and "are moved" in caplog.text
+        assert memory.computing is None and why in caplog.text and "are copied" in caplog.text
 
 
 def simulated():
@@ -264,7 +264,7 @@ def test_another_word_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", [Activation(), Activation("gelu", gated=False)], ids=["silu", "gelu, not gated"])
 def test_what_the_host_is_handed_it_computes_with_any_weights(dtype: torch.dtype, activation: Activation) -> None:
-    """Without kernels: Triton's interpreter multiplies bf16 wrongly. One row more than weights pass by for at once."""
+    """Without kernels: Triton's interpreter has wrong bf16 products. One row more than weights pass by for at once."""
     tokens, width = 5, activation.width(I)
     generator = torch.Generator().manual_seed(1)
     gate_up_EJH, down_EHI = (

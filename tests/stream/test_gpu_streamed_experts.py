@@ -25,7 +25,7 @@ from selection import quick, without_a_gpu_thorough
 
 E, K, H, I, R = 6, 3, 32, 16, 3  # K: of two numbers the order does not matter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Triton's interpreter multiplies bf16 wrongly
+# Triton's interpreter computes wrong bf16 products
 DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.

@@ -210,11 +210,13 @@ def test_factors_that_have_no_room_beside_the_budget_are_refused_and_auto_leaves
     free, factors = 1 << 20, (1 << 20) - 2 * rest
     monkeypatch.setattr(budgets, "available_memory", lambda device: free)
     with pytest.raises(
-        ValueError, match=r"^vram: expected no more than the 1 MiB that are free; .* that training takes"
+        ValueError, match=r"^vram: expected no more than the 1 MiB that are free; .* needed for training"
     ):
-        attaching.attach(inputs / "store", vram=vram(inputs, EXPERTS), ram="64KiB", beside=lambda store: factors + rest)
+        attaching.attach(
+            inputs / "store", vram=vram(inputs, EXPERTS), ram="64KiB", reserved=lambda store: factors + rest
+        )
     beside = free - 2 * int(vram(inputs, 2))
-    with attaching.attach(inputs / "store", vram="auto", ram="64KiB", beside=lambda store: beside) as streamed:
+    with attaching.attach(inputs / "store", vram="auto", ram="64KiB", reserved=lambda store: beside) as streamed:
         assert streamed.vram_bytes == int(budgets.AUTO_SHARE * (free - beside)) < int(vram(inputs, EXPERTS))
 
 

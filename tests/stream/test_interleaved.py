@@ -328,5 +328,5 @@ def test_what_cannot_be_in_turns_is_refused() -> None:
         with pytest.raises(CannotCapture, match="the first, the second"):
             given.memory.replays.interleave(given.members[::-1], 1)
         given.memory.replays.predict_by([None] * 3)
-        with pytest.raises(CannotCapture, match="copied when they are asked for"), given.memory.replays.as_group(0, 2):
+        with pytest.raises(CannotCapture, match="copied on request"), given.memory.replays.as_group(0, 2):
             pass

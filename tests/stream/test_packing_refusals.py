@@ -39,7 +39,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "gates missing": (lambda path: drop(path, "gate_proj.weight"), "tensors for 1 of 2 patterns"),
     "another size": (lambda path: change_json(path / "config.json", moe_intermediate_size=20), r"shape \(20, 32"),
     "two dtypes": (lambda path: change(path, "up_proj.weight", torch.Tensor.float), "one dtype for a layer's experts"),
-    "fp8": (lambda path: change(path, "_proj.weight", lambda t: t.to(torch.float8_e4m3fn)), "codes alone .float8"),
+    "fp8": (lambda path: change(path, "_proj.weight", lambda t: t.to(torch.float8_e4m3fn)), "numbers alone .float8"),
     "quantized": (
         lambda path: change_json(path / "config.json", quantization_config={"quant_method": "fp8"}),
         "got qwen3_moe quantised by fp8",

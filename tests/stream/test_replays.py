@@ -253,7 +253,7 @@ def test_a_device_that_waited_too_long_goes_on_and_says_so(monkeypatch) -> None:
         watch.start()
         served.replay([[0, 1], [2, 3]])
         watch.join()
-        with pytest.raises(RuntimeError, match="went on without them"):
+        with pytest.raises(RuntimeError, match="continued without them"):
             served.ended()
         served.wrong.clear()
         served.shown_as_it_is()

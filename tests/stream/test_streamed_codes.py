@@ -218,10 +218,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: change(path, "experts.2.down_proj.weight_scale_inv", lambda t: None),
         "experts.2.down_proj.weight in fp8-128; got a tensor without scales",
     ),
-    "no scales": (lambda path: change(path, "_scale_inv", lambda t: None), "got codes alone .float8_e4m3fn"),
+    "no scales": (lambda path: change(path, "_scale_inv", lambda t: None), "got the numbers alone .float8_e4m3fn"),
     "no scales of attention": (
         lambda path: change(path, "q_proj.weight_scale_inv", lambda t: None),
-        "q_proj.weight with its scales, .*; got codes alone",
+        "q_proj.weight with its scales, .*; got the numbers alone",
     ),
     "nobody tells of codes": (
         lambda path: [tell(path, None), change(path, "experts", lambda t: t.float())],
@@ -233,12 +233,12 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "scales of other blocks": (lambda path: tell(path, weight_block_size=[64, 64]), r"shape \(3, 3\)"),
     "blocks of 96": (lambda path: tell(path, weight_block_size=[96, 96]), "powers of two"),
-    "one scale for a tensor": (lambda path: tell(path, weight_block_size=None), "quantised by fp8, in a way not known"),
+    "one scale for a tensor": (lambda path: tell(path, weight_block_size=None), "quantised by fp8, in a way that"),
     "e5m2": (
         lambda path: change(path, "up_proj.weight", lambda t: t.float().to(torch.float8_e5m2)),
         "in float8_e5m2",
     ),
-    "another method": (lambda path: tell(path, quant_method="gptq"), "quantised by gptq, in a way not known"),
+    "another method": (lambda path: tell(path, quant_method="gptq"), "quantised by gptq, in a way that"),
 }  # fmt: skip
 
 

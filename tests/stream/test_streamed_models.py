@@ -237,7 +237,7 @@ def test_a_budget_below_the_minimum_names_the_minimum(which: str, stored) -> Non
     path = getattr(stored["qwen3_moe"], which)
     least = stored["qwen3_moe"].ram(1, path)
     with pytest.raises(
-        ValueError, match=r"ram: expected at least [\d.]+ KiB \(.* for what is no expert, .*Raise it to"
+        ValueError, match=r"ram: expected at least [\d.]+ KiB \(.* for everything but the experts, .*Raise it to"
     ):
         amoeba.stream.attach(path, ram=least - 1)
     with amoeba.stream.attach(path, ram=least) as streamed:

@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from amoeba.stream.cache.trace import NOBODY, LayerShape, Recorder, TraceWriter, read_trace
+from amoeba.stream.cache.trace import NO_EXPERT, LayerShape, Recorder, TraceWriter, read_trace
 
 LAYERS = (LayerShape(16, 2, 4096), LayerShape(300, 3), LayerShape(1, 1))
 
@@ -49,7 +49,7 @@ def test_ids_that_belong_to_nobody_are_kept_and_not_requested(tmp_path):
     with TraceWriter(tmp_path / "trace", [LayerShape(4, 2)]) as writer:
         writer.add(0, [3, -1, 4, 0])
     (only,) = read_trace(tmp_path / "trace").passes
-    assert only.of_layer(0) == array("H", [3, NOBODY, NOBODY, 0])
+    assert only.of_layer(0) == array("H", [3, NO_EXPERT, NO_EXPERT, 0])
     assert only.distinct(0) == [3, 0]
 
 

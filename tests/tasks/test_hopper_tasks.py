@@ -180,9 +180,9 @@ class TestOnHopper:
     [
         (8, Activation(), None),
         (16, Activation("gelu", limit=7.0), None),
-        (8, Activation("relu", gated=False), "gates and ups apart"),
-        (8, Activation(interleaved=True), "gates and ups apart"),
-        (17, Activation(), "up to 16 experts of a token, these are 17"),
+        (8, Activation("relu", gated=False), "all gate rows before all up rows"),
+        (8, Activation(interleaved=True), "all gate rows before all up rows"),
+        (17, Activation(), "up to 16 experts per token; these have 17"),
     ],
 )
 def test_what_it_does_not_serve_has_a_reason(top_k, activation, reason):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amoeba.proof.schedules import random_case
-from amoeba.tasks.graph import FLAGS, SEED_KIND, Graph, Kind, Lane, grouped, merged
+from amoeba.tasks.graph import FLAGS, FLASHMOE_KIND, Graph, Kind, Lane, grouped, merged
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.simulator import all_tasks
 from amoeba.tasks.sizes import Sizes, Tiling
@@ -86,7 +86,7 @@ def test_own_rows_come_before_those_of_peers():
 def test_thresholds_by_the_seeds_names():
     rows = divide_rows([[[0, 1], [1, 0], [1, -1]]], (0, 0), 1, row_block=2)
     graph = Graph(0, rows, Sizes(hidden=700, intermediate=300, experts=2, top_k=2), Tiling(rows=2))
-    assert (graph.tN, graph.tNx, graph.activated, graph.complete) == (2, 3, 3, 6)
+    assert (graph.down_tiles, graph.up_tiles, graph.activated, graph.complete) == (2, 3, 3, 6)
     assert [tile.expert for tile in rows[0].tiles] == [1, 1, 0]  # the heaviest first
     gates = {kind: list(graph.gates(task, 1)) for task in all_tasks(graph) if (kind := task.kind) and task.item == 0}
     assert [gate.at_least for gate in gates[Kind.ACTIVATE]] == [2]
@@ -102,11 +102,11 @@ def test_row_passes_run_beside_the_products_of_the_next_wave():
     kinds = [graph.decode(ticket).kind for ticket in range(graph.tickets)]
     passes = [ticket for ticket, kind in enumerate(kinds) if kind == Kind.ACTIVATE]
     beside = [after - before for before, after in pairwise(passes)]
-    assert Multiset(beside).most_common(1)[0][0] == graph.tN + 1  # one after tN products
+    assert Multiset(beside).most_common(1)[0][0] == graph.down_tiles + 1  # one after down_tiles products
 
 
 def test_the_six_kinds_of_the_seeds_are_all_here():
-    assert set(SEED_KIND) == set(Kind) and set(SEED_KIND.values()) == SIX
+    assert set(FLASHMOE_KIND) == set(Kind) and set(FLASHMOE_KIND.values()) == SIX
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

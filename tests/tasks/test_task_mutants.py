@@ -155,7 +155,7 @@ def test_a_tile_that_is_ready_with_its_first_column():
 
 @kinds(Kind.DOWN, Kind.UP)
 def test_a_swapped_stride(kind):
-    """The row tile's column by the other product's number of them: tN for tNx."""
+    """The row tile's column by the other product's number of them: down_tiles for up_tiles."""
 
     class Mutant(Graph):
         def lane_task(self, found: Kind, wave: int, index: int) -> Task:

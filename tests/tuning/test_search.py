@@ -210,7 +210,7 @@ def test_when_the_time_is_over_no_other_kernel_is_begun_and_the_next_call_begins
 
     document, said = call()
     assert begun == ["a", "b"] and document["finished"] and document["not_searched"] == ["c"]
-    assert "1 minutes were over before 1 of 3 kernels" in said
+    assert "1 of 3 kernels were not tuned" in said
     document, said = call()
     assert begun == ["c", "a"] and document["not_searched"] == ["b"]
 

@@ -51,7 +51,7 @@ class RowsApart(NamedTuple):
     combine: y_TH of a problem, from a row for each of its slots t·K + k and a spare one at the end; the rows of
              sentinels hold anything.
     whole:   y_TH of a problem in one call, without LoRA and with nothing saved for backward. Its experts are numbered
-             by their slots; their own numbers, which may decide in which order is added up, come beside it.
+             by their slots; their own numbers, which may decide the order of summation, are passed with it.
     at_once: whether `whole` is worth waiting for all experts: where a product of BLAS adds to y, rows apart may differ
              in the last bit.
 
@@ -69,7 +69,7 @@ class Backend(ABC):
 
     kinds:           the kinds of weights it serves; of others it is not asked.
     preference:      among the backends of a kind the highest that has no reason against a request is chosen.
-    waits_on_gpu:    whether each pass on a GPU waits for it; nobody gets such a backend without being told. What else
+    waits_on_gpu:    whether each pass on a GPU waits for it; a warning says so when it is chosen. What else
                      the host waits for, `why_waits` tells.
     starts_early:    whether its backward takes a dy whose rows are still arriving (`amoeba.tasks.triton.arrivals`).
     """

@@ -41,9 +41,9 @@ class CpuBackend(PassesBackend):
     def why_not(self, request: Request) -> str | None:
         weights = request.weights
         if weights.device.type != "cpu":
-            return f"computes on the CPU, these weights are on {weights.device}"
+            return f"computes on the CPU; these weights are on {weights.device}"
         if weights.dtype not in (torch.float32, torch.bfloat16):
-            return f"the C++ core takes fp32 and bf16, these weights are {weights.dtype}"
+            return f"the C++ core takes fp32 and bf16; these weights are {weights.dtype}"
         return why_no_core()
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:

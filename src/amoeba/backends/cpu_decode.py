@@ -65,7 +65,7 @@ def _finish(problem: Problem, y_TH: Tensor, share_NH: Tensor | None, owned_TK: T
 
 
 def _rows(problem: Problem, save: Save) -> tuple[Tensor, None]:
-    """Without their weights, and what LoRA adds to each beside it."""
+    """Without their weights; and separately what LoRA adds to each."""
     y_NH, share_NH = _decode(problem._replace(weight_TK=torch.ones_like(problem.weight_TK)), _owned(problem))
     return (y_NH if share_NH is None else torch.cat((y_NH, share_NH), 1)), None
 
@@ -86,7 +86,7 @@ APART = RowsApart(_rows, _combine, _decode_slots)
 
 
 def _owned(problem: Problem) -> Tensor | None:
-    """Which slots have an expert here; None where nobody asks, as nothing is added to them in torch."""
+    """Which slots have an expert here; None if that is not needed, since torch adds nothing to them."""
     if problem.lora is None:
         return None
     return (problem.expert_TK >= 0) & (problem.expert_TK < problem.weights.num_experts)

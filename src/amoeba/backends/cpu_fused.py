@@ -103,7 +103,7 @@ def _path_multiplies_bf16(asked_for: str | None) -> bool:
         load_node()
         return current_path() > Path.GENERIC
     except CoreUnavailable as error:
-        logger.warning("bf16 experts go to torch, product by product: %s", error)
+        logger.warning("torch computes bf16 experts, one product at a time: %s", error)
         return False
 
 

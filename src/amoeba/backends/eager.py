@@ -37,7 +37,7 @@ class EagerBackend(PassesBackend):
     def why_not(self, request: Request) -> str | None:
         dtype = request.weights.dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
-            return f"serves fp64, fp32, bf16 and fp16, these weights are {dtype}"
+            return f"supports fp64, fp32, bf16 and fp16; these weights are {dtype}"
         return None
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
@@ -60,7 +60,7 @@ def _decodes(problem: Problem, save: Save) -> bool:
 
 
 def _decode_rows(problem: Problem, save: Save) -> tuple[Tensor, None]:
-    """Each with its bias beside it, if there is one: `_decode` adds it by itself, to what the slots before it gave."""
+    """Each with its bias, if there is one: `_decode` adds it separately, to the sum over the slots before it."""
     *others, bias = problem.weights.tensors()
     without = ExpertWeights.unchecked(*others, None, problem.weights.activation)
     rows_NH = _decode(problem._replace(weights=without))

@@ -110,12 +110,12 @@ class Fp8Rows(StraightThroughRows):
     """fp8: the gradients of rows in fp8 as well."""
 
     def through_down(self, dy_NH: Tensor, da_NI: Tensor) -> None:
-        self._multiply(_rounded(dy_NH), quantised_weight(self.problem.weights.down_EHI).turned(), da_NI)
+        self._multiply(_rounded(dy_NH), quantised_weight(self.problem.weights.down_EHI).transposed(), da_NI)
 
     def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
         weights = self.problem.weights
         dx_NH = empty_rows(self.rows + 1, weights.hidden, self.problem.x_TH)
-        self._multiply(_rounded(dh_NJ), quantised_weight(weights.gate_up_EJH).turned(), dx_NH)
+        self._multiply(_rounded(dh_NJ), quantised_weight(weights.gate_up_EJH).transposed(), dx_NH)
         return dx_NH
 
 
@@ -178,9 +178,9 @@ class Fp8Backend(PassesBackend):
     def why_not(self, request: Request) -> str | None:
         if request.weights.dtype not in (torch.float32, torch.bfloat16):
             dtype = request.weights.dtype
-            return f"trains in fp8 beside fp32 and bf16 (mixed precision in bf16, too), these weights are {dtype}"
+            return f"trains fp32 and bf16 weights in fp8 (also under autocast to bf16); these weights are {dtype}"
         if request.lora is not None:
-            return "trains the experts themselves; beside LoRA factors keep them frozen, as fp8-weights"
+            return "trains the experts themselves; with LoRA factors, keep them frozen as fp8-weights"
         return None
 
     def rows(self, weights: Fp8Experts) -> type[sorted_rows.SortedRows]:

@@ -81,7 +81,7 @@ def why_not(request: Request, rows: int | None = None, experts: int | None = Non
     fewest = FEWEST_ROWS_UNCHANGED if unchanged else FEWEST_ROWS_PER_EXPERT
     if rows < fewest * experts:
         said = ", with weights unchanged" if unchanged else ""
-        return f"fp8 pays from {fewest} rows per expert on{said}, here {rows} are for {experts}"
+        return f"fp8 pays off with {fewest} rows per expert or more{said}; here {experts} experts get {rows}"
     return None
 
 
@@ -132,4 +132,4 @@ def too_small(weights: AnyExperts) -> str | None:
     hidden, inner = weights.hidden, weights.intermediate
     if hidden * inner >= LEAST_SIZE:
         return None
-    return f"fp8 pays for experts of 2048 x 768 numbers and more, these are of {hidden} x {inner}"
+    return f"fp8 pays off for experts of 2048 x 768 numbers or more; these have {hidden} x {inner}"

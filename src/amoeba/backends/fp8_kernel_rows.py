@@ -125,7 +125,7 @@ class Fp8KernelRows(StraightThroughKernelRows):
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Any, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
         problem, weights = self.problem, self.problem.weights
         da_NI = self.new_rows(weights.intermediate)
-        down = codes_of(weights.down_EHI).turned(weights.down_EHI)
+        down = codes_of(weights.down_EHI).transposed(weights.down_EHI)
         fp8_gemm.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
         scaled_a_NI = da_NI if needs.scaled_a else None
         fused = needs.x and self._has_whole_blocks
@@ -149,7 +149,7 @@ class Fp8KernelRows(StraightThroughKernelRows):
         weights, dh, self._dh = self.problem.weights, self._dh, None
         dh = quantise_rows(dh_NJ) if dh is None else dh
         dx_NH = self.new_rows(weights.hidden)
-        gate_up = codes_of(weights.gate_up_EJH).turned(weights.gate_up_EJH)
+        gate_up = codes_of(weights.gate_up_EJH).transposed(weights.gate_up_EJH)
         fp8_gemm.multiply(dh, gate_up, self.table, dx_NH)
         return dx_NH, {}
 

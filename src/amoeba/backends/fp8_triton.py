@@ -69,7 +69,7 @@ class Fp8TritonBackend(PassesBackend):
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         rows = self.rows(problem.weights)
         codes = _codes(problem) if rows.goes_back else []
-        if saved is None or not _stays(problem) or not all(each.has_turned(weight) for weight, each in codes):
+        if saved is None or not _stays(problem) or not all(each.has_transposed(weight) for weight, each in codes):
             return sorted_rows.backward(_with_rows_here(problem), saved, dy_TH, needs, rows)  # may write codes
         from amoeba.kernels.launch.plan import planned
 
@@ -117,7 +117,7 @@ def why_not_on(device: torch.device, weights: Any) -> str | None:
 def why_not_there(device: torch.device, weights: Any) -> str | None:
     """... whatever their sizes and layout are."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return f"needs a Hopper GPU (compute capability 9.0), these weights are on {device}"
+        return f"needs a Hopper GPU (compute capability 9.0); these weights are on {device}"
     return triton.why_not_on(device, weights.dtype)
 
 
@@ -127,19 +127,19 @@ def why_not_shaped(weights: Any) -> str | None:
         return reason
     for name, weight in (("gate_up", weights.gate_up_EJH), ("down", weights.down_EHI)):
         if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
-            return f"needs {name} in one piece, its strides are {weight.stride()}"
+            return f"needs {name} to be contiguous; its strides are {weight.stride()}"
     return None
 
 
 def why_not_sized(weights: Any) -> str | None:
     """... whatever their layout is."""
     if weights.dtype != torch.bfloat16:
-        return f"computes in bf16 beside fp8, these weights are {weights.dtype}"
+        return f"combines fp8 with bf16 weights; these weights are {weights.dtype}"
     for name, width in (("H", weights.hidden), ("I", weights.intermediate)):
         if width % WIDTH:
-            return f"needs {name} to be a multiple of {WIDTH}, it is {width}"
+            return f"needs {name} to be a multiple of {WIDTH}; it is {width}"
     if weights.activation.interleaved:
-        return "needs all gates before all ups, here their rows take turns"
+        return "needs all gate rows before all up rows; here they are interleaved"
     return None
 
 

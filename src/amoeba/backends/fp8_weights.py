@@ -4,7 +4,7 @@ E experts · O out · I in
 
     codes = codes_of(gate_up_EJH)
     codes.write(gate_up_EJH, both=True)        # in forward: as the weight is now, in both orientations from one read
-    codes.matrix, codes.turned(gate_up_EJH)    # (E, J, H), and (E, H, J) for backward
+    codes.matrix, codes.transposed(gate_up_EJH)    # (E, J, H), and (E, H, J) for backward
 
 Nothing tells that a weight was changed: fused optimizers and writes through `.data` move no version counter, and a
 replayed CUDA graph asks no one. So forward does not ask, and the GPU is not waited for. A training step writes the
@@ -32,47 +32,47 @@ class WeightCodes:
     def __init__(self, weight_EOI: Tensor) -> None:
         experts, height, width = weight_EOI.shape
         self.matrix = empty_weights(experts, height, width, weight_EOI.device)
-        self._turned: QuantisedMatrix | None = None
-        self._turned_of: tuple | None = None  # the state of the weight that it is of; None: of an earlier pass
+        self._transposed: QuantisedMatrix | None = None
+        self._transposed_of: tuple | None = None  # the state of the weight that it is of; None: of an earlier pass
         self._written_under: tuple[UnchangedWeights, tuple] | None = None
 
     def write(self, weight_EOI: Tensor, *, both: bool) -> None:
         """both: the other orientation, too, for a backward pass to come."""
         if self.prepare(weight_EOI, both=both):
-            quantise_weights(weight_EOI, self.matrix, self._turned if both else None)
+            quantise_weights(weight_EOI, self.matrix, self._transposed if both else None)
             self.wrote(weight_EOI, both=both)
 
     def prepare(self, weight_EOI: Tensor, *, both: bool) -> bool:
         """Whether `write` would write now; there is room for it then."""
         promised, state = promise(), _state(weight_EOI)
-        has_all = self._turned_of == state or not both
+        has_all = self._transposed_of == state or not both
         if promised is not None and self._written_under == (promised, state) and has_all and not _captures():
             return False
-        if both and self._turned is None:
+        if both and self._transposed is None:
             experts, height, width = weight_EOI.shape
-            self._turned = empty_weights(experts, width, height, weight_EOI.device)
+            self._transposed = empty_weights(experts, width, height, weight_EOI.device)
         return True
 
     def wrote(self, weight_EOI: Tensor, *, both: bool) -> None:
         """For who has launched the same kernel: it is as if `write` had."""
         state = _state(weight_EOI)
-        self._turned_of = state if both else None
+        self._transposed_of = state if both else None
         if (promised := promise()) is not None:  # later writes without one change nothing of what this one says
             self._written_under = promised, state
 
-    def has_turned(self, weight_EOI: Tensor) -> bool:
-        return self._turned is not None and self._turned_of == _state(weight_EOI)
+    def has_transposed(self, weight_EOI: Tensor) -> bool:
+        return self._transposed is not None and self._transposed_of == _state(weight_EOI)
 
-    def turned(self, weight_EOI: Tensor) -> QuantisedMatrix:
+    def transposed(self, weight_EOI: Tensor) -> QuantisedMatrix:
         """The same with rows for columns: (E, I, O), as the last forward pass wrote it."""
-        if not self.has_turned(weight_EOI):
+        if not self.has_transposed(weight_EOI):
             self.write(weight_EOI, both=True)
-        assert self._turned is not None
-        return self._turned
+        assert self._transposed is not None
+        return self._transposed
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that there is room in."""
-        made = (self.matrix,) if self._turned is None else (self.matrix, self._turned)
+        made = (self.matrix,) if self._transposed is None else (self.matrix, self._transposed)
         return tuple(tensor for matrix in made for tensor in (matrix.data, matrix.scales))
 
 

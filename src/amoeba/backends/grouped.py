@@ -38,15 +38,15 @@ class GroupedBackend(PassesBackend):
             return f"needs torch.nn.functional.grouped_mm (torch >= 2.10), this is torch {torch.__version__}"
         if weights.device.type == "cuda":
             if weights.dtype != torch.bfloat16:
-                return f"torch's grouped product without host synchronisation is bf16 only, these are {weights.dtype}"
+                return f"torch's grouped product without host synchronisation is bf16 only; these are {weights.dtype}"
             if torch.cuda.get_device_capability(weights.device) < (9, 0):
                 return "torch's grouped product synchronises with the host below compute capability 9.0"
         elif weights.device.type != "cpu":
-            return f"not tried on {weights.device.type}"
+            return f"not tested on {weights.device.type}"
         elif weights.dtype == torch.bfloat16 and not has_bf16_instructions():
             return "torch's bf16 product is emulated on this CPU; eager computes it in fp32"
         elif weights.dtype not in (torch.float32, torch.bfloat16):
-            return f"torch's grouped product on a CPU takes fp32 and bf16, these weights are {weights.dtype}"
+            return f"torch's grouped product on a CPU takes fp32 and bf16; these weights are {weights.dtype}"
         return _misaligned(weights)
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:

@@ -1,4 +1,4 @@
-"""Where a backend that nobody takes by default was measured to be faster than the one that is taken.
+"""Layers for which a backend that is not the default was measured to be faster than the default one.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate
 
@@ -22,7 +22,7 @@ from amoeba.tasks.sizes import Sizes, extra_bytes
 
 
 class Ratio(NamedTuple):
-    """times: as fast as the other, whole backward in bf16, CUDA graphs in turns."""
+    """times: speed-up over the other: whole backward in bf16, CUDA graphs, replayed alternately."""
 
     backend: str
     hidden: int
@@ -33,7 +33,7 @@ class Ratio(NamedTuple):
     times: float
 
 
-# Of the GPU's name and the backend that is left aside then. A layer may have several rows, of even and of skewed
+# By the GPU's name and the backend that is replaced. A layer may have several rows, of even and of skewed
 # routing. H200, 2026-11-17, with rests: document `tasks-graphs` of 1a0ceba.
 RATIOS: dict[tuple[str, str], tuple[Ratio, ...]] = {
     ("NVIDIA H200", "triton"): (
@@ -50,7 +50,7 @@ RATIOS: dict[tuple[str, str], tuple[Ratio, ...]] = {
         Ratio("tasks", 7168, 2048, 32, 8, 8192, 0.944),
     ),
 }
-# Taken from here on. Back to back, as in training, ratios of large layers are up to 0.038 smaller than in turns with
+# Taken from here on. Back to back, as in training, ratios of large layers are up to 0.038 smaller than alternating with
 # rests; that of 128 tokens is the same there (1.039, dev/log).
 AT_LEAST = 1.03
 EXTRA_SHARE = 1 / 32  # of the GPU's memory, at most: 4.4 GiB of an H200's, where none of these layers needs 3

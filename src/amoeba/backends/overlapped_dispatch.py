@@ -28,7 +28,7 @@ from amoeba.kernels.lora.epilogue import Addend
 def why_not_overlapped(problem: Problem) -> str | None:
     """The reason why all rows are waited for first."""
     if problem.lora is not None:
-        return "LoRA reads all rows ahead of the products"
+        return "LoRA needs all rows before the products"
     weights = problem.weights
     if weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1:
         return "the up projection and its activation are two passes"

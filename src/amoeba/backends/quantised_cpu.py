@@ -3,7 +3,7 @@
 T tokens · K experts per token · N = T·K routed rows · E experts
 
 Few rows without gradients are decoded from the codes where they lie: sums and scales in fp32, no weight is rounded.
-All else is `cpu_fused` in bf16 where the CPU multiplies it: a training step beside LoRA factors at Qwen3-30B's sizes,
+All else is `cpu_fused` in bf16 where the CPU multiplies it: a training step with LoRA factors at Qwen3-30B's sizes,
 512 tokens, takes 291 ms so, and 1006 by torch's products (ten cores of a Xeon with AMX, 2026-11-17). Elsewhere one
 expert after the other is dequantised, as in `eager` and to the same bits, but by the core, and so are the products
 where they are computed in fp32.
@@ -25,8 +25,8 @@ from amoeba.cpu.pointers import CPU
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks
 from amoeba.system.cpu_features import compute_dtype
 
-# Up to so many routed rows in any routing, and up to so many for each expert that is visited, a pass without gradients
-# decodes. Decoding, sorting and `eager`, ms, in fp32, at so many rows per expert (Neoverse-N1, two cores that others
+# Up to this many routed rows in any routing, and up to this many per visited expert, a pass without gradients
+# decodes. Decoding, sorting and `eager`, ms, in fp32, by rows per expert (Neoverse-N1, two cores that others
 # used, too, by turns, 2026-11-17):
 #                          1               2               4               8               16
 #   H=512 I=256 E=32       4.2/19/85       6.8/25/236      12/29/434       22/33/346       41/43/73
@@ -40,7 +40,7 @@ DECODE_ROWS_PER_EXPERT = 8
 
 
 class QuantisedCpuBackend(PassesBackend):
-    name, summary, kinds = "cpu", "the C++ core, which reads codes", (QuantisedExperts,)
+    name, summary, kinds = "cpu", "the C++ core, which reads quantised weights", (QuantisedExperts,)
     operator_name = "quantised_cpu"
     traced = SavedRows(has_maps=lambda problem: not cpu_fused.serves(problem))
 
@@ -50,7 +50,7 @@ class QuantisedCpuBackend(PassesBackend):
     def why_not(self, request: Request) -> str | None:
         dtype = request.weights.dtype
         if dtype not in (torch.float32, torch.bfloat16):
-            return f"the C++ core takes fp32 and bf16, x is {dtype}"
+            return f"the C++ core takes fp32 and bf16; x is {dtype}"
         return read_quantised.why_not(request.weights) or why_no_core()
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:

@@ -27,7 +27,7 @@ from amoeba.precision.quantised_experts import QuantisedExperts
 class QuantisedFusedBackend(PassesBackend):
     name, summary, kinds = (
         "cpu-fused",
-        "the C++ core's fused passes, which pack codes as they go",
+        "the C++ core's fused passes, which dequantise weights as they go",
         (QuantisedExperts,),
     )
     operator_name = "quantised_cpu_fused"
@@ -38,7 +38,7 @@ class QuantisedFusedBackend(PassesBackend):
 
     def why_not(self, request: Request) -> str | None:
         if request.weights.dtype != torch.bfloat16:
-            return f"computes in bf16, x is {request.weights.dtype}"
+            return f"computes in bf16; x is {request.weights.dtype}"
         return read_quantised.why_not(request.weights) or _why_no_node()
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:

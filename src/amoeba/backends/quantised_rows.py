@@ -164,7 +164,7 @@ class HopperQuantisedRows(HopperRows):
     def _dequantised(
         self, matrix: QuantisedMatrix, bias_EO: Tensor | None, addend: Addend | None
     ) -> Iterator[_SomeExperts]:
-        """So many experts at a time as `DEQUANTISED_BYTES` hold; in one place, which the next ones take."""
+        """As many experts at a time as `DEQUANTISED_BYTES` hold, in one buffer that the next ones reuse."""
         from amoeba.kernels.dequantise import dequantise
         from amoeba.kernels.hopper.gemm import tile_table
 
@@ -202,7 +202,7 @@ def why_not_hopper(problem: Problem) -> str | None:
     if (reason := why_not_on_hopper(problem)) is not None:
         return reason
     if problem.x_TH.dtype != torch.bfloat16:
-        return f"decodes to bf16, x is {problem.x_TH.dtype}"
+        return f"dequantises to bf16; x is {problem.x_TH.dtype}"
     from amoeba.kernels.hopper import weight_only_gemm
 
     for matrix in (weights.gate_up_EJH.matrix, weights.down_EHI.matrix):

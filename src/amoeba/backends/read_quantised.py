@@ -27,11 +27,11 @@ def why_not(weights: AnyExperts) -> str | None:
     """Why the core does not read these block-scaled experts, or None."""
     assert isinstance(weights, QuantisedExperts)
     if weights.device.type != "cpu":
-        return f"computes on the CPU, these weights are on {weights.device}"
+        return f"computes on the CPU; these weights are on {weights.device}"
     if weights.products == "w8a8":
-        return "quantises no rows, these experts ask for w8a8"
+        return "quantises no rows; these experts ask for w8a8"
     if weights.format.element not in (E2M1, E4M3):
-        return f"reads e4m3 and e2m1, these weights are in {weights.format.element.name}"
+        return f"reads e4m3 and e2m1; these weights are in {weights.format.element.name}"
     return why_not_codes(weights.format.block, weights.parts)
 
 

@@ -146,15 +146,15 @@ def choose(name: str, request: Request) -> Backend:
             reason = backend.why_not(request)
             if reason is not None:
                 raise bad_value(
-                    "backend", f"one that serves this request, {name} does not", reason, 'use backend="auto"'
+                    "backend", f"one that supports this request; {name} does not", reason, 'use backend="auto"'
                 )
             return backend
     if any(backend.name == name for backend in _backends):
         raise bad_value(
-            "backend", f"one that serves {_described(request)}", f"{name}, which does not", 'use backend="auto"'
+            "backend", f"one that supports {_described(request)}", f"{name}, which does not", 'use backend="auto"'
         )
     names = ", ".join(("auto", *(backend.name for backend in serving)))
-    raise bad_value("backend", f"one of {names}", repr(name), "`amoeba doctor` tells which run here")
+    raise bad_value("backend", f"one of {names}", repr(name), "`amoeba doctor` shows which ones run here")
 
 
 def _choose_auto(request: Request) -> Backend:
@@ -162,7 +162,7 @@ def _choose_auto(request: Request) -> Backend:
     if explanation.backend is None:
         raise bad_value(
             "backend",
-            "at least one that serves this request",
+            "at least one that supports this request",
             explanation.reasons or f"no backend for {_described(request)}",
             "change the weights' dtype or placement, or register a backend for them (amoeba.register_backend)",
         )

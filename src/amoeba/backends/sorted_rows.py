@@ -53,7 +53,7 @@ class SortedRows(ABC):
     def save(self, h_NJ: Tensor) -> Saved: ...
 
     def shorten(self, most_rows: int) -> None:
-        """What is made from here on has so many rows: fewer than before, and as many as there are."""
+        """Buffers made from here on have this many rows: fewer than before, and as many as there are."""
         raise NotImplementedError
 
     @abstractmethod

@@ -48,7 +48,7 @@ class TasksBackend(TritonBackend):
         if any(bias is not None for bias in biases):
             return "has no tasks for biases"
         if not all(weight is None or weight.is_contiguous() for weight in (gate_up, down)):
-            return "needs weights in one piece, contiguous as (E, J, H) and (E, H, I)"
+            return "needs contiguous weights of shapes (E, J, H) and (E, H, I)"
         return super().why_not(request)
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
@@ -60,7 +60,7 @@ class TasksBackend(TritonBackend):
             return APART.backward(problem, saved, dy_TH, needs) if found is None else found
         found = self._backward(problem, saved, dy_TH, needs, arrival)
         arrival.close()
-        assert found.x is not None  # nothing is sent early where nobody needs it
+        assert found.x is not None  # nothing is sent early unless it is needed
         return found._replace(x=arrival.keep(found.x))
 
     def _backward_with_room(

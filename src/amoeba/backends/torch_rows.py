@@ -35,7 +35,7 @@ class RowsInTorch(SortedRows):
     """What the products of torch have in common: maps from `build_layout`, activations and sums in torch."""
 
     weights_first = True
-    spare = 0  # so many rows more has every buffer of rows
+    spare = 0  # extra rows in every buffer of rows
 
     activate = staticmethod(activate_rows)
     activate_backward = staticmethod(activate_rows_backward)

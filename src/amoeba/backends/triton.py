@@ -120,14 +120,14 @@ def pass_constants(problem: Problem) -> tuple:
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels do not serve such weights there, or None."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"serves bf16, fp16 and fp32, these weights are {dtype}"
+        return f"supports bf16, fp16 and fp32; these weights are {dtype}"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "needs compute capability 8.0 or newer"
     elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
-        return f"computes on a CUDA device (or in Triton's interpreter), these weights are on {device}"
+        return f"computes on a CUDA device (or in Triton's interpreter); these weights are on {device}"
     elif dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies bf16 wrongly"
+        return "Triton's interpreter computes wrong bf16 products"
     return None if _TRITON_FOUND else "needs Triton, which is not installed"
 
 

@@ -404,7 +404,7 @@ def why_not_hopper(problem: Problem) -> str | None:
         return reason
     for name, weight in (("gate_up", problem.weights.gate_up_EJH), ("down", problem.weights.down_EHI)):
         if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()) or place_of(weight) % 16:
-            return f"needs {name} in one piece, its strides are {weight.stride()}"
+            return f"needs {name} to be contiguous; its strides are {weight.stride()}"
     return None
 
 
@@ -414,8 +414,8 @@ def why_not_on_hopper(problem: Problem) -> str | None:
     if x_TH.device.type != "cuda" or torch.cuda.get_device_capability(x_TH.device)[0] != 9:
         return "needs a Hopper GPU (compute capability 9.0)"
     if x_TH.dtype not in (torch.bfloat16, torch.float16):
-        return f"multiplies bf16 and fp16, x is {x_TH.dtype}"
+        return f"multiplies bf16 and fp16; x is {x_TH.dtype}"
     for name, width in (("H", x_TH.shape[1]), ("I", problem.weights.down_EHI.shape[2])):
         if width % HOPPER_WIDTH:
-            return f"needs {name} to be a multiple of {HOPPER_WIDTH}, it is {width}"
+            return f"needs {name} to be a multiple of {HOPPER_WIDTH}; it is {width}"
     return None

@@ -1,4 +1,4 @@
-"""The benchmark of a layer: our backends and their peers on one problem, checked first, then timed in turns.
+"""The benchmark of a layer: our backends and their peers on one problem, checked first, then timed alternately.
 
 `shapes` says what is measured, `workload` makes the numbers and the truth about them, `implementations` and `peers` who
 computes them, `timing`, `sustained`, `captured` and `memory` how it is measured, `ceilings` what there is to reach,

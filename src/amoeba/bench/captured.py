@@ -4,8 +4,9 @@
     found["tasks"].backward_median_ms, found["tasks"].backward_times_faster_than["triton"]
     hosts = host_times({"triton": [run, ...]}, apart(workload), repeats=20)     # a run of each layer
 
-Forward and backward are two graphs, replayed one behind the other, all implementations in turns as in `timing`: what is
-left is the device's own time. A backward may overwrite what forward has kept, so each one has a forward before it.
+Forward and backward are two graphs, replayed one after the other, alternating between implementations as in `timing`:
+what is left is the device's own time. A backward may overwrite what forward has kept, so each one has a forward before
+it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def host_times(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, BackwardHost]:
-    """runs: of each one a run per workload. One of them alone and all in one call, in turns with the others."""
+    """runs: one per workload for each. Times one alone and all in one call, alternating with the others."""
     alone: dict[str, list[float]] = {name: [] for name in runs}
     together: dict[str, list[float]] = {name: [] for name in runs}
     began = clock()

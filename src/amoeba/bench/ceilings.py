@@ -66,7 +66,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtypes: Sequence[torch.dtype]) -> Ceilings:
-    """Products in the dtypes that these are computed in (on a CPU in fp32, too) and a copy, timed in turns."""
+    """Products in the dtypes that these are computed in (on a CPU in fp32, too) and a copy, timed alternately."""
     at_most = SIZES[device.type]
     always = [torch.float32] if device.type == "cpu" else []
     computed = dict.fromkeys([*always, *(compute_dtype(dtype, device) for dtype in dtypes)])

@@ -27,7 +27,7 @@ from amoeba.system.machine import commit, machine, machine_kind, versions
 FORMAT = 2
 # Of the suites in the repository's benchmarks/.
 TABLES = ("models", "streams", "ranks", "products", "roads", "conversions")
-# Whose speed is measured beside ours, or on which that depends; transformers and peft are among `versions`.
+# Packages that are compared with ours, or that influence it; transformers and peft are among `versions`.
 PEER_PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "kt-kernel")
 
 

@@ -80,7 +80,7 @@ def _sonicmoe(workload: Workload) -> Implementation:
 class _SonicLayer:
     """What its own layer does behind its router, with the same number of experts for each token.
 
-    It wants rows of gate and up in turns, so that it has a copy of these weights, made once, with a gradient of its
+    It needs rows of gate and up interleaved, so it has a copy of these weights, made once, with a gradient of its
     own; and ids of experts as int32, as its router gives them."""
 
     def __init__(self, functional: Any, activation: Any, workload: Workload) -> None:

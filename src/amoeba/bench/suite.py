@@ -166,7 +166,7 @@ def _report(plan: Plan, workload: Workload, measured: Pass, progress: Progress, 
             steps[candidate.name] = step = _step(candidate, workload, training)
             checked = replace(checked, peak_bytes=peak_bytes(functools.partial(step, _no_mark), workload.device))
         measurements[candidate.name] = checked
-    progress(f"{about}: timing {len(steps)} in turns")
+    progress(f"{about}: timing {len(steps)} implementations, alternating")
     timings = time_in_turns(steps, workload.device, plan.repeats)
     for name in timings:
         read = None if training else round(read_bytes[name])
@@ -184,7 +184,7 @@ def _report(plan: Plan, workload: Workload, measured: Pass, progress: Progress, 
         for name, found in sustain_in_turns(steps, workload.device, plan.sustained, meter).items():
             measurements[name] = replace(measurements[name], sustained=found)
     if plan.graphs and training:
-        progress(f"{about}: timing ours in CUDA graphs, and what a backward takes of the host")
+        progress(f"{about}: timing ours in CUDA graphs, and the host time of a backward")
         _measure_captured(workload, measurements, list(timings), plan.repeats)
     workload.clear_gradients()
     for name, reason in left_out.items():

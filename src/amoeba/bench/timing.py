@@ -1,4 +1,5 @@
-"""Time, measured in turns: every implementation once per round, so that a slow minute of the machine hits all of them.
+"""Time, measured alternately: every implementation once per round, so that a slow minute of the machine hits all of
+them.
 
     timings = time_in_turns({"a": step_a, "b": step_b}, torch.device("cpu"), repeats=20)
     timings["a"].median_ms
@@ -7,7 +8,7 @@ Steps are expected to have run before, so that nothing is compiled or allocated 
 A step calls `mark()` where its clock starts, between its parts, and where it ends; what it does before the first mark
 is not timed. On a GPU marks are events on the stream; before each step the second-level cache is filled with something
 else, by reading (dirty lines would have to be written back during the step), and the GPU is kept waiting for a moment,
-so that the host is ahead of it as it is in a training loop. What the host takes is measured beside it.
+so that the host is ahead of it as it is in a training loop. The host's time is measured separately.
 
     ms = graph_ms([first_step, second_step, ...], repeats=20)
 

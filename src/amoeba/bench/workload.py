@@ -202,7 +202,7 @@ class Workload:
     weight_TK: Tensor
     gate_up_EJH: nn.Parameter
     down_EHI: nn.Parameter
-    lora: LoraFactors | None  # beside frozen weights
+    lora: LoraFactors | None  # on frozen weights
     dy_TH: Tensor
     truth: dict[str, Tensor]  # output and, for a workload made for training, the gradient of each leaf
     truth_dtype: torch.dtype
@@ -247,7 +247,9 @@ class Implementation:
     tolerance: dict[str, float] | None = None  # of "output" and "gradient"; None: that of the dtype
     itemsize: float | None = None  # of the weights as it reads them; None: that of the dtype
     gradients: Callable[[], dict[str, Tensor]] | None = None  # those that it does not hand to autograd, after backward
-    parameters: tuple[Tensor, ...] = ()  # of its own, beside those of the workload; not counted as kept for backward
+    parameters: tuple[
+        Tensor, ...
+    ] = ()  # of its own, in addition to those of the workload; not counted as kept for backward
 
 
 def make_workload(

@@ -211,7 +211,7 @@ def _sustained_row(
 
 
 def _print_captured(title: str, timed: Sequence[Measurement], output: Output) -> None:
-    """Forward and backward in CUDA graphs, and what a backward takes of the host, where that was measured."""
+    """Forward and backward in CUDA graphs, and the host time of a backward, where that was measured."""
     found = [each for each in timed if each.backward_host is not None]
     if not found:
         return

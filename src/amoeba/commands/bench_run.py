@@ -82,7 +82,7 @@ def warn_if_busy(output: Output) -> float | None:
     """The machine's load, which goes into the document."""
     load = load_average()
     if load is not None and load > _BUSY * usable_cores():
-        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are not to be trusted")
+        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are unreliable")
     return load
 
 

@@ -1,4 +1,4 @@
-"""Where Python keeps the bytecode of what a command imports, if it keeps none beside the sources.
+"""Where Python keeps the bytecode of what a command imports, if it keeps none next to the sources.
 
     keep_bytecode()             # before the first large import
 

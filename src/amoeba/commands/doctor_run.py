@@ -132,7 +132,7 @@ def _of_its_kind(backend: Backend, request: Request) -> Request:
 
 
 def _precisions_on(device: torch.device) -> list[dict[str, str]]:
-    """Who computes experts that train in each precision, in bf16 beside it, and why nobody faster."""
+    """Which backend computes experts that train in each precision, and in bf16, and why no faster one does."""
     rows = []
     for precision, summary in SUMMARIES.items():
         request = _request(device, torch.bfloat16)
@@ -261,7 +261,7 @@ def _gpu(gpu: dict[str, Any] | None) -> str:
 
 def _tuned(gpu: dict[str, Any]) -> str:
     if not tuned.is_wanted():
-        return f"left aside by {tuned.VARIABLE}=off; our own tables are used"
+        return f"ignored, since {tuned.VARIABLE}=off; our own tables are used"
     count = gpu["tuned_configurations"]
     if not count:
         return "nothing measured here, our own tables are used: `amoeba tune` searches"

@@ -3,7 +3,7 @@
 with usage():
     settings = ...            # a ValueError, a file that cannot be read or written, memory, a package: exit code 2
 finish(output, document, ok=True, json=json)
-run(app)                      # all of the command line; what is nobody's mistake but ours ends here, with exit code 70
+run(app)                      # the whole command line; a bug of ours ends here, with exit code 70
 
 With --json the last line of stdout is a document however the command ends. One that failed before it had a result
 prints {"document": "amoeba error", "ok": false, "exit_code": 2, "error": "...", "remedy": "..."}.
@@ -226,7 +226,7 @@ def _missing(error: ImportError) -> Exception:
 
 
 def _open_closed_streams() -> None:
-    """`amoeba ... >&-`: whoever closed a stream wants nothing from it."""
+    """`amoeba ... >&-`: nothing is written to a stream that was closed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  as long as the process

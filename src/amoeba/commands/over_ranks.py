@@ -54,7 +54,7 @@ def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterato
             if experts != "ranks":
                 yield ALONE
                 return
-            output.progress("experts ranks: there is one process, which has all experts; torchrun starts several")
+            output.progress("experts ranks: this single process has all experts; use torchrun to start several")
             ranks = ranks or Ranks()
         if ranks.rank > 0:
             logging.getLogger("amoeba").setLevel(logging.ERROR)  # what is to be said the first says

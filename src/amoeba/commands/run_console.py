@@ -80,7 +80,7 @@ class RunConsole:
 
 
 def describe(line: dict[str, Any], total: int, seconds_left: float | None, width: int = WIDTH) -> str:
-    """How the run goes, in at most so many columns. Where there is no room for all, the last are left out."""
+    """The state of the run, in at most this many columns. If there is no room for all, the last are left out."""
     parts = [
         *([] if seconds_left is None else [f"{duration(seconds_left)} left"]),
         f"{line['tokens_per_second']:,.0f} tok/s",

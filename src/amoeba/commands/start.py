@@ -95,7 +95,7 @@ class _TimedLine(_Line):
 
 
 def _quieten_others() -> None:
-    """Warnings of torch and transformers are for whoever calls them, which here is us. Ours still show."""
+    """Hides warnings of torch and transformers, which are meant for their caller: us. Ours still show."""
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", module=r"amoeba\b")
     if "transformers" in sys.modules:

@@ -222,13 +222,10 @@ def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tu
 
 
 def print_summary(summary: Summary, output: Output, title: str, unit: str = "steps") -> None:
-    from amoeba.tasks.graph import SEED_KIND
-
     all_time = sum(each.time for each in summary.kinds.values()) or 1.0
     rows = [
         [
             kind.name.lower(),
-            SEED_KIND[kind],
             str(each.tasks),
             f"{100 * each.time / all_time:.1f}",
             f"{each.waited / each.tasks:.2f}",
@@ -236,8 +233,8 @@ def print_summary(summary: Summary, output: Output, title: str, unit: str = "ste
         for kind, each in summary.kinds.items()
         if each.tasks
     ]
-    columns = ["kind", "in FlashMoE", "tasks", "time %", f"waited {unit} each"]
-    output.table(title, columns, rows, text=("kind", "in FlashMoE"))
+    columns = ["kind", "tasks", "time %", f"waited {unit} each"]
+    output.table(title, columns, rows, text=("kind",))
     output.line(
         f"workers were busy {100 * summary.busy:.0f} % of {summary.span:.1f} {unit} "
         f"({100 * summary.idlest:.0f} to {100 * summary.busiest:.0f}), and waited {100 * summary.waited:.0f} % at gates"

@@ -136,7 +136,7 @@ def run(
     path, finished = tuned.path_of(gpu), False
     known = tuned.read(path, gpu)
     searches.sort(key=lambda search: search.key in known)
-    output.progress(f"{total} kernels on {gpu.name} in at most {minutes:g} minutes; Ctrl-C keeps what is found")
+    output.progress(f"{total} kernels on {gpu.name} in at most {minutes:g} minutes; Ctrl-C keeps what has been found")
     try:
         while searches:
             left = began + 60 * minutes - clock()
@@ -150,13 +150,13 @@ def run(
             output.progress(f"{len(results)}/{total} {search.key}: {_said(found, len(search.candidates))}")
         finished = True
     except KeyboardInterrupt:
-        output.warning(f"interrupted: {len(results)} of {total} kernels are searched and kept")
+        output.warning(f"interrupted: {len(results)} of {total} kernels are tuned and saved")
     _print(results, output)
     left_over = [search.key for search in searches] if finished else []
     if left_over:
         output.warning(
-            f"{minutes:g} minutes were over before {len(left_over)} of {total} kernels, which run as before;"
-            " the same command again begins with those"
+            f"time is up ({minutes:g} minutes): {len(left_over)} of {total} kernels were not tuned and run as before;"
+            " run the same command again to continue with them"
         )
     if results:
         output.line(f"saved to {path}; the next run uses it ({tuned.VARIABLE}=off ignores it)")

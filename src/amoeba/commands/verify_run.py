@@ -56,7 +56,7 @@ def run(
     seconds = None if thorough else SECONDS
     output.progress(
         f"checking {', '.join(backends)} on {device.type} in {', '.join(map(dtype_name, dtypes))}, "
-        + ("every case there is, without a limit" if thorough else f"the most telling cases first, for {SECONDS} s")
+        + ("every case, without a time limit" if thorough else f"the most revealing cases first, for {SECONDS} s")
     )
     began = time.monotonic()
     ahead = device.type == "cuda" and not thorough and "TRITON_INTERPRET" not in os.environ

@@ -66,7 +66,7 @@ class Activation:
         if not self.gated and (self.interleaved or self.up_shift != 0.0):
             raise bad_value(
                 "activation.gated",
-                "True where interleaved or up_shift is set",
+                "True if interleaved or up_shift is set",
                 self.gated,
                 "an ungated expert has no up half: leave both at their defaults",
             )

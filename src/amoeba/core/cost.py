@@ -6,8 +6,9 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     tera_per_second = flops / seconds / 1e12
 
 Only matrix products are counted, a multiplication and an addition as two; rows of sentinels cost nothing,
-so pass the rows that are computed. Whoever states a rate or a size (benchmarks, progress lines, planning) calls these.
-Weights in a block-scaled format have as many bytes as their codes and scales: pass `format` instead of `itemsize`.
+so pass the rows that are computed. Everything that states a rate or a size (benchmarks, progress lines, planning) calls
+these. Weights in a block-scaled format have as many bytes as their codes and scales: pass `format` instead of
+`itemsize`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 _ID_BYTES = 8  # row maps and expert ids are int64
 _OFFSET_BYTES = 4  # offs_E is int32
 _SCALE_BYTES = {"fp32": 4, "e8m0": 1, "e4m3": 1}
-# What is kept in e4m3 has a scale in fp32 for so many numbers of a row; its codes begin at a multiple of so many bytes.
+# Numbers saved in e4m3 have one fp32 scale per this many of a row, and start at a multiple of this many bytes.
 _SAVED_BLOCK, _SAVED_ALIGNED = 128, 128
 
 
@@ -42,7 +43,7 @@ def forward_flops(*, rows: int, hidden: int, intermediate: int, gated: bool = Tr
 
 
 def backward_flops(*, rows: int, hidden: int, intermediate: int, gated: bool = True, frozen: bool = False) -> int:
-    """dA', dW2, dx and dW1: twice the forward; dA' and dx beside frozen weights: once. What `recompute` does again and
+    """dA', dW2, dx and dW1: twice the forward; dA' and dx with frozen weights: once. What `recompute` does again and
     what LoRA factors cost is not counted."""
     forward = forward_flops(rows=rows, hidden=hidden, intermediate=intermediate, gated=gated)
     return forward if frozen else 2 * forward
@@ -120,7 +121,7 @@ def weight_bytes(
 
 
 def code_bytes(*, experts: int, hidden: int, intermediate: int, format: Format, gated: bool = True) -> int:
-    """What training by a recipe keeps beside the weights: their codes and scales, once as they are and once turned.
+    """What training with a recipe keeps in addition to the weights: quantised copies, as stored and transposed.
     Blocks are counted through gate and up."""
     up = matrix_bytes(rows=_width(intermediate, gated), columns=hidden, format=format)
     return 2 * experts * (up + matrix_bytes(rows=hidden, columns=intermediate, format=format))

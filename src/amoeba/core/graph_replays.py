@@ -1,4 +1,4 @@
-"""Experts that are not all there, inside a CUDA graph: what whoever captures and replays asks of where they are.
+"""Experts that are not all resident, inside a CUDA graph: what capture and replay need from a placement.
 
     (replays,) = replays_of(model_experts)                  # of all weights in a model, each once; two cannot be served
     with replays.rehearsing(): step()                       # as it is; all that will be captured is loaded
@@ -11,7 +11,8 @@ Steps of several groups may be interleaved: while one waits for its experts, ano
     with replays.as_group(0, 2): ...                        # around rehearsing and capturing a step of the first of two
     replays.interleave([Member(passes, launch, stream), ...], steps=16)
 
-A kind of weights that can do this has an attribute `replays`. Whoever captures does not ask where the experts are.
+A kind of weights that can do this has an attribute `replays`. The code that captures need not know where the experts
+are.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Replays(Protocol):
         """Around both of the above: of one of several groups. CannotCapture where these cannot be interleaved."""
 
     def interleave(self, members: Sequence[Member], steps: int) -> None:
-        """So many steps of each. The current stream then waits for all of them."""
+        """Runs this many steps of each. The current stream then waits for all of them."""
 
     def check(self) -> None:
         """RuntimeError where a replay went on without an expert; its results mean nothing, and nor do later ones."""

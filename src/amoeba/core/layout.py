@@ -43,7 +43,7 @@ class Layout:
 
 
 def build_layout(expert_TK: Tensor, num_experts: int, *, most_rows: int | None = None) -> Layout:
-    """most_rows: what lies behind so many, rows of sentinels, is left out."""
+    """most_rows: rows after this many, which are those of sentinels, are left out."""
     top_k = expert_TK.shape[1]
     expert_N = expert_TK.flatten()
     rows = expert_N.shape[0]

@@ -191,7 +191,7 @@ def define(
 ) -> Operator:
     """Defines amoeba::<name> and its backward.
 
-    differentiable_results: so many of the results, the first ones, have gradients.
+    differentiable_results: the number of results, from the first on, that have gradients.
     saved:                  which results backward gets, by their places.
     keep:                   the arguments as they are saved for backward: one that is not needed there becomes an empty
                             tensor.

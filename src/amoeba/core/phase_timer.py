@@ -4,7 +4,7 @@
         step()
     phases.ms()             # [("ids: sent", 0.05), ("ids: waited for", 0.02), ...]
 
-A mark names what has ended there. Nobody listens in general, and then it is nothing.
+A mark names what has just ended. Usually no timer is active, and a mark does nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Phases:
         self._marks: list[tuple[str, torch.cuda.Event | float]] = []
 
     def mark(self, name: str) -> None:
-        """Not of what runs beside."""
+        """Without what runs concurrently."""
         if self._stream is None:
             self._marks.append((name, time.perf_counter()))
         elif torch.cuda.current_stream(self._device) == self._stream:

@@ -41,7 +41,7 @@ class Situation(NamedTuple):
     """What `auto` chooses by."""
 
     device: torch.device  # where the rest of the model will be
-    trains: bool  # LoRA factors beside the experts; else the model generates
+    trains: bool  # LoRA factors on the experts; else the model generates
     dtype: torch.dtype  # of the experts
     expert_bytes: int
     model_bytes: int

@@ -246,7 +246,7 @@ class LoraFactors:
     """Low-rank updates of the three projections: W + scaling · b @ a. A projection without factors is left out.
 
     Experts without a gate have `up` and `down`. R may differ from projection to projection. The factors are on the
-    device of the weights, in their dtype or in fp32; fp32 factors beside weights of half precision are rounded to the
+    device of the weights, in their dtype or in fp32; fp32 factors on weights of half precision are rounded to the
     weights' dtype for each pass and get fp32 gradients, as under autocast.
     """
 
@@ -283,7 +283,7 @@ class LoraFactors:
     def check(self, weights: AnyExperts) -> None:
         """Raises ValueError unless these are factors for these experts."""
         if not math.isfinite(self.scaling):
-            raise bad_value("scaling", "a finite number", self.scaling, "it is lora_alpha / rank in PEFT's words")
+            raise bad_value("scaling", "a finite number", self.scaling, "PEFT calls it lora_alpha / rank")
         experts, hidden, intermediate = weights.own_experts, weights.hidden, weights.intermediate
         for name, a, b in (
             ("gate", self.gate_lora_a, self.gate_lora_b),
@@ -295,9 +295,9 @@ class LoraFactors:
             if name == "gate" and not weights.activation.gated:
                 raise bad_value(
                     "gate_lora_a",
-                    "no factors of a gate for experts without one",
+                    "no gate factors for experts without a gate",
                     "a pair of them",
-                    "name those of the up projection up_lora_a and up_lora_b, or check activation.gated",
+                    "name the factors of the up projection up_lora_a and up_lora_b, or check activation.gated",
                 )
             fan_in, fan_out = (intermediate, hidden) if name == "down" else (hidden, intermediate)
             self._check_pair(name, a, b, (experts, fan_in, fan_out))

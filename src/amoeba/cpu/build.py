@@ -111,7 +111,7 @@ def with_library(name: str, make: Callable[[Path], Loaded], sources: Path = _SOU
     try:
         return make(file)
     except CoreUnavailable as error:
-        logger.warning("%s; it is compiled again", error)
+        logger.warning("%s; compiling it again", error)
         library_cache.forget(file)
     # Under its old name the system would go on using the one that it has loaded.
     return make(_compiled_in(library_cache.private_folder(), _recipe(name, sources=sources), _compiler()))
@@ -167,7 +167,7 @@ def _found_or_compiled(folder: Path, recipe: _Recipe) -> Path:
             return library_cache.find(folder, wanted) or _compiled_in(folder, recipe, compiler)
     except CoreUnavailable as error:
         if library := library_cache.find(folder, recipe.stem):
-            logger.warning("%s; what another compiler made serves", error)
+            logger.warning("%s; using the library that another compiler built", error)
             return library
         raise
 
@@ -189,7 +189,7 @@ def _compiled_in(folder: Path, recipe: _Recipe, compiler: tuple[str, ...]) -> Pa
             raise
         library = library_cache.keep(built, folder, stem, _version(compiler).partition("\n")[0])
     if not recipe.openmp:
-        logger.warning("no OpenMP runtime beside torch: the CPU core runs on one thread")
+        logger.warning("torch brings no OpenMP runtime: the CPU core runs on one thread")
     logger.info("compiled in %.1f s: %s", time.monotonic() - began, library)
     return library
 

@@ -215,8 +215,8 @@ class Core:
         """The whole layer for a few tokens in one call, in fp32: y (T, H).
 
         Weights are fp32 or bf16, contiguous along the last dimension, or both are codes.
-        added_NJ: what each slot's h gets on top; then the activations of the slots (N, I) come beside y, where those of
-        sentinels' slots hold anything.
+        added_NJ: what each slot's h gets on top; then the activations of the slots (N, I) are returned with y, where
+        those of sentinels' slots hold anything.
         key_TK: other numbers for the experts, in whose order they are added up.
         """
         tokens, hidden = x_TH.shape
@@ -227,7 +227,10 @@ class Core:
         kind = _kind(down_EHI)
         run = self._decode_codes[kind] if isinstance(kind, str) else self._decode.get(kind)
         if run is None or _kind(gate_up_EJH) != kind:
-            expected, got = "float32, bfloat16, or codes of the same kind", f"{_kind(gate_up_EJH)} and {kind}"
+            expected, got = (
+                "float32, bfloat16, or quantised weights of the same kind",
+                f"{_kind(gate_up_EJH)} and {kind}",
+            )
             raise bad_value("gate_up_EJH and down_EHI", expected, got, "cast the weights")
         gate_up, gate_up_strides, gate_up_coding = _read("gate_up_EJH", gate_up_EJH, (experts, width, hidden))
         down, down_strides, down_coding = _read("down_EHI", down_EHI, (experts, hidden, intermediate))
@@ -294,7 +297,7 @@ def _load() -> Core | CoreUnavailable:
         return with_library("core", Core)
     except CoreUnavailable as error:
         if os.environ.get("AMOEBA_CPU_CORE") != "0":  # else it was asked for
-            logger.warning("experts on the CPU go to torch, which is slower: %s", error)
+            logger.warning("torch computes experts on the CPU, which is slower: %s", error)
         return error
 
 
@@ -324,7 +327,7 @@ def _read(
         stride_e, stride_row, _ = weight.stride()
         return address_of_lines(name, weight, weight.dtype, shape), (stride_e, stride_row), None
     if weight.shape != shape:
-        raise bad_value(name, f"codes of {shape}", weight.shape, "check hidden and intermediate")
+        raise bad_value(name, f"quantised weights of shape {shape}", weight.shape, "check hidden and intermediate")
     stride_e, stride_row, _ = weight.code_EOI.stride()
     start = address_of_lines(name, weight.code_EOI, torch.uint8, tuple(weight.code_EOI.shape))
     return start, (stride_e, stride_row), weight.coding()

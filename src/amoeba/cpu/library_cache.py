@@ -5,8 +5,8 @@
     with one_at_a_time(folder, "core"):      # other processes wait, and find it then
         library = keep(built, folder, "core-0f3a-77b1", compiler)
 
-A library lies beside a record of its size and SHA-256. Both belong to this user or to root, and nobody else may write
-them or the folder: what has that hash then is what this module wrote, and what is loaded is what was verified.
+A library has a record of its size and SHA-256 next to it. Both belong to this user or to root, and no one else may
+write them or the folder: what has that hash then is what this module wrote, and what is loaded is what was verified.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _private: dict[int, Path] = {}  # by process: a fork does not have its parent's
 
 
 def private_folder() -> Path:
-    """In the folder for temporary files, for nobody else, and gone with this process."""
+    """In the folder for temporary files, private to this user, and removed when this process ends."""
     process = os.getpid()
     if process not in _private:
         _private[process] = Path(tempfile.mkdtemp(prefix="amoeba-"))  # with mode 700
@@ -116,7 +116,7 @@ def why_not_verified(library: Path) -> str | None:
     if (library.name, len(content)) != expected[:2]:
         return f"has {len(content)} bytes, {expected[1]} were written"
     if hashlib.sha256(content).hexdigest() != expected[2]:
-        return "is not what was written: its SHA-256 is another one"
+        return "has changed: its SHA-256 differs"
     return None
 
 
@@ -161,7 +161,7 @@ def _to_disk(path: Path) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path, name: str, timeout_seconds: float) -> Iterator[None]:
-    """Others that come meanwhile wait. The lock ends with its process, and nobody waits longer than the timeout."""
+    """Other processes wait. The lock ends with its process, and no wait is longer than the timeout."""
     import fcntl  # not on Windows
 
     descriptor = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -176,7 +176,7 @@ def one_at_a_time(folder: Path, name: str, timeout_seconds: float) -> Iterator[N
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > deadline:
                     break
             if not waits:
-                logger.info("another process compiles %s: waiting for it", name)
+                logger.info("another process is compiling %s; waiting for it", name)
                 waits = True
             time.sleep(_POLL_SECONDS)
         yield

@@ -206,7 +206,7 @@ def _map_size(node: NodeExperts, slots: int) -> int:
 def _empty_gradient(weights: PackedWeights | StoredWeights | ScaledCodes) -> Tensor:
     if not isinstance(weights, StoredWeights):
         raise bad_value(
-            "needs", "no gradient of packed weights and of codes, which are frozen", "one", "train stored weights"
+            "needs", "no gradient of packed or quantised weights, which are frozen", "one", "train stored weights"
         )
     gradient = torch.empty_like(weights.weight_EOI)
     start = address_to_write("gradient", gradient, torch.bfloat16, tuple(gradient.shape))
@@ -216,7 +216,7 @@ def _empty_gradient(weights: PackedWeights | StoredWeights | ScaledCodes) -> Ten
 
 def _empty_bias(bias: Tensor | None) -> Tensor:
     if bias is None:
-        raise bad_value("needs", "no gradient of a bias that is not there", "one", "ask for those that there are")
+        raise bad_value("needs", "no gradient of a bias that is not there", "one", "request only those that exist")
     return torch.empty_like(bias)
 
 

@@ -45,7 +45,7 @@ class NumaNode:
 
     def run(self, job: Callable[[], Result]) -> Result:
         """In the calling thread; a job's dtypes are its own affair, also under autocast."""
-        if self._process != os.getpid():  # a forked process has none of the threads, and locks that nobody opens
+        if self._process != os.getpid():  # a forked process has none of the threads, and locks that are never released
             self._begin()
         with self._lock, torch.no_grad():
             if not torch.is_autocast_enabled("cpu"):
@@ -86,7 +86,7 @@ def numa_nodes(nodes: int | Literal["auto"] = 1, threads: int | None = None) -> 
     if nodes == "auto":
         nodes = len(numa)
     if not isinstance(nodes, int) or nodes < 1:
-        raise bad_value("nodes", 'a number from 1 on, or "auto"', repr(nodes), "1 serves a machine with one socket")
+        raise bad_value("nodes", 'a number of at least 1, or "auto"', repr(nodes), "use 1 on a machine with one socket")
     if threads is not None and threads < nodes:
         raise bad_value("threads", f"at least one for each of the {nodes} nodes", threads, "use more threads")
     if nodes == 1:

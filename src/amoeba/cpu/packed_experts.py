@@ -214,7 +214,8 @@ def pack_experts(
     nodes: "auto" for one per NUMA node; any number of them works on any machine.
     threads: of all nodes together; None for torch's number.
 
-    Beside the packed weights this takes the memory of one node's part of gate_up, where gate and up have to be joined.
+    In addition to the packed weights, this takes the memory of one node's part of gate_up, where gate and up have to be
+    joined.
     """
     if kind not in ("bf16", "int8"):
         raise bad_value("kind", "bf16 or int8", repr(kind), "int8 takes half the memory of bf16")

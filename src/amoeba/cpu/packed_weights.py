@@ -205,7 +205,7 @@ def _check_scales(scale_EO: Tensor) -> None:
             "weights",
             "finite numbers, which int8 can hold",
             f"a NaN or an infinity in expert {expert}, output channel {channel}",
-            'correct the checkpoint, or pack with kind="bf16", where they stay what they are',
+            'correct the checkpoint, or pack with kind="bf16", which preserves them',
         )
 
 

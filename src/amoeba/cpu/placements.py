@@ -19,7 +19,7 @@ from amoeba.cpu.planner import Plan, check_memory, plan
 from amoeba.cpu.pointers import CPU
 from amoeba.system.cpu_features import has_bf16_instructions
 
-# Of a GPU's free memory, kept for what generating needs beside the model: keys, values and what passes through.
+# Share of a GPU's free memory that is kept for generation: keys, values and activations.
 _SHARE_BESIDE = 0.15
 _PATHS = {
     "amx": "products by AMX tiles, of few rows by AVX-512 dot products",
@@ -65,7 +65,7 @@ def _chosen(situation: Situation) -> tuple[bool, str]:
 
 
 def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, kind: PackedKind) -> tuple[Plan, ...]:
-    """Raises MemoryError where the packed experts would not fit beside the rest, their own tensors being freed."""
+    """Raises MemoryError if the packed experts would not fit with the rest, once their own tensors are freed."""
     plans = tuple(
         plan(
             sizes,

@@ -98,5 +98,5 @@ def _refused(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ..
         name,
         f"{dtype} of shape {tuple(shape)} on the CPU, {lying}",
         f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}",
-        "compiled code would read other memory than is meant; copy the tensor with .to(...).contiguous()",
+        "compiled code would read the wrong memory; copy the tensor with .to(...).contiguous()",
     )

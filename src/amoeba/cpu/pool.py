@@ -30,7 +30,7 @@ class WorkerPool:
     """Without arguments: torch's threads where its runtime can be asked for them, else one of our own per core.
 
     threads: that many of our own; cores: where they run, None for all that this process may use, one thread each of
-    those that share a core. With more threads than cores nobody is pinned.
+    those that share a core. With more threads than cores, none is pinned.
     """
 
     def __init__(self, threads: int | None = None, cores: Sequence[int] | None = None) -> None:

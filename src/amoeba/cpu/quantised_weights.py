@@ -25,7 +25,7 @@ from amoeba.core.errors import bad_value
 from amoeba.cpu.packed_weights import PackedKind, _Packing
 from amoeba.cpu.pointers import address_at_strides, optional_address
 
-LEAST_COLUMNS = 16  # of a block: so many codes are read at once
+LEAST_COLUMNS = 16  # of a block: this many numbers are read at once
 
 ElementName = Literal["e4m3", "e2m1"]
 ELEMENTS: dict[ElementName, int] = {"e4m3": 0, "e2m1": 1}  # `enum ElementKind` in csrc/codes.h
@@ -52,8 +52,8 @@ def why_not_codes(block: tuple[int, int], parts: int) -> str | None:
     """Why the core does not read codes with such blocks, or None."""
     rows, columns = block
     if any(size < 1 or size & (size - 1) for size in block) or columns < LEAST_COLUMNS:
-        return f"reads blocks of powers of two, {LEAST_COLUMNS} columns or more, these are {rows} x {columns}"
-    return None if parts in (1, 2) else f"reads one or two parts with blocks of their own, these are {parts}"
+        return f"reads blocks of powers of two, {LEAST_COLUMNS} columns or more; these are {rows} x {columns}"
+    return None if parts in (1, 2) else f"reads one or two parts with blocks of their own; these are {parts}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +81,15 @@ class ScaledCodes:
     def __post_init__(self) -> None:
         reason = why_not_codes(self.block, self.parts)
         if reason is None and (self.code_EOI.dim() != 3 or self.code_EOI.shape[1] % self.parts):
-            reason = f"takes (experts, out, in) with {self.parts} equal parts, these are {tuple(self.code_EOI.shape)}"
+            reason = f"takes (experts, out, in) with {self.parts} equal parts; these are {tuple(self.code_EOI.shape)}"
         if reason is None and self.code_EOI.shape[2] != self._row_bytes():
-            reason = (
-                f"takes {self._row_bytes()} bytes in a row of {self.in_features}, here are {self.code_EOI.shape[2]}"
-            )
+            reason = f"takes {self._row_bytes()} bytes per row of {self.in_features}, not {self.code_EOI.shape[2]}"
         if reason is None and not (has_whole_experts(self.code_EOI) and has_whole_experts(self.scale)):
-            reason = f"takes contiguous experts, codes have strides {self.code_EOI.stride()}"
+            reason = f"takes contiguous experts; these have strides {self.code_EOI.stride()}"
         if reason is not None:
-            raise bad_value("codes", f"{self.element} codes that the core reads", reason, "dequantise them")
+            raise bad_value(
+                "quantised weights", f"{self.element} weights that the core reads", reason, "dequantise them"
+            )
 
     def _row_bytes(self) -> int:
         if self.element == "e4m3":

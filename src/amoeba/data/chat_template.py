@@ -2,8 +2,9 @@
 
     by_template((Message("user", "Hello?"),), tokenizer, add_generation_prompt=True)
 
-A template is a program by whoever made the model's folder. transformers runs it in jinja's sandbox, which keeps it from
-files and from Python's insides; here it is also kept from running without end, and what it raises becomes a sentence.
+A template is a program by the author of the model's folder. transformers runs it in jinja's sandbox, which keeps it
+from files and from Python's insides; here it is also kept from running without end, and what it raises becomes a
+sentence.
 """
 
 from __future__ import annotations

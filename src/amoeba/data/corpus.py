@@ -21,7 +21,7 @@ from amoeba.core.errors import bad_value, counted
 from amoeba.data.documents import Document, Text, characters, is_blank
 from amoeba.data.sources import cut_before, read_source
 
-# Times the asked share of the characters, or one of so many, from which on the description says so.
+# A held-out share this many times the requested one, or above 1 in this many, is mentioned in the description.
 FAR_FROM_ASKED = 3
 # More kinds than this are no kinds but names of documents.
 MOST_KINDS = 16

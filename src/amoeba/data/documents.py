@@ -30,7 +30,7 @@ class Text:
 @dataclass(frozen=True)
 class Conversation:
     messages: tuple[Message, ...]
-    given: int = 0  # so many messages at the start are context, of which no answer is to be learnt
+    given: int = 0  # this many messages at the start are context, from which no answer is learnt
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _DIGEST = 32
 
 
 def key_of(kind: str, texts: Iterable[str], **others: Any) -> str:
-    """others: what the content follows from beside the texts, as JSON has it."""
+    """others: what else the content depends on, as JSON."""
     found = hashlib.blake2b(json.dumps([kind, _code(), others], sort_keys=True, default=repr).encode())
     for text in texts:
         content = text.encode("utf-8", "surrogatepass")
@@ -48,7 +48,7 @@ def kept(key: str, make: Callable[[], bytes]) -> bytes:
     try:
         folder = prepared(prepared(default_folder()) / "data")
     except OSError as error:
-        logger.info("nothing made of the data is kept: %s", error)
+        logger.info("the tokenised data is not cached: %s", error)
         return make()
     path = folder / key
     content = _read(path)

@@ -117,7 +117,7 @@ def document_arguments(batch: dict[str, Tensor], most: int, longest: int) -> dic
     """Where the documents of a batch begin and end, as transformers hands it to flash attention.
 
     A document begins at position 0 and at the beginning of a row; padding is one of its own. most, longest: documents
-    of a row and tokens of a document at most, so that what comes out is of one kind for all batches of so many rows.
+    of a row and tokens of a document at most, so that all batches of this many rows have the same form.
     """
     rows, length = batch["input_ids"].shape
     first_BS = torch.zeros(rows, length, dtype=torch.bool, device="cpu")

@@ -26,7 +26,7 @@ from amoeba.integrations.text_model import vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end of text
-# What is looked at to tell whether a tokenizer understands the text: so many documents, and the begin of each.
+# What is checked to tell whether a tokenizer knows the text: this many documents, and the start of each.
 SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 64, 2000
 
 

@@ -26,7 +26,7 @@ def why_not_fixed(config: Any) -> str | None:
     except Exception as error:  # whatever a config may lack
         return f"transformers makes no static cache for it ({type(error).__name__}: {error})"
     others = {type(layer).__name__ for layer in layers} - {StaticLayer.__name__, StaticSlidingWindowLayer.__name__}
-    return f"its cache has layers of another kind ({', '.join(sorted(others))})" if others else None
+    return f"its cache has other kinds of layers ({', '.join(sorted(others))})" if others else None
 
 
 class FixedCache(Cache):

@@ -9,7 +9,7 @@ B rows · L slots of the cache
 
 Prompts of different lengths are padded on the left. A short prompt is read by a captured graph, a longer one in pieces
 by the model as it is. On a GPU the steps run ahead of what is handed out by `AHEAD`: the next token stays on the device
-and is copied to the host beside the following steps, so that whoever stops early has computed a few for nothing.
+and is copied to the host during the following steps, so stopping early wastes a few steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AHEAD = 4  # steps on their way to the GPU before one is waited for
 SHORTEST_CACHE = 512  # lengths are rounded up to powers of two from here, so that compiled code is found again
 CAPTURED_PROMPT = 512  # tokens of all rows; above it the GPU is busy long enough for the host to keep up
 SHORTEST_PIECE = 16
-STEPS = 16  # interleaved ones at a time: at both ends of them nobody computes while another one waits
+STEPS = 16  # interleaved at a time: at both ends, one sequence waits without another that computes
 PIECE = 8192  # tokens of all rows of a longer prompt that are read at once
 
 
@@ -224,10 +224,10 @@ class InterleavedDecoder:
         groups: int = 2,
     ) -> None:
         if not 1 < groups <= batch:
-            raise bad_value("groups", f"2 to {batch}, the rows", groups, "one group is a Decoder")
+            raise bad_value("groups", f"2 to {batch}, the rows", groups, "use Decoder for one group")
         replays = replays_in(model)
         if replays is None:
-            raise CannotCapture("the experts are all there: nobody waits for them")
+            raise CannotCapture("all experts are resident, so no step waits for them")
         self._replays, self.batch = replays, batch
         self._sizes = [batch // groups + (number < batch % groups) for number in range(groups)]
         options: dict[str, Any] = {"length": length, "sampling": sampling, "compiled": compiled}
@@ -279,7 +279,7 @@ class Outlet:
         return len(self._sent)
 
     def reserve(self, count: int) -> None:
-        """So many may be sent before memory is taken."""
+        """This many may be sent before memory is allocated."""
         while len(self._free) < count and self._token_B1.device.type == "cuda":
             host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
             self._free.append((host, torch.cuda.Event()))

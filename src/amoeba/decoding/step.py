@@ -98,7 +98,7 @@ class Step:
             self._run()
 
     def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
-        """Of steps in turns, once it is captured. behind: enqueues what follows each."""
+        """Of interleaved steps, once captured. behind: enqueues what follows each."""
         assert self._graph is not None
         replay = self._graph.replay
 

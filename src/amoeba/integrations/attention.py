@@ -69,8 +69,8 @@ def arguments_beyond(
 
 
 def window_of(sliding_window: int | None, longest: int | None) -> int | None:
-    """So many tokens before its own a query sees. transformers counts its own; a window that holds the longest document
-    hides nothing."""
+    """How many tokens before its own a query sees. transformers counts its own; a window that holds the longest
+    document hides nothing."""
     return None if sliding_window is None or sliding_window >= (longest or 0) else sliding_window - 1
 
 

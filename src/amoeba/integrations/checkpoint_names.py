@@ -96,8 +96,8 @@ def as_stored(model: Any, names: CheckpointNames, parameters: Mapping[str, Tenso
             if len(again) != len(stored):
                 raise bad_value(
                     "MODEL",
-                    f"a checkpoint whose layout of {name} transformers can write again",
-                    f"one with {len(stored)} tensors for it, of which it would write {len(again)}",
+                    f"a checkpoint whose layout of {name} transformers can reproduce",
+                    f"one with {len(stored)} tensors for it, where transformers would write {len(again)}",
                     "save the model with save_pretrained first, and merge into that folder",
                 )
             found |= {source: reverted[each] for source, each in zip(stored, again, strict=True)}

@@ -31,7 +31,7 @@ from amoeba.precision.recipes import UNCHANGED, with_precision
 logger = logging.getLogger("amoeba")
 
 ATTRIBUTE = "_amoeba"
-ROUTER_NAMES = ("gate", "router")  # what transformers calls the module beside the experts that chooses among them
+ROUTER_NAMES = ("gate", "router")  # what transformers calls the router, a sibling of the experts
 PRECISION = "_amoeba_precision"  # in which its experts train, see `integrations.precision`
 LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.factors.ExpertsLora
 
@@ -44,7 +44,7 @@ class ExpertsLayout:
     hidden: int
     intermediate: int
     gated: bool = True
-    interleaved: bool = False  # rows of gate and up in turns, as in gpt-oss; else all of gate first
+    interleaved: bool = False  # rows of gate and up interleaved, as in gpt-oss; else all of gate first
     transposed: bool = False  # weights stored as (E, in, out)
 
     def __str__(self) -> str:
@@ -84,15 +84,15 @@ def experts_modules(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
-def routers_beside(block: nn.Module | None) -> list[Any]:
+def routers_in(block: nn.Module | None) -> list[Any]:
     """The routers in a block that holds experts."""
-    beside = [getattr(block, child, None) for child in ROUTER_NAMES]
-    return [router for router in beside if isinstance(router, nn.Module)]
+    found = [getattr(block, child, None) for child in ROUTER_NAMES]
+    return [router for router in found if isinstance(router, nn.Module)]
 
 
 def router_matrix(block: nn.Module | None, experts: int, hidden: int) -> Tensor | None:
     """(E, H), by which the router in a block scores tokens, whatever it then does with the scores; None: not found."""
-    for router in routers_beside(block):
+    for router in routers_in(block):
         for matrix in router.parameters():
             if matrix.shape == (experts, hidden):
                 return matrix.detach()
@@ -206,7 +206,7 @@ def hand_over(module: Any, experts: AnyExperts, placement: Placement) -> None:
     """Has a module compute with experts that are elsewhere already; its own parameters, if any, are freed.
 
     Those of them that are parameters become the module's, by other names, so that `model.to` moves them; where they
-    train, they require gradients as its own did. Others are seen by nobody. Saving the module raises, since its own are
+    train, they require gradients as its own did. Others are not visible. Saving the module raises, since its own are
     missing.
     """
     trained = any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
@@ -252,7 +252,7 @@ def check_own_parameters(module: Any, name: str, remedy: str) -> None:
 
 
 def home_of_factors(module: Any) -> tuple[torch.dtype, torch.device]:
-    """Dtype and device for LoRA factors: beside the experts, wherever they are; fp32 beside half precision."""
+    """Dtype and device for LoRA factors: where the experts are; fp32 for experts in half precision."""
     weights = placed_in(module) or module.down_proj
     dtype = torch.float32 if weights.dtype.itemsize < 4 else weights.dtype
     return dtype, weights.device

@@ -63,9 +63,9 @@ def fused_attention(model: nn.Module) -> Iterator[Found]:
         else:
             reasons.append(form)
     found = Found(len(changed), len(candidates), tuple(dict.fromkeys(reasons)))
-    logger.info("%d of %d attention layers with norms and rotations by our kernels", found.layers, found.of)
+    logger.info("our kernels compute norms and rotations of %d of %d attention layers", found.layers, found.of)
     for reason in found.reasons:
-        logger.info("an attention layer stays as it is: %s", reason)
+        logger.info("an attention layer is left unchanged: %s", reason)
     try:
         yield found
     finally:

@@ -67,7 +67,7 @@ def why_not(model: Any) -> str | None:
         model.train(training)
         handle.remove()
     if len(seen) != 1 or len(handed) != 1 or seen[0] is not handed[0]:
-        return "something stands between its output head and its loss"
+        return "something comes between its output head and its loss"
     return None
 
 

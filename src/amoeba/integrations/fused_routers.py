@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.config import RouterConfig
-from amoeba.integrations.experts_module import is_experts, routers_beside
+from amoeba.integrations.experts_module import is_experts, routers_in
 from amoeba.routing import fused_router, route
 
 logger = logging.getLogger("amoeba")
@@ -45,7 +45,7 @@ def fused_routers(model: nn.Module) -> Iterator[int]:
     for block in model.modules():
         if not any(is_experts(child) for child in block.children()):
             continue
-        for router in routers_beside(block):
+        for router in routers_in(block):
             found = None if isinstance(router, _FusedRouter) else recognise(router)
             if found is not None:
                 own: Any = type(router)
@@ -80,7 +80,7 @@ def _recognised(router: Any) -> _Found | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # it wants other arguments
-        logger.info("a router stays as it is: %s: %s", type(error).__name__, error)
+        logger.info("a router is left unchanged: %s: %s", type(error).__name__, error)
         return None
     if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(each, Tensor) for each in output)):
         return None

@@ -76,7 +76,7 @@ def _kind(node: Any) -> tuple | None:
 
 
 def _experts_behind(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
-    """The call of our operator whose y this is, seen otherwise or as it is, and y, if nobody else reads that."""
+    """The call of our operator whose y this is, seen otherwise or as it is, and y, if nothing else reads it."""
     while node.op == "call_function" and node.target in _VIEWS and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:

@@ -68,7 +68,7 @@ def check_model(name: str) -> str:
             "MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "correct the path"
         )
     if not path.is_dir():
-        raise bad_value("MODEL", "a folder", f"the file {name!r}", "give the folder it lies in")
+        raise bad_value("MODEL", "a folder", f"the file {name!r}", "give the folder that contains it")
     trained = path / MODEL_FOLDER
     of_a_run = (trained / "config.json").is_file()
     remedy = f"give the run's model: {str(trained)!r}" if of_a_run else "give the folder that save_pretrained wrote"
@@ -258,7 +258,7 @@ def has_weights(folder: Path) -> bool:
         raise bad_value(
             "MODEL",
             "weights as model.safetensors",
-            f"{pickles[0]} in {str(folder)!r}, a pickle, which is not read since it may run code",
+            f"{pickles[0]} in {str(folder)!r}, a pickle, which aMoEba does not read because it may run code",
             "convert it where you trust it: from_pretrained(...).save_pretrained(...) writes safetensors",
         )
     return bool(files)
@@ -289,9 +289,7 @@ def check_json(path: Path) -> None:
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise bad_value(
-            str(path), "a JSON object", f"what is not JSON ({one_line(error)})", "correct the file"
-        ) from error
+        raise bad_value(str(path), "a JSON object", f"invalid JSON ({one_line(error)})", "correct the file") from error
     if not isinstance(found, dict):
         raise bad_value(str(path), "a JSON object", f"a {type(found).__name__}", "correct the file")
 

@@ -22,7 +22,7 @@ from amoeba.parallel.shards import rows_here
 class OwnTensor(NamedTuple):
     """
     name:       of the tensor of all experts, in a process that has them.
-    experts:    whose entries this rank has in its memory, in order; of: so many in all.
+    experts:    whose entries this rank has in its memory, in order; of: how many there are in all.
     transposed: whether that process stores it as (E, in, out), and this one as (E, out, in).
     """
 
@@ -31,8 +31,8 @@ class OwnTensor(NamedTuple):
     of: int
     transposed: bool
 
-    def turned(self, tensor: Tensor) -> Tensor:
-        """From one way to store it to the other."""
+    def in_other_layout(self, tensor: Tensor) -> Tensor:
+        """The tensor as the other process stores it, or from there as this one does."""
         return tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
 
 

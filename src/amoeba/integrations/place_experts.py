@@ -67,7 +67,7 @@ def place_experts(
     "nvfp4-weights", "auto", or one that was registered.
     load: how large a pass will be. Then the memory is planned first, and MemoryError says what would not fit and what
     to change.
-    trains: for "auto", whether LoRA factors will be trained beside the experts; else the model generates.
+    trains: for "auto", whether LoRA factors will be trained on the experts; else the model generates.
     device: for "auto", where the rest of the model will be; None for a GPU, if there is one.
     stored_dtype: for "auto", the checkpoint's dtype where the model has another one only because it is faster here: a
     placement that keeps numbers of this dtype rounds nothing. None: the model's.

@@ -201,7 +201,7 @@ def check_readable(folder: Path, model: Any, facts: Mapping[str, Any]) -> None:
         return  # one scale for a matrix, or experts in FP4: transformers dequantises them
     algorithm = "" if facts.get("quant_algo") is None else f" ({facts['quant_algo']})"
     got = f"{model.config.model_type} quantised by {method}{algorithm}"
-    expected = "experts in bfloat16, float16 or float32, or block-scaled (fp8, mxfp4)"
+    expected = "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp4)"
     if method is not None and not AutoHfQuantizer.supports_quant_method(dict(facts)):
         raise bad_value("MODEL", expected, f"{got}, which transformers does not know either", OTHERWISE)
     files = _files(folder)
@@ -221,7 +221,7 @@ def check_no_codes(folder: Path) -> None:
     for path in _paths(folder):
         for name, dtype in _dtypes_in(path).items():
             if dtype.startswith("F8"):
-                expected = "quantization_config in config.json beside weights in FP8"
+                expected = "quantization_config in config.json for weights in FP8"
                 raise bad_value("MODEL", expected, f"none, and {name} in {dtype}", OTHERWISE)
 
 
@@ -233,7 +233,7 @@ def is_quantised(name: str, names: Container[str]) -> bool:
 def check_scaled(name: str, dtype: torch.dtype, names: Container[str]) -> None:
     """Codes without their scales would be loaded as the numbers that they are not."""
     if dtype.itemsize == 1 and dtype.is_floating_point and not is_quantised(name, names):
-        got = f"codes alone ({str(dtype).removeprefix('torch.')})"
+        got = f"the numbers alone ({str(dtype).removeprefix('torch.')})"
         raise bad_value("MODEL", f"{name} with its scales, {name}{SCALE_INV}", got, AGAIN)
 
 
@@ -286,7 +286,7 @@ def read_quantised(
 
 
 def _check_tensors(name: str, format: Format, data: Tensor, codes: torch.dtype, scales: Tensor, columns: int) -> None:
-    for dtype, dtypes, what in ((codes, CODE_DTYPES, "codes"), (scales.dtype, scale_dtypes(format), "scales")):
+    for dtype, dtypes, what in ((codes, CODE_DTYPES, "numbers"), (scales.dtype, scale_dtypes(format), "scales")):
         if dtype not in dtypes:
             expected = f"{what} of {name} in one of {', '.join(str(each).removeprefix('torch.') for each in dtypes)}"
             raise bad_value("MODEL", expected, str(dtype).removeprefix("torch."), REMEDY)
@@ -294,7 +294,7 @@ def _check_tensors(name: str, format: Format, data: Tensor, codes: torch.dtype, 
     blocks = *leading, *block_counts(rows, columns, format)
     if stored != format.stored_columns(columns) or tuple(scales.shape) != blocks:
         expected = f"{name} in {format.name}: {columns} columns and scales of shape {blocks}"
-        got = f"codes of shape {tuple(data.shape)} and scales of shape {tuple(scales.shape)}"
+        got = f"numbers of shape {tuple(data.shape)} and scales of shape {tuple(scales.shape)}"
         raise bad_value("MODEL", expected, got, REMEDY)
 
 
@@ -350,7 +350,7 @@ def _one(names: CheckpointNames, parameter: str) -> str:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Where each tensor is, in the files that transformers reads: others may lie beside them."""
+    """Where each tensor is, in the files that transformers reads; the folder may contain others."""
     from safetensors import safe_open
 
     found: dict[str, Path] = {}

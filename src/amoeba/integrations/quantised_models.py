@@ -3,8 +3,8 @@
     take_over_quantised("amoeba")        # once: from_pretrained(..., experts_implementation="amoeba") then does so
 
 transformers' quantizers would dequantise the experts where there is no GPU, or put modules in their place whose weights
-no adapter can be trained beside. Here the rest of the model is loaded as an unquantised one, and its experts are handed
-block-scaled ones, frozen. The model counts as unquantised afterwards: any trainer takes it.
+no adapter can be trained on them. Here the rest of the model is loaded as an unquantised one, and its experts are
+handed block-scaled ones, frozen. The model counts as unquantised afterwards: any trainer takes it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
             experts = files.experts(name, module, dtype)
             hand_over(module, experts, placement_of(experts.format))
             module.to(_device_beside(model, name))
-    logger.info("experts: %s, as the checkpoint has them; the rest in %s", files.format.name, dtype)
+    logger.info("experts: %s, as in the checkpoint; the rest in %s", files.format.name, dtype)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
     model.name_or_path = str(folder)

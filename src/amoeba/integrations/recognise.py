@@ -149,7 +149,7 @@ def _probe_points(limits: list[float]) -> Tensor:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees whether a function uses any tensor beside its argument and those that it makes itself."""
+    """Detects whether a function uses tensors other than its argument and those it creates."""
 
     def __init__(self, argument: Tensor) -> None:
         super().__init__()

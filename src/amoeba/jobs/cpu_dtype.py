@@ -32,9 +32,9 @@ logger = logging.getLogger("amoeba")
 
 # Of all passes of a run: one of fewer operations is over within a minute or two on a CPU that multiplies bf16.
 WORTH_MEASURING = 2e13
-# The rows that are timed have so many operations at most, if it is not one row; a second or two of a few cores.
+# The timed rows take at most this many operations, unless one row takes more; a second or two on a few cores.
 _MOST_FLOPS = 2e11
-# A pass is timed up to so often, and not again after so many seconds: the first has libraries to wake up.
+# A pass is timed up to this often, and not again after this many seconds: the first one has to load libraries.
 _PASSES, _MOST_SECONDS = 3, 1.0
 _DTYPES = torch.float32, torch.bfloat16
 

@@ -32,10 +32,10 @@ from amoeba.system.machine import cpu_model, load_average, usable_cores
 
 # Products that are timed for the ceiling, at least and at most, and the seconds after which there are no more.
 _PRODUCTS, _MOST_SECONDS = (2, 10), 0.4
-# On a GPU: so many between two waits, until it has been busy for this long. A shorter time, or waiting for each, gives
-# a peak that is a few per cent too low: clocks have not risen yet, and the launch is counted.
+# On a GPU: this many between two waits, until it has been busy for this long. A shorter time, or waiting for each,
+# gives a peak that is a few per cent too low: clocks have not risen yet, and the launch is counted.
 _GPU_PRODUCTS, _GPU_SECONDS = 20, 0.2
-# A machine whose median product takes so many times the best one has other work: what it gave is not kept.
+# If the median product takes this many times as long as the best one, the machine is busy: the result is not kept.
 _CALM = 1.1
 
 

@@ -81,7 +81,7 @@ class RunSettings:
     minutes:  stop after these: the pace of the machine decides how many steps that is (jobs/train/time_budget.py).
     compile:  decoder layers by torch.compile; "auto" where there is a GPU and the run is long enough.
     optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
-    expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of so many ranks share
+    expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of that many ranks share
               them by FSDP2. None for all ranks.
     dense:    then also: of all other parameters "ddp", a copy on each rank, or "fsdp", shards by FSDP2.
     """

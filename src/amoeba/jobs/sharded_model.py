@@ -189,7 +189,7 @@ def save_share(
     own, parameters = own_tensors(model), dict(model.named_parameters())
     for name in layers:
         mine = {here: each for here, each in own.items() if here.startswith(f"{name}.placed_")}
-        stacked = {each.name: each.turned(local_part(parameters[here])) for here, each in mine.items()}
+        stacked = {each.name: each.in_other_layout(local_part(parameters[here])) for here, each in mine.items()}
         ids = mesh.experts_of(layers[name][1].owners, ranks.rank)
         for key, tensor in _on_disk(model, stacked).items() if ids else ():
             match = _ONE_EXPERT.fullmatch(key)
@@ -226,7 +226,7 @@ def gather_experts(model: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for here, own in own_tensors(model).items():
         placed = layers[here.rpartition(".")[0]]
-        share = own.turned(whole(parameters[here])).cpu()
+        share = own.in_other_layout(whole(parameters[here])).cpu()
         experts = gather_share(share, placed.owners, placed.ranks, own.name)
         if experts is not None:
             found[own.name] = experts
@@ -261,7 +261,7 @@ def _shared_tensors(model: Any) -> dict[str, Tensor]:
 def _kept_one_by_one(model: Any) -> bool:
     """Whether on disk each expert has tensors of its own."""
     own, parameters = own_tensors(model), dict(model.named_parameters())
-    shares = {each.name: each.turned(local_part(parameters[here])) for here, each in own.items()}
+    shares = {each.name: each.in_other_layout(local_part(parameters[here])) for here, each in own.items()}
     two = {name: torch.empty((2, *t.shape[1:]), dtype=t.dtype, device="meta") for name, t in shares.items()}
     return all(_ONE_EXPERT.fullmatch(name) for name in _on_disk(model, two))
 

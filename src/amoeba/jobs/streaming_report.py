@@ -1,4 +1,4 @@
-"""What streaming did in each part of a run, beside what its bytes take at least.
+"""What streaming did in each part of a run, compared with the least time that its bytes take.
 
     parts = StreamParts(streamed)       # None: experts are not streamed, and nothing happens
     parts.begin("prefill")

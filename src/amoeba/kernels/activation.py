@@ -64,7 +64,7 @@ def _flushing(INSTRUCTION: tl.constexpr, z):
 
 @triton.jit
 def value_and_slope(z, KIND: tl.constexpr, ALPHA: tl.constexpr):
-    """act(z) and act'(z); what nobody uses is not computed."""
+    """act(z) and act'(z); an unused one is not computed."""
     if KIND == "silu":
         sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * z))
         value = z * sigmoid

@@ -35,7 +35,7 @@ def dequantise(matrix: QuantisedMatrix, first: int, last: int, out_EOI: Tensor) 
     fits = tuple(out_EOI.shape) == (last - first, rows, columns) and 0 <= first <= last <= experts
     fits = fits and out_EOI.is_contiguous()
     fits = fits and all(experts == 0 or tensor[0].is_contiguous() for tensor in (matrix.data, matrix.scales))
-    expected = f"({last - first}, {rows}, {columns}), contiguous as each expert's codes and scales are"
+    expected = f"({last - first}, {rows}, {columns}), contiguous, as are each expert's numbers and scales"
     check_arguments(fits, expected, data=matrix.data, scales=matrix.scales, out=out_EOI)
     if out_EOI.numel() == 0:
         return out_EOI

@@ -117,8 +117,8 @@ def number_of_slices(chosen: Configuration, activation: Activation) -> int:
 
 @triton.jit
 def _slices(tile, SLICES: tl.constexpr):
-    """The tile's columns in so many tiles, a power of 2, from left to right. An epilogue that takes them one after the
-    other needs registers for one slice's intermediate values only."""
+    """The tile's columns split into this many tiles, a power of 2, from left to right. An epilogue that takes them one
+    after the other needs registers for one slice's intermediate values only."""
     if SLICES == 1:
         return (tile,)
     else:

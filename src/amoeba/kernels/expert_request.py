@@ -22,19 +22,19 @@ One program, in this order:
     5  then at `arrived`, on the device, which the stream of copies writes behind the copies of the missing experts;
        puts the answer into the map, and translates once more
 
-An answer says of each expert its slot, -1: it left, COMPUTED: the host computes it in this pass, so that it is nobody's
-here and `add_computed` adds it; LATER + slot: the same, and from the next pass on it is in that slot.
+An answer says of each expert its slot, -1: it left, COMPUTED: the host computes it in this pass, so that it counts as a
+sentinel here and `add_computed` adds it; LATER + slot: the same, and from the next pass on it is in that slot.
 
 `shown` is the map: slot of each of E experts (-1: in none), then the expert in each of S slots.
 
-Where several graphs pass over the layers in turns, each in its own stream with its own words, the map is for all of
+When several graphs pass over the layers alternately, each in its own stream with its own mailbox, the map is for all of
 them. `turn` is then a word of the layer that says whose turn it is: ahead of 2 the program waits for its own, and when
 all is done it is the next group's. So a layer's requests come one after the other in the order of the groups, and each
-finds the map as the one before left it. Below 0 nobody waits.
+finds the map as the one before left it. Below 0, no graph waits.
 
 After `limit` seconds of waiting, or where the answer is not to this request, or an id is still without a slot, the
-serial is written to `trouble`, and the kernel ends with -1 in slot_TK, which decode kernels take for nobody's. The host
-may write there too. From then on nothing waits any more, until the host has cleared it: tokens mean nothing.
+serial is written to `trouble`, and the kernel ends with -1 in slot_TK, which decode kernels take for sentinels. The
+host may write there too. From then on nothing waits any more, until the host has cleared it: tokens mean nothing.
 
 `route_and_request` holds the rows of all tokens in the registers of one warp, as kernels/router.py does, stores ids and
 weights, and then is the same program, which reads them. So ids, slots and what the host is told are those of two
@@ -173,11 +173,11 @@ def add_computed(y_TH: Tensor, mailbox: MailboxWords, buffer: HostComputeBuffer,
 def why_not(tokens: int, config: RouterConfig) -> str | None:
     """Why such a pass takes two launches, or None."""
     if columns(config) > MAX_COLUMNS or config.top_k > MAX_TOP_K:
-        return "the router's kernel is not for so many experts"
+        return "the router's kernel does not support this many experts"
     if config.score not in SCORES:
         return f"the router's kernel does not score by {config.score}"
     if config.capacity_factor is not None:
-        return "what is over an expert's capacity is dropped behind the router"
+        return "rows over an expert's capacity are dropped after the router"
     if next_power_of_2(tokens) * columns(config) > MOST_ELEMENTS:
         return f"{tokens} tokens do not fit into one warp's registers"
     return None

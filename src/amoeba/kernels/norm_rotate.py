@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     elements: int  # of one half of the heads that a program has in registers at once
     heads: int  # at most: as many of one token lie side by side
     warps: int
-    repeats: int = 1  # so many times, where a program has sums to keep
+    repeats: int = 1  # how often, where a program keeps sums
 
 
 FORWARD = Tile(1024, 4, 4)

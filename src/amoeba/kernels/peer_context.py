@@ -130,7 +130,7 @@ FLAGS = 4  # no channel: where the flags of `amoeba.tasks.triton.arrivals` lie, 
 # the host included (2026-11-16, dev/log). The interpreter runs one after another.
 PUSHERS, TAKERS = 48, 64
 PUSHERS_INTERPRETED = TAKERS_INTERPRETED = 2
-# Without a GPU there is no clock in a kernel, and so many looks take about a second.
+# Without a GPU a kernel has no clock; this many polls take about a second.
 LOOKS_PER_SECOND = 10_000
 
 
@@ -146,7 +146,7 @@ class PeerContext:
     cell_size: of each channel, in bytes.
     tokens:    of one rank at most.
     heaps:     the same heaps, uint8, for copies that no kernel makes.
-    reaches:   whether the addresses are all there; else who reads tells nobody, and others' heaps are for `Courier`.
+    reaches:   whether the addresses are all there; else readers signal no one, and others' heaps are for `Courier`.
     """
 
     addresses: Tensor

@@ -8,7 +8,7 @@ T tokens of this rank · R rows here, those of all ranks by (rank, token) · H c
     copy_back(peers, plan, y_RH)
 
 What arrived and what was taken is counted as `amoeba.kernels.peer_rows` counts it: one rank may copy, another push.
-The kernels here are one warp each with 32 registers at most, which finds room beside a product on Hopper.
+The kernels here are one warp each with 32 registers at most, which fits next to a product on Hopper.
 """
 
 from __future__ import annotations

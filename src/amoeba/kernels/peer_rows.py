@@ -11,7 +11,7 @@ T tokens of this rank · R rows here, those of all ranks by (rank, token) · K e
     y_TH = add_rows(peers, plan, SUMS, y_RH, goes_WT)                 # by rank, in fp32
 
 Every rank has a heap, which the others reach by its address: counters, then for each channel W cells, cell r for what
-comes from rank r. A row lies in its cell at its token's number: nobody needs to know how many rows there are, so that
+comes from rank r. A row lies in its cell at its token's number, so the number of rows need not be known, and
 neither the host nor another rank is asked.
 
 Counters only grow, and are never cleared. `epochs` counts the exchanges of a channel, on the device, so that a CUDA
@@ -136,7 +136,7 @@ def push_rows(
     programs: int | None = None,
     how: Push = PUSH,
 ) -> None:
-    """places: of a `Plan`. wanted: goes_WT or comes_R. programs: a divisor of `peers.pushers`; None: so many."""
+    """places: of a `Plan`. wanted: goes_WT or comes_R. programs: a divisor of `peers.pushers`; None: that number."""
     width, programs = rows.shape[1], programs or peers.pushers
     if peers.pushers % programs:
         raise bad_value("programs", f"a divisor of {peers.pushers}", programs, "leave it out")

@@ -273,24 +273,24 @@ def empty_weights(experts: int, height: int, width: int, device: torch.device) -
     return QuantisedMatrix(data, scales, FP8_TRAINING, width)
 
 
-def quantise_weights(weight_EOI: Tensor, into: QuantisedMatrix, turned: QuantisedMatrix | None = None) -> None:
-    """into: (E, O, I), as `quantise(weight, FP8_TRAINING)` gives it; turned: the same with rows for columns, (E, I, O).
+def quantise_weights(weight_EOI: Tensor, into: QuantisedMatrix, transposed: QuantisedMatrix | None = None) -> None:
+    """into: (E, O, I), as `quantise(weight, FP8_TRAINING)` gives it; transposed: the same as (E, I, O).
 
     The weight may have any strides.
     """
     experts, height, width = weight_EOI.shape
-    fit = into.shape == weight_EOI.shape and (turned is None or turned.shape == (experts, width, height))
+    fit = into.shape == weight_EOI.shape and (transposed is None or transposed.shape == (experts, width, height))
     fit = fit and into.data.is_contiguous() and into.scales.is_contiguous()
-    fit = fit and (turned is None or (turned.data.is_contiguous() and turned.scales.is_contiguous()))
-    check_arguments(fit, "(E, O, I) and contiguous codes for it", weight_EOI=weight_EOI, data=into.data)
+    fit = fit and (transposed is None or (transposed.data.is_contiguous() and transposed.scales.is_contiguous()))
+    check_arguments(fit, "(E, O, I) and contiguous memory for its numbers", weight_EOI=weight_EOI, data=into.data)
     if weight_EOI.numel() == 0:
         return
     _quantise_weights[(into.scales.numel(),)](
         weight_EOI,
         into.data,
         into.scales,
-        None if turned is None else turned.data,
-        None if turned is None else turned.scales,
+        None if transposed is None else transposed.data,
+        None if transposed is None else transposed.scales,
         STRIDE_EXPERT=weight_EOI.stride(0),
         STRIDE_ROW=weight_EOI.stride(1),
         STRIDE_COLUMN=weight_EOI.stride(2),

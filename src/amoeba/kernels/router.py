@@ -287,7 +287,8 @@ def choose_experts(
     chosen_logit = tl.load(logits_TE + chosen_at, mask=used, other=-float("inf")).to(tl.float32)
     chosen_logit = tl.where(inside, chosen_logit, 0.0)
     if RENORMALIZE:
-        # the weights are a softmax over the chosen alone (of log σ, beside log of the floor): amoeba.routing says why
+        # the weights are a softmax over the chosen alone (of log σ, and of the log of the floor): amoeba.routing says
+        # why
         if SIGMOID:
             chosen_logit = tl.where(slot < K, _log_sigmoid(chosen_logit), -float("inf"))
             top = tl.maximum(tl.max(chosen_logit, axis=1), LOG_FLOOR)

@@ -19,7 +19,7 @@ nvshmem = nvshmem_device_functions()
 
 PROGRAMS = 16
 _WARPS = 16
-# What goes with a counter that goes alone; nobody reads it.
+# The payload of a counter that is sent alone; it is never read.
 _LEAST_BYTES = tl.constexpr(16)
 # NVSHMEM_SIGNAL_SET. Torch's documentation calls it 0, which adds: the second epoch would find the third already there.
 _SET = tl.constexpr(9)
@@ -41,7 +41,7 @@ def count(
     ahead: int,
     parts: int,
 ) -> None:
-    """pes: int32 (W,), how NVSHMEM calls each rank. spare_at: bytes that nobody reads, which go with a counter.
+    """pes: int32 (W,), how NVSHMEM calls each rank. spare_at: bytes that are never read, sent with a counter.
     ahead: of the epoch that the device has counted to."""
     numbers = (counter_at, spare_at, rank, ahead, parts)
     _count[(1,)](heap, epochs, pes, *numbers, CHANNEL=channel, RANKS=pes.shape[0], num_warps=1)

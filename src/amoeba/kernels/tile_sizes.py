@@ -33,7 +33,7 @@ class Configuration:
 
     block_m, block_n: rows and columns of the accumulator; in a gated up projection, half of the columns are gates.
     block_k:          length of one step of the reduction.
-    group_m:          so many tiles of rows sweep the columns together, so that they meet in the L2 cache.
+    group_m:          the number of row tiles that sweep the columns together and share the L2 cache.
     """
 
     block_m: int
@@ -257,7 +257,7 @@ def shared_bytes(capability: tuple[int, int] | None) -> int:
 
 
 def bucket(rows: int, experts: int) -> int:
-    """What stands for so many rows in the key of a search."""
+    """What stands for this many rows in the key of a search."""
     per_expert = -(-rows // experts)
     return next((most for most in _BUCKETS if per_expert <= most), _ABOVE)
 
@@ -290,7 +290,7 @@ _experts: ContextVar[int | None] = ContextVar("experts", default=None)
 
 @contextmanager
 def as_with(experts: int) -> Iterator[None]:
-    """Configurations are chosen as if the weights had so many experts: some of them, in slots, are computed with the
+    """Configurations are chosen as if the weights had this many experts: some of them, in slots, are computed with the
     tiles, and so with the last bits, of all."""
     token = _experts.set(experts)
     try:
@@ -300,7 +300,7 @@ def as_with(experts: int) -> Iterator[None]:
 
 
 def as_many(experts: int) -> int:
-    """By which a configuration is chosen for weights of so many experts."""
+    """By which a configuration is chosen for weights of this many experts."""
     return _experts.get() or experts
 
 

@@ -1,4 +1,4 @@
-"""LoRA on experts: low-rank factors beside frozen expert weights, and PEFT folders in and out.
+"""LoRA on experts: low-rank factors on frozen expert weights; reads and writes PEFT folders.
 
     lora.attach(model, r=16, alpha=32, targets=["experts", "q_proj", "v_proj"])
     ...train it with transformers.Trainer or a loop of your own...

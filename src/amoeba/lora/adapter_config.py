@@ -3,7 +3,7 @@
     config = read_config(folder / CONFIG_NAME)
     rank, scaling = rank_and_scaling(config, "model.layers.0.mlp.experts.down_proj")
 
-The tensors beside it are read and written by `peft_files`.
+`peft_files` reads and writes the tensors that belong to it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ E experts · R LoRA rank
     detach(model)
 
 The factors of the experts are parameters of a child `lora_factors` of each experts module; those of other layers are
-PEFT's. All other parameters are frozen. Factors beside weights of half precision are fp32, as in PEFT; they are rounded
+PEFT's. All other parameters are frozen. Factors on weights of half precision are fp32, as in PEFT; they are rounded
 to the weights' dtype for each pass and get fp32 gradients.
 """
 
@@ -39,7 +39,7 @@ STATE = "_amoeba_lora"
 
 @dataclass
 class Attached:
-    """The adapter of a model. Its modules stay the same, in the model's tree or, while merged, beside it."""
+    """The adapter of a model. Its modules stay the same, in the model's tree or, while merged, outside it."""
 
     config: dict[str, Any]  # of adapter_config.json: r, lora_alpha, modules_to_save, ...
     experts: dict[str, ExpertsLora] = field(default_factory=dict)  # by the name of the experts module
@@ -76,7 +76,7 @@ def attach(
     train_router: the routers are trained in full and saved with the adapter.
     share_a:      gate and up share one A, so that PEFT's file has rank r; otherwise it has 2r.
 
-    Factors beside weights of half precision are fp32. Targets outside the experts need the package peft.
+    Factors on weights of half precision are fp32. Targets outside the experts need the package peft.
     """
     check_rank_and_alpha(r, alpha)
     prepare(model)

@@ -49,7 +49,7 @@ class StackedLora(NamedTuple):
 class PeftFactors(NamedTuple):
     gate_up: StackedLora | None
     down: StackedLora | None
-    gate_rank: int | None  # so many of gate_up's ranks are gate's and the rest up's; None: all are both's
+    gate_rank: int | None  # how many of gate_up's ranks are gate's, the rest being up's; None: all belong to both
 
 
 def from_peft(

@@ -60,7 +60,7 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
-    """Undoes `merge`: restores the base weights, bit for bit, and puts the factors back beside them."""
+    """Undoes `merge`: restores the base weights, bit for bit, and attaches the factors again."""
     state = attached_to(model)
     if not state.merged:
         raise bad_value("model", "one whose factors are merged", "one whose are not", "there is nothing to undo")

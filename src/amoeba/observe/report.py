@@ -105,7 +105,7 @@ def _notes(run: Run) -> list[str]:
 
 
 def _thin(records: Sequence[Record], most: int) -> list[Record]:
-    """At most so many, evenly spaced, the first and the last among them."""
+    """At most this many, evenly spaced, including the first and the last."""
     if len(records) <= most:
         return list(records)
     return [records[index * (len(records) - 1) // (most - 1)] for index in range(most)]

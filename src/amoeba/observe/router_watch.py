@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import bad_value
-from amoeba.integrations.experts_module import ROUTER_NAMES, is_experts, routers_beside
+from amoeba.integrations.experts_module import ROUTER_NAMES, is_experts, routers_in
 from amoeba.routing.balance import ENTROPY_UNIT, Ledger, attach_balance, count_choices
 
 
@@ -35,7 +35,7 @@ class RouterWatch:
         found = [(name, module) for name, module in model.named_modules() if _is_experts(module)]
         self.names = [name for name, _ in found]
         self.experts: list[Any] = [module for _, module in found]
-        self.routers = [routers_beside(parents.get(module)) for module in self.experts]
+        self.routers = [routers_in(parents.get(module)) for module in self.experts]
         self.selection_biases = [
             next((router.e_score_correction_bias for router in routers if _has_bias(router)), None)
             for routers in self.routers
@@ -84,7 +84,7 @@ class RouterWatch:
     def refuse(self) -> None:
         raise bad_value(
             "balance",
-            f"routers beside the experts ({' or '.join(ROUTER_NAMES)}) with logits, one for each expert, to train",
+            f"routers next to the experts ({' or '.join(ROUTER_NAMES)}) with logits, one for each expert, to train",
             f"none at {', '.join(self.names[:2])}{' and others' if len(self.names) > 2 else ''}",
             "use balance none and a z-loss coefficient of 0, train the routers, or take another architecture",
         )
@@ -180,7 +180,7 @@ class _WatchedRouter:
             return output
         if not isinstance(output, tuple):
             return attach_balance(logits, logits, self.amoeba_key)
-        # the routing weights, which the loss depends on; the logits beside them are for onlookers
+        # the routing weights, which the loss depends on; the logits are only for observers
         place = next((i for i, item in enumerate(output) if item is not logits and item.is_floating_point()), None)
         if place is None:
             return output

@@ -104,9 +104,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
-        raise bad_value(
-            str(path), "a JSON object", f"what is not JSON ({error})", "correct or remove the file"
-        ) from None
+        raise bad_value(str(path), "a JSON object", f"invalid JSON ({error})", "correct or remove the file") from None
     if not isinstance(found, dict):
         raise bad_value(str(path), "a JSON object", f"a {type(found).__name__}", "correct or remove the file")
     return found
@@ -125,7 +123,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, list[Record]], int | None, list
             if number == len(lines):
                 torn_line = number
                 break
-            raise _bad_line(path, number, "a JSON object", f"what is not JSON ({error})") from None
+            raise _bad_line(path, number, "a JSON object", f"invalid JSON ({error})") from None
         _check(record, path, number)
         kind = record["kind"]
         if kind not in by_kind:

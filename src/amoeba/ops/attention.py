@@ -32,15 +32,15 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> str |
     if q.device.type == "cpu":
         return None if window is None else "has no sliding window on a CPU"
     if q.device.type != "cuda":
-        return f"computes on CUDA devices and on the CPU, these are on {q.device}"
+        return f"computes on CUDA devices and on the CPU; these are on {q.device}"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "needs compute capability 8.0"
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"serves bf16 and fp16, these are {str(q.dtype).removeprefix('torch.')}"
+        return f"supports bf16 and fp16; these are {str(q.dtype).removeprefix('torch.')}"
     multiple, most = HEAD_SIZES
     if not q.shape[-1] == k.shape[-1] == v.shape[-1] <= most or q.shape[-1] % multiple:
         sizes = f"{q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
-        return f"serves heads of one size, a multiple of {multiple} up to {most}; these have {sizes}"
+        return f"supports heads of one size, a multiple of {multiple} up to {most}; these have {sizes}"
     return None
 
 
@@ -54,7 +54,7 @@ def document_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """longest: no document has more tokens. window: so many tokens before its own a query sees; None for all."""
+    """longest: no document has more tokens. window: how many tokens before its own a query sees; None for all."""
     if q_TQD.device.type == "cpu":
         return _one_by_one(q_TQD, k_TGD, v_TGD, ends_N1.tolist(), scale)
     y_TQD, _ = _attention(q_TQD, k_TGD, v_TGD, ends_N1, longest, scale, -1 if window is None else window)

@@ -37,24 +37,24 @@ def why_not(x: Tensor, query_heads: int, key_heads: int, size: int, scale: float
     if not _TRITON:
         return "needs Triton, which is not installed"
     if x.device.type != "cuda":
-        return f"computes on CUDA devices, these are on {x.device}"
+        return f"computes on CUDA devices; these are on {x.device}"
     if torch.cuda.get_device_capability(x.device) < (8, 0):
         return "needs compute capability 8.0"
     if x.dtype not in DTYPES:
-        return f"serves bf16 and fp16, these are {str(x.dtype).removeprefix('torch.')}"
+        return f"supports bf16 and fp16; these are {str(x.dtype).removeprefix('torch.')}"
     return why_not_shape(x, query_heads, key_heads, size, scale)
 
 
 def why_not_shape(x: Tensor, query_heads: int, key_heads: int, size: int, scale: float) -> str | None:
     """The part of `why_not` that asks neither for a device nor for Triton."""
     if size not in HEAD_SIZES:
-        return f"serves heads of {' and '.join(map(str, HEAD_SIZES))}, these have {size}"
+        return f"supports heads of size {' and '.join(map(str, HEAD_SIZES))}; these have {size}"
     if query_heads % key_heads:
-        return f"serves groups of query heads of one size; {query_heads} are not shared out evenly to {key_heads}"
+        return f"needs as many query heads for each key head; {query_heads} cannot be divided by {key_heads}"
     if x.numel() == 0:
-        return "has nothing to do without tokens"
+        return "needs at least one token"
     if not scale > 0:
-        return f"takes the largest score for the likeliest, which a scale of {scale} does not allow"
+        return f"needs a positive scale; this one is {scale}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A step by Triton's kernels, for parameters on a GPU: one launch for all parameters of a kind, and nobody waits."""
+"""A step by Triton's kernels, for parameters on a GPU: one launch for all parameters of a kind, without waiting."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def agree(
         values = [line[place] for line in table]
         if len(set(values)) > 1:
             told = ", ".join(f"{_value(name, value)} on rank {rank}" for rank, value in enumerate(values))
-            raise bad_value(name, "the same on all ranks of the group", told, "call the layer alike on every rank")
+            raise bad_value(
+                name, "the same on all ranks of the group", told, "call the layer in the same way on every rank"
+            )
     return [line[len(facts) :] for line in table]
 
 

@@ -35,7 +35,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.exchange = exchange
         x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, weight_TK)
-        # whose gradient nobody takes here must not be asked for there: it would be sent
+        # a gradient that is not used here must not be requested there: it would be sent
         _, needs_x, needs_weight = ctx.needs_input_grad
         of_nothing = [] if needs_x else [x_RH]
         of_nothing += [] if needs_weight else [weight_RK]

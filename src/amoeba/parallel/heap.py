@@ -24,7 +24,7 @@ from torch import Tensor
 from amoeba.core.torch_internals import symmetric_memory
 from amoeba.parallel.ranks import Ranks
 
-SPARE = 256  # bytes at the end of a remote heap that nobody reads, see `amoeba.kernels.shmem_put`
+SPARE = 256  # bytes at the end of a remote heap that are never read, see `amoeba.kernels.shmem_put`
 _SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -51,7 +51,7 @@ class RankMesh:
         return [share[place] for place in Owners.even(len(share), self.groups).experts_of(rank // self.experts.count)]
 
     def __str__(self) -> str:
-        """What was chosen, for whoever started the run."""
+        """What was chosen, for the user."""
         count, own, groups = self.every.count, self.experts.count, self.groups
         if count == 1:
             return "on one rank"
@@ -97,7 +97,7 @@ def make_mesh(ranks: Ranks, expert_ranks: int | None, dense: str, device: torch.
     if fully and device.type == "cuda" and not ranks.has_own_gpu:
         option = "--dense fsdp" if dense == "fsdp" else f"--expert-ranks {own}"
         remedy = "give each rank a GPU of its own, or leave it out"
-        raise bad_value(option, "a GPU for each rank, as NCCL wants it", "ranks that share one", remedy)
+        raise bad_value(option, "a GPU for each rank, which NCCL requires", "ranks that share one", remedy)
     if own == ranks.count:
         return RankMesh(ranks, ranks, None, _device_mesh(ranks.group, device, "dp") if fully else None)
     # every process has to take part in making a group, also in one that it is not in

@@ -150,11 +150,11 @@ def _context(preload: Sequence[str]) -> Any:
     return context
 
 
-_groups: dict[int, Any] = {}  # in a process that was started here: the first so many as a group
+_groups: dict[int, Any] = {}  # in a process that was started here: the first N as a group
 
 
 def first_processes(count: int) -> Any:
-    """In one of the processes: the group of the first so many of them."""
+    """In one of the processes: the group of the first `count` of them."""
     return _groups[count]
 
 
@@ -170,7 +170,7 @@ def _serve(connection: Connection, rank: int, count: int, port: int, threads: in
         _groups.update({few: dist.new_group(list(range(few))) for few in range(2, count)})
         _groups[count] = dist.group.WORLD
         connection.send_bytes(pickle.dumps((True, None)))
-        with contextlib.suppress(EOFError, KeyboardInterrupt):  # whoever started it has closed it, or is gone
+        with contextlib.suppress(EOFError, KeyboardInterrupt):  # the parent has closed it, or is gone
             ok = True
             while ok:
                 ok, result = _answer(connection.recv_bytes())

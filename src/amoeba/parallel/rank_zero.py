@@ -87,7 +87,7 @@ class RankZero:
         return max(each for (each,) in self.ranks.gather([number], torch.device("cpu"), what))
 
     def part(self, rows: int) -> slice:
-        """Of so many rows those of this rank: as many as the others', or one more."""
+        """This rank's share of that many rows: as many as the others', or one more."""
         begin, end = (rows * place // self.count for place in (self.rank, self.rank + 1))
         return slice(begin, end)
 

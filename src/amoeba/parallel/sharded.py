@@ -44,7 +44,8 @@ class ShardedExperts:
     transport: how tokens travel, "auto" for the fastest that serves these ranks.
     local_backend: what computes the own share, as `experts` takes it.
     most_tokens: of one rank, in any pass; the same on all ranks. With it `peers` lets the hosts say nothing to each
-               other between the passes, as in a CUDA graph; all ranks' rows are then so many, most of them maybe empty.
+               other between the passes, as in a CUDA graph; all ranks then have that many rows, most of them perhaps
+               empty.
     most_rows: of slots with an expert here, in any pass. With it `peers` has buffers between the products of that size,
                and not of one row for each slot of all ranks' tokens; more are an error, and are never dropped.
     overlap:   with `peers`, rows travel by the copy engines of the GPU while own rows are computed.

@@ -33,16 +33,20 @@ class RanksBackend(Backend):
     def why_not(self, request: Request) -> str | None:
         sharded = _sharded(request)
         if torch.compiler.is_compiling() or transformed():
-            return "sends as many rows as there are, which torch.compile and torch.func cannot trace yet"
+            return (
+                "sends a number of rows that depends on the data, which torch.compile and torch.func cannot trace yet"
+            )
         if sharded.ranks.count > 1 and sharded.local.placement == OF_ALL_TOKENS:
-            return f"has a part of the tokens, {OF_ALL_TOKENS} has scales over all of them: take fp8, or one process"
+            return f"has some of the tokens, but {OF_ALL_TOKENS} needs scales over all of them: use fp8, or one process"
         transport, refused = choose_transport(sharded.transport, sharded.ranks, request.x_TH.device)
         if transport is None:
-            return "has no way between these ranks: " + "; ".join(f"{name} {why}" for name, why in refused.items())
+            return "has no transport between these ranks: " + "; ".join(
+                f"{name} {why}" for name, why in refused.items()
+            )
         if sharded.local_backend == "auto" and sharded.own_experts:
             inner = explain(_share(request, request.x_TH, request.routing, request.routing.num_tokens))
             if inner.backend is None:
-                return f"has nothing to compute its own share with: {inner.reasons}"
+                return f"has no backend for its own experts: {inner.reasons}"
         return None
 
     def why_waits(self, request: Request, trains: bool) -> str | None:

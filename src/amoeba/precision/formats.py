@@ -175,7 +175,7 @@ def format_named(name: str) -> Format:
 
 
 def fp8_training_columns(rows: int) -> Format:
-    """e4m3 with a power of two as scale for each column of a matrix of so many rows."""
+    """e4m3 with a power of two as scale for each column of a matrix of this many rows."""
     return Format(f"fp8-{rows}-training-columns", E4M3, (max(rows, 1), 1), "fp32", power_of_two=True)
 
 

@@ -76,7 +76,8 @@ def _w8a8() -> Placement:
 
 
 def _recipe(precision: str) -> Placement:
-    """A precision is no place: nobody names it as one, and its experts are resident. Here it is to be proven."""
+    """A precision is not a placement: it cannot be selected as one, and its experts are resident. It is listed to be
+    verified."""
     make = functools.partial(with_precision, precision=precision)
     return Placement(
         precision,

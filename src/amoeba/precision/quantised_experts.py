@@ -72,7 +72,7 @@ class QuantisedExperts:
     dtype: torch.dtype
     products: Products = "bf16"
 
-    placement = "block-scaled"
+    placement = "quantised"
     trains = False
 
     @classmethod
@@ -94,7 +94,9 @@ class QuantisedExperts:
         if not fits or gate_up.data.device != down.data.device:
             expected = f"gate_up ({experts}, {width}, {hidden}) and down (E, H, I) in one format on one device"
             got = f"{gate_up.shape} in {gate_up.format.name} and {down.shape} in {down.format.name}"
-            raise bad_value("block-scaled experts", expected, got, "check activation.gated, and quantise both alike")
+            raise bad_value(
+                "quantised experts", expected, got, "check activation.gated, and quantise both in the same format"
+            )
         biases = [(gate_up_bias_EJ, (experts, width)), (down_bias_EH, (experts, hidden))]
         for bias, shape in biases:
             if bias is not None and tuple(bias.shape) != shape:

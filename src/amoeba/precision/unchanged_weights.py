@@ -5,7 +5,8 @@
             loss(model, batch).backward()
 
 Codes of weights that train in fp8 are then written by the first pass inside, and by no other. Without it every forward
-pass on a GPU writes them anew: a weight that was written through `.data` or by a fused optimizer tells nobody. It holds
+pass on a GPU writes them anew: nothing signals that a weight was written through `.data` or by a fused optimizer. It
+holds
 for the whole process, other threads and backward passes included. Entered again, the same promise goes on.
 """
 

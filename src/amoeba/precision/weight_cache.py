@@ -3,7 +3,7 @@
 E experts · O out · I in
 
     cached = quantised_weight(gate_up_EJH)
-    cached.matrix, cached.turned()          # of (E, J, H) and of (E, H, J), both as a product reads them along rows
+    cached.matrix, cached.transposed()          # of (E, J, H) and of (E, H, J), both as a product reads them along rows
 
 Codes are kept for as long as the weight is, and stay where they are in memory. That a weight changed shows in its
 version counter and its address; what is written through `weight.data` or by a fused optimizer may move neither. So its
@@ -31,25 +31,25 @@ class QuantisedWeight:
     def __init__(self, weight_EOI: Tensor) -> None:
         self._seen = _state(weight_EOI)
         self.matrix = quantise(weight_EOI, FP8_TRAINING)
-        self._turned: QuantisedMatrix | None = None
+        self._transposed: QuantisedMatrix | None = None
 
     def update(self, weight_EOI: Tensor) -> None:
         state = _state(weight_EOI)
         if state != self._seen:
             quantise_again(weight_EOI, self.matrix)
             self._seen = state
-            if self._turned is not None:
-                self._turn(self._turned)
+            if self._transposed is not None:
+                self._transpose(self._transposed)
 
-    def turned(self) -> QuantisedMatrix:
+    def transposed(self) -> QuantisedMatrix:
         """The same codes and scales with rows for columns: (E, I, O). Made when it is first asked for."""
         with _lock, torch.inference_mode(False):
-            if self._turned is None:
+            if self._transposed is None:
                 data, scales = (each.mT.contiguous() for each in (self.matrix.data, self.matrix.scales))
-                self._turned = QuantisedMatrix(data, scales, self.matrix.format, self.matrix.shape[-2])
-            return self._turned
+                self._transposed = QuantisedMatrix(data, scales, self.matrix.format, self.matrix.shape[-2])
+            return self._transposed
 
-    def _turn(self, into: QuantisedMatrix) -> None:
+    def _transpose(self, into: QuantisedMatrix) -> None:
         into.data.copy_(self.matrix.data.mT)
         into.scales.copy_(self.matrix.scales.mT)
 

@@ -127,7 +127,7 @@ def most_telling_first(found: Sequence[Case]) -> list[Case]:
     ordered = [case for case in _FIRST if case in found]
     seen = {pair for case in ordered for pair in _pairs(case)}
     others = [case for case in found if case not in ordered]
-    # What a case still has to tell only grows less: whoever is first with a fresh figure is ahead of all stale ones.
+    # What a case still adds only shrinks, so the first one with a fresh figure is ahead of all stale ones.
     waiting = [(-math.inf, place, _pairs(case)) for place, case in enumerate(others)]
     while waiting:
         told, place, pairs = waiting[0]

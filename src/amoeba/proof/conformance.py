@@ -7,7 +7,7 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
     all(result.ok for result in results)
 
 An error is relative in the L2 norm. Inputs are rounded to the dtype before the reference sees them, so that the error
-is the backend's alone. Memory that nobody wrote holds NaN while a backend runs, and only deterministic operations are
+is the backend's alone. Uninitialised memory holds NaN while a backend runs, and only deterministic operations are
 allowed. The tests run the same cases as the command `amoeba verify`.
 """
 
@@ -106,7 +106,7 @@ def _named(backend_name: str) -> Backend | None:
 def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason for which the backend does not serve this case; None if it does."""
     if backend_name == COMPOSED:
-        return "keeps what autograd keeps, there is nothing to recompute" if case.recompute else None
+        return "saves what autograd saves; there is nothing to recompute" if case.recompute else None
     placement = _placement(backend_name)
     reason = None if placement is None else why_not_placed(placement, device, dtype)
     named = _named(backend_name)
@@ -142,7 +142,7 @@ def _placement(backend_name: str) -> Placement | None:
 def why_not_placed(placement: Placement, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in placement.tolerances:
         dtypes = ", ".join(str(each).removeprefix("torch.") for each in placement.tolerances)
-        return f"computes in {dtypes}, x would be {dtype}"
+        return f"computes in {dtypes}; x would be {dtype}"
     if device.type not in placement.x_from:
         return f"takes x from {' or '.join(placement.x_from)}, not from {device.type}"
     return placement.why_not()

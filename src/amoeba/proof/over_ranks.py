@@ -152,7 +152,7 @@ def compute_share(share: Share) -> dict[str, Tensor]:
 
 
 def verify_divided(divided: DividedCase, dtype: torch.dtype, processes: LocalRanks, ranks: int) -> Result:
-    """ranks: so many of the processes, the first ones."""
+    """ranks: how many of the processes, from the first on."""
     recipe = divided.local if _trains_as_placed(divided.local) else None
     name = f"{ranks} ranks" if recipe is None else f"{ranks} ranks, {recipe}"
     result = Result(name, dtype, divided.name, judged_as=recipe)
@@ -186,7 +186,7 @@ def _trains_as_placed(name: str) -> bool:
 def verify_over_ranks(
     ranks: int, dtypes: Sequence[torch.dtype], progress: Callable[[int, int, str], None] | None = None
 ) -> list[Result]:
-    """Every case in every dtype, over so many processes that are started for it. progress: (done, of, case)."""
+    """Every case in every dtype, over this many processes that are started for it. progress: (done, of, case)."""
     checks = list(itertools.product(divided_cases(ranks), dtypes))
     results: list[Result] = []
     while len(results) < len(checks):

@@ -13,7 +13,7 @@ the choices counted last in that layer; and the z-loss, mean(logsumexp(logits)²
 layer. A recompute in backward counts nothing twice.
 
 Where several processes share a batch, `ledger.add_up` sums over them: then the losses are those of the whole batch, and
-a process adds its own tokens' part. What is counted stays each process's own, for whoever reads it to add up.
+a process adds its own tokens' part. Each process keeps its own counts; the reader adds them up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ledger:
         self.pull = self.z_pull = 0.0
         self.pulled = False  # whether a gradient was asked for
         self.add_up: Callable[[Tensor], Tensor] | None = None  # over the processes that share a batch
-        self.idle = False  # whether the tokens of this pass are nobody's, there for the others' sake
+        self.idle = False  # whether the tokens of this pass are dummies that only serve other ranks
         self.tokens_of = [0] * layers  # in the last pass, of all processes
         self.number = next(_numbers)
         _ledgers[self.number] = self

@@ -36,7 +36,7 @@ def why_not(logits_TE: Tensor, config: RouterConfig) -> str | None:
     if not _TRITON:
         return "needs Triton, which is not installed"
     if logits_TE.device.type != "cuda":
-        return f"computes on CUDA devices, these logits are on {logits_TE.device}"
+        return f"computes on CUDA devices; these logits are on {logits_TE.device}"
     if torch.cuda.get_device_capability(logits_TE.device) < (8, 0):
         return "needs compute capability 8.0"
     return why_not_shape(logits_TE.dtype, config)
@@ -45,7 +45,7 @@ def why_not(logits_TE: Tensor, config: RouterConfig) -> str | None:
 def why_not_shape(dtype: torch.dtype, config: RouterConfig) -> str | None:
     """The part of `why_not` that asks neither for a device nor for Triton."""
     if dtype not in DTYPES:
-        return f"takes fp32, bf16 and fp16, these logits are {dtype}"
+        return f"takes fp32, bf16 and fp16; these logits are {dtype}"
     if config.score not in SCORES:
         return f"scores by {', '.join(SCORES)}; this router's score is {config.score}"
     grouped = config.topk_group < config.n_group
@@ -63,7 +63,7 @@ def fused_route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32): `route` without noise and capacity.
 
-    scores: False where nobody reads them; they are empty then, and nothing is kept of them, unless the gradient of
+    scores: False if they are not needed; they are empty then, and nothing is kept of them, unless the gradient of
     weights that are not renormalised needs them.
     """
     bias_E = None if bias_E is None else bias_E.detach()

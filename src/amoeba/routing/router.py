@@ -35,7 +35,7 @@ class Routing:
     scores_TE: softmax or sigmoid of the logits, before any choice; differentiable, for losses and statistics.
     trusted:   the weights need no `check_values`, because `route` made them.
     chosen_TK: the choice before capacity dropped any slot; None if it is the same as expert_TK.
-    most_rows: so many slots at most have an expert, where that is known without asking the device: buffers of sorted
+    most_rows: the most slots that have an expert, if that is known without asking the device: buffers of sorted
                rows are then no larger. None: all may have one.
     """
 

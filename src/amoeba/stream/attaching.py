@@ -7,7 +7,7 @@
     streamed.report(); streamed.close()
 
 The budget is for all of the model: what is not an expert stays in memory, the rest of the budget is slots, shared among
-the layers. On a GPU that budget is vram, and ram is for experts below it. What a pass needs beside that, activations
+the layers. On a GPU that budget is vram, and ram is for experts below it. What a pass needs in addition, activations
 and the cache of keys and values, comes on top.
 """
 
@@ -125,13 +125,13 @@ def attach(
     prefetch: bool = False,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
-    beside: Callable[[Store], int] = lambda store: 0,
+    reserved: Callable[[Store], int] = lambda store: 0,
 ) -> Streamed:
     """
     model:  a folder that save_pretrained wrote or a store that `amoeba pack` wrote, of which all but the experts is
             loaded; or a model of transformers, whose expert parameters are freed.
     ram:    bytes for the model without its experts and for slots: 8GiB, a number, or "auto" for most of what is free.
-            Beside vram: bytes of pinned memory for experts.
+            With vram: bytes of pinned memory for experts.
     vram:   the same on a GPU, where the model then runs; None: on the CPU.
     store:  of the experts of a model that is loaded already; default where it came from. It must hold the experts that
             the model has now: others, such as those from before a merge, are refused.
@@ -141,8 +141,8 @@ def attach(
             for as long as it pays.
     dtype:  of all but the experts, which keep the checkpoint's numbers; None: the checkpoint's. On a CPU without bf16
             instructions float32 is many times faster; a GPU computes in the checkpoint's.
-    beside: bytes where the model runs that are in no budget and will be needed, for example for LoRA factors: "auto"
-            leaves them, and on a GPU a budget beside which they have no room is refused.
+    reserved: bytes needed where the model runs that no budget includes, for example for LoRA factors: "auto"
+            leaves them free, and on a GPU a budget that leaves too little for them is refused.
     """
     from amoeba.integrations.transformers import register
 
@@ -165,7 +165,7 @@ def attach(
         _check_dtype(opened, dtype, vram is not None or loaded is not None)
         stored = opened.layers[0].dtype
         rest = opened.rest_bytes * (dtype or stored).itemsize // stored.itemsize
-        make, budget, on_gpu = _ways(opened, rest, ram, vram, miss, prefetch, beside(opened))
+        make, budget, on_gpu = _ways(opened, rest, ram, vram, miss, prefetch, reserved(opened))
         if loaded is None:
             config = unquantised(load_config(str(source), trust_remote_code=trust_remote_code))
             shape = load_without_weights(config, str(source), trust_remote_code=trust_remote_code)
@@ -199,14 +199,14 @@ def gpu() -> Device:
 
 
 def _ways(
-    store: Store, rest: int, ram: str | int, vram: str | int | None, miss: str, early: bool, beside: int
+    store: Store, rest: int, ram: str | int, vram: str | int | None, miss: str, early: bool, reserved: int
 ) -> tuple[Callable[[], ExpertMemory | DeviceMemory], int, int | None]:
     """What makes the memory, and its budgets: on the host, and on the GPU."""
     if vram is None:
-        budget, slots = _share(store, rest, ram, beside)
+        budget, slots = _share(store, rest, ram, reserved)
         return partial(ExpertMemory, store, slots), budget, None
     device = gpu()
-    found = share(store, rest, vram, ram, device.device, beside)
+    found = share(store, rest, vram, ram, device.device, reserved)
 
     def make() -> DeviceMemory:
         experts = (entry.experts for entry in store.layers)
@@ -228,7 +228,7 @@ def _shapes(store: Store) -> list[LayerShape]:
     return [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
 
 
-def _share(store: Store, rest: int, ram: str | int, beside: int) -> tuple[int, list[int]]:
+def _share(store: Store, rest: int, ram: str | int, reserved: int) -> tuple[int, list[int]]:
     """The budget in bytes, and the slots of each layer."""
     shapes, scratch = _shapes(store), store.scratch_bytes(READS)
     once: Sequence[int] = [1] * len(shapes)
@@ -236,11 +236,11 @@ def _share(store: Store, rest: int, ram: str | int, beside: int) -> tuple[int, l
     everything = rest + scratch + sum(shape.experts * shape.expert_bytes for shape in shapes)
     if ram == "auto":
         free = [each for each in (available_memory(CPU), total_memory()) if each is not None]  # a container's is less
-        budget = min([everything, *(int(AUTO_SHARE * max(0, each - beside)) for each in free)])
+        budget = min([everything, *(int(AUTO_SHARE * max(0, each - reserved)) for each in free)])
     else:
         budget = parse_size("ram", ram) if isinstance(ram, str) else ram
     if budget < least:
-        needed = f"{show_size(rest)} for what is no expert, {show_size(least - rest)} for one expert per layer"
+        needed = f"{show_size(rest)} for everything but the experts, {show_size(least - rest)} for one expert per layer"
         expected = f"at least {show_size(least)} ({needed})"
         raise bad_value("ram", expected, show_size(budget), f"raise it to {show_size(least)} or more")
     return budget, share_budget(budget - rest - scratch, shapes, least=once, name="ram")

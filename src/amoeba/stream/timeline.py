@@ -295,7 +295,7 @@ class _OnGpu:
 
     def read(self, serial: int) -> Any:
         asked = missing, there = self._read(serial)
-        if self._seen < serial < self._first + len(self._layers):  # it may be read twice, and be of steps in turns
+        if self._seen < serial < self._first + len(self._layers):  # it may be read twice
             self._seen, layer = serial, self._layers[serial - self._first]
             name = f"layer {layer} asks: {len(missing)} of {len(missing) + len(there)} missing"
             self._timeline.note("request", name, _of(layer) | {"missing": list(missing), "there": list(there)})

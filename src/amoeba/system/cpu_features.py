@@ -76,7 +76,7 @@ def features_override() -> Level | None:
             "AMOEBA_CPU_FEATURES",
             f"a kind of CPU that this one contains ({', '.join(here) or 'none is known here'})",
             f"{name!r}, which this CPU does not have" if name in named else repr(name),
-            "unset it to use all that the CPU has",
+            "unset it to use all features of the CPU",
         )
     return here[name]
 

@@ -1,4 +1,4 @@
-"""Imports of large packages, in which nobody looks for garbage: it takes a sixth of their time, and there is none.
+"""Imports of large packages without garbage collection, which takes a sixth of their time and finds none.
 
     with loading():
         from transformers import Trainer

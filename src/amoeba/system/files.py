@@ -137,7 +137,7 @@ def check_can_write(path: Path) -> None:
 
 @contextmanager
 def _staged(path: Path, text: str) -> Iterator[str]:
-    """A file with the text beside its place, gone at the end unless it was renamed."""
+    """A temporary file with the text next to its final place, removed at the end unless it was renamed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, staged = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
@@ -153,7 +153,7 @@ def _staged(path: Path, text: str) -> Iterator[str]:
     except OSError as error:
         if error.errno is None:
             raise
-        # a full disk names no file, and nobody knows the staged one
+        # a full disk names no file, and the temporary one means nothing to users
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

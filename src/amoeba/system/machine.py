@@ -127,7 +127,7 @@ def total_memory() -> int | None:
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that could be allocated on the device now; None where nobody tells."""
+    """Bytes that could be allocated on the device now; None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

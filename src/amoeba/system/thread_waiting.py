@@ -1,7 +1,7 @@
 """How torch's threads wait for each other: spinning, or giving their core away. OpenMP reads it once, with torch.
 
-On a busy machine a step is up to several times faster where they do not spin (dev/log), so whoever imports amoeba
-before torch has that, in a script as in a command. What the user has set stays.
+On a busy machine a step is up to several times faster where they do not spin (dev/log), so importing amoeba
+before torch sets that, in a script as in a command. What the user has set stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `amoeba tune` measured on this machine's GPU, kept between processes in the folder for caches.
 
     key = tuned.key("up", torch.float16, rows=256, reduction=2048, columns=1536)
-    tuned.keep(tuned.gpu_of(device), key, entry)              # whole or not at all, beside what is there
+    tuned.keep(tuned.gpu_of(device), key, entry)              # complete or not at all, added to what is there
     tuned.choose(device, key, lambda: candidates(...))        # one of those, or None
 
 There is a file for each kind of GPU and version of Triton, read once by a process. What is in it is looked up among
@@ -90,7 +90,7 @@ def entries(device: torch.device) -> Entries:
         return {}
     if found:
         logger.info(
-            "%d configurations measured on this GPU are in use (%s); %s=off leaves them aside",
+            "%d configurations measured on this GPU are in use (%s); %s=off ignores them",
             len(found),
             path,
             VARIABLE,
@@ -130,7 +130,7 @@ def read(path: Path, gpu: Gpu) -> Entries:
 
 
 def keep(gpu: Gpu, key: str, entry: dict[str, Any]) -> Path:
-    """Whoever reads finds the file with the entry or without it."""
+    """A reader finds the file with the entry or without it."""
     path = path_of(gpu)
     found = read(path, gpu) | {key: entry}
     content = {"format": _FORMAT, "of": gpu._asdict(), "found": dict(sorted(found.items()))}

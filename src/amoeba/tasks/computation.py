@@ -41,7 +41,7 @@ class Regions:
         if kind == Kind.DOWN:
             return self._dy_cells(item)
         if kind == Kind.ACTIVATE:
-            return [self._here("da", item, column) for column in range(graph.tN)]
+            return [self._here("da", item, column) for column in range(graph.down_tiles)]
         if kind == Kind.UP:
             return [self._here("dh", item)]
         if kind == Kind.DOWN_WEIGHTS:
@@ -90,7 +90,7 @@ class Regions:
         return Region(rank, name, (self.epoch % 2, *at), heap=True)
 
     def _dx(self, owner: int, tile: int) -> list[Region]:
-        columns = [self._cell(owner, "dx", tile, column) for column in range(self.graph.tNx)]
+        columns = [self._cell(owner, "dx", tile, column) for column in range(self.graph.up_tiles)]
         return [*columns, self._cell(owner, "ds", tile)]
 
     def _dy_cells(self, tile: int) -> list[Region]:
@@ -234,7 +234,7 @@ class Computation(Regions):
     def _combine(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         graph, tokens = self.graph, self.graph.tokens_of(task.item)
         tiles, cells = graph.tiles_combined(task.item), graph.blocks_combined(task.item)
-        loaded = len(tiles) * (graph.tNx + 1)
+        loaded = len(tiles) * (graph.up_tiles + 1)
         dx_of, ds_of = self._by_slot(tiles, values[:loaded])
         dx = self.tokens.x_TH.new_zeros(len(tokens), graph.sizes.hidden)
         ds = self.tokens.x_TH.new_zeros(len(tokens), graph.sizes.top_k)
@@ -257,7 +257,7 @@ class Computation(Regions):
     ) -> tuple[dict[tuple[int, int, int], Tensor], dict[tuple[int, int, int], Tensor]]:
         """dx and ds of the rows of these (owner, row tile), by (owner, received there, slot)."""
         dx_of, ds_of = {}, {}
-        each = self.graph.tNx + 1
+        each = self.graph.up_tiles + 1
         for index, (owner, tile) in enumerate(tiles):
             *columns, ds = values[index * each : (index + 1) * each]
             dx = torch.cat(columns, dim=1)

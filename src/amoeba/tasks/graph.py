@@ -31,7 +31,7 @@ from amoeba.tasks.sizes import Sizes, Tiling, blocks
 
 
 class Kind(IntEnum):
-    """In the words of this project; `SEED_KIND` has those of FlashMoE's backward."""
+    """`FLASHMOE_KIND` has the name of each in FlashMoE's backward."""
 
     SEND = 0  # dy of some tokens, to a rank that owns experts of theirs
     DOWN = 1  # a tile of dA' = dy · down
@@ -45,7 +45,7 @@ class Kind(IntEnum):
     ROUTER_WEIGHTS = 9  # a tile of d_gate = Σ d_logitsᵀ · x
 
 
-SEED_KIND = {
+FLASHMOE_KIND = {
     Kind.SEND: "gradCombine",
     Kind.DOWN: "gradPostGEMM",
     Kind.ACTIVATE: "gradGateCombine",
@@ -73,7 +73,7 @@ class Task(NamedTuple):
 
 class Counter(NamedTuple):
     """
-    rows (a row tile):   its tiles of dA', its row pass, its tiles of dx: FlashMoE's tQS.
+    rows (a row tile):   its tiles of dA', its row pass, its tiles of dx.
     expert:              row passes of an expert.
     tokens (a block):    1 as soon as its dx is combined.
     router:              blocks of tokens whose d_logits are there.
@@ -128,31 +128,31 @@ class Graph(Reach):
         super().__init__(rank, rows, sizes, tiling, remote)
         self.router = router
 
-    # --- sizes, by FlashMoE's names ---
+    # --- sizes ---
 
     @property
-    def tN(self) -> int:
+    def down_tiles(self) -> int:
         return blocks(self.sizes.intermediate, self.tiling.down_columns)
 
     @property
-    def tNx(self) -> int:
+    def up_tiles(self) -> int:
         return blocks(self.sizes.hidden, self.tiling.up_columns)
 
     @property
     def activated(self) -> int:
         """What a row tile's counter shows after its row pass."""
-        return self.tN + 1
+        return self.down_tiles + 1
 
     @property
     def complete(self) -> int:
-        """And after its last tile of dx: FlashMoE's tN + tNx, with the row pass."""
-        return self.tN + 1 + self.tNx
+        """What it shows after the last tile of dx."""
+        return self.down_tiles + 1 + self.up_tiles
 
     def parts(self, kind: Kind) -> int:
         """Tiles of columns of a row tile, or bundles of tiles of an expert's matrix."""
         tiling = self.tiling
         if kind in (Kind.DOWN, Kind.UP):
-            return self.tN if kind == Kind.DOWN else self.tNx
+            return self.down_tiles if kind == Kind.DOWN else self.up_tiles
         if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
             return blocks(self.matrix_tiles(kind), tiling.bundle)
         return blocks(self.sizes.hidden, tiling.router_columns) if kind == Kind.ROUTER_WEIGHTS else 1
@@ -185,9 +185,9 @@ class Graph(Reach):
                 runs.append((self._lane(Kind.UP_WEIGHTS, wave),))
         runs.append((self._lane(Kind.RETURN),))  # before all that waits for what peers return
         kept = self._lane(Kind.UP_WEIGHTS, first_kept)
-        beside = kept.size - min(self.tiling.behind, kept.size)
-        runs.append((kept._replace(size=beside), self._lane(Kind.COMBINE)))
-        runs.append((kept._replace(size=kept.size - beside, first=beside),))
+        merged_size = kept.size - min(self.tiling.behind, kept.size)
+        runs.append((kept._replace(size=merged_size), self._lane(Kind.COMBINE)))
+        runs.append((kept._replace(size=kept.size - merged_size, first=merged_size),))
         runs.append((self._lane(Kind.ROUTER),))
         runs.append((self._lane(Kind.ROUTER_WEIGHTS),))
         return [run for run in runs if any(lane.size for lane in run)]
@@ -294,7 +294,7 @@ class Graph(Reach):
             for source, block in self.sources(item):
                 yield Gate(Counter(self.rank, "arrived", (source, block)), epoch)
         elif kind == Kind.ACTIVATE:
-            yield self._at("rows", item, self.tN)
+            yield self._at("rows", item, self.down_tiles)
             for peer in self.peers:
                 if not self.is_remote(peer):  # and may still load the ds and dx that this tile overwrites
                     yield self._cell_is_free(peer, epoch)

@@ -17,8 +17,8 @@ STAGE_ROWS = 64  # of a weight's gradient
 SUMMED_TOKENS = 32  # by one task: to find out whether their rows are there takes as long as to add up ten
 # Of small layers: stages of gradients that are one task, and percent of the kept ones that come last.
 BUNDLED_STAGES, BEHIND_PERCENT = 4, 30
-# N·H·I up to which a layer is small, by what was faster in CUDA graphs in turns (H200, 2026-11-16): qwen3_small has
-# 1.03e11, sonic_a 0.77e11; qwen3_30b has 4.1e11, and was slower so.
+# N·H·I up to which a layer is small, by what was faster in CUDA graphs, replayed alternately (H200, 2026-11-16):
+# qwen3_small has 1.03e11, sonic_a 0.77e11; qwen3_30b has 4.1e11, and was slower so.
 SMALL_WORK = 2 * 10**11
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.tasks.graph import SEED_KIND, Kind, Task
+from amoeba.tasks.graph import Kind, Task
 from amoeba.tasks.simulator import Record
 
 _NOBODY = -1  # took this ticket: there are fewer than there is room for
@@ -185,7 +185,7 @@ def _slices(record: Record) -> Iterator[dict[str, Any]]:
     yield {
         **place,
         "name": task.kind.name.lower(),
-        "cat": SEED_KIND[task.kind],
+        "cat": "task",
         "ts": record.started,
         "dur": record.ended - record.started,
         "args": {
@@ -193,7 +193,6 @@ def _slices(record: Record) -> Iterator[dict[str, Any]]:
             "pass": record.epoch,
             "item": task.item,
             "part": task.part,
-            "seed": SEED_KIND[task.kind],
         },
     }
 

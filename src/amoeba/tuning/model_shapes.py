@@ -27,7 +27,7 @@ def shapes_of(model: str, tokens: int) -> tuple[list[Shape], tuple[int, ...]]:
     if top_k is None or not layouts:
         raise bad_value(
             "--model",
-            "one with gated experts, stored along their inputs",
+            "one with gated experts, stored as (experts, out, in)",
             f"{model!r}, in which none are found",
             "give its sizes instead: --shape T,H,I,E,K",
         )

@@ -116,10 +116,10 @@ def median_ms(run: Callable[[], object]) -> float:
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:
     """run: has run before, so nothing is compiled meanwhile. What cannot be captured is timed with its launches."""
-    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
+    graph, side_stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
     try:
-        with torch.cuda.graph(graph, stream=beside):
+        with torch.cuda.graph(graph, stream=side_stream):
             run()
     except RuntimeError as reason:
         if is_out_of_memory(reason):

@@ -368,7 +368,7 @@ class _Quantising:
         return config | {"quantization_config": facts}
 
     def _others(self) -> list[str]:
-        """Linears beside the experts, as names end: transformers would take them for quantised ones."""
+        """Linears outside the experts, by the ends of their names: transformers would take them for quantised ones."""
         linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
         # of parts that are copied and not loaded here, such as a vision part
         linears += [name.removesuffix(".weight") for name in self.source.left_out if name.endswith(".weight")]

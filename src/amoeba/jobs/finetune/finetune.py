@@ -66,7 +66,7 @@ COMMAND = "amoeba finetune"
 # On a GPU all batches have one length, and with it one captured pass (`train.captured_step`), where the longest row
 # of a batch has on average at least this share of it. Not measured yet.
 WORTH_PADDING = 0.8
-# Rows are packed where so many steps of an epoch are left: a small set of short conversations would be over in one or
+# Rows are packed if an epoch still has this many steps: a small set of short conversations would be over in one or
 # two steps, and learn nothing from them. Not measured yet.
 LEAST_PACKED_STEPS = 20
 logger = logging.getLogger("amoeba")
@@ -285,7 +285,7 @@ def _load_base(
             ram="auto" if settings.ram is None else settings.ram,
             vram=settings.vram,
             trust_remote_code=trust_remote_code,
-            beside=lambda store: factor_bytes(store, settings),
+            reserved=lambda store: factor_bytes(store, settings),
         )
         at_end.enter_context(streamed)
         placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))

@@ -54,7 +54,7 @@ class GenerationReport:
     seconds_to_first_token: float | None  # after both; None: interrupted before it
     prompt_tokens_per_second: float | None
     generation_tokens_per_second: float | None  # from the first token to the last; None with fewer than two
-    peak_memory_bytes: int | None  # allocated on the GPU, or resident in this process; None where nobody tells
+    peak_memory_bytes: int | None  # allocated on the GPU, or resident in this process; None if unknown
     device: str
     dtype: str
     experts: str  # "amoeba", or "transformers" where there was nothing to take over

@@ -1,4 +1,4 @@
-"""What may be asked of a generation, and what becomes of it beside what the model's folder says.
+"""The options of a generation, and how they combine with the model's own generation_config.
 
 options = GenerationOptions(temperature=0.7, seed=1)
 sampling = sampling_of(options, model.generation_config)
@@ -76,7 +76,7 @@ class GenerationOptions:
 
 def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
     """What was asked for, then what the model's generation_config says, then nothing cut off (transformers' top_k is
-    50 where nobody says otherwise)."""
+    50 unless set otherwise)."""
     asked = any(value is not None for value in (options.temperature, options.top_k, options.top_p))
     penalty = _first(options.repetition_penalty, own.repetition_penalty, 1.0)
     if options.temperature == 0 or not (asked or own.do_sample):

@@ -43,11 +43,11 @@ def why_not_continuous(model: Any) -> str | None:
     from amoeba.integrations.host_waits import why_waits
 
     if why_no_graphs(model.device) is not None:
-        return f"its cache of pages is made for GPUs, the model is on {model.device.type}"
+        return f"its paged cache needs a GPU; the model is on {model.device.type}"
     if not hasattr(model, "init_continuous_batching"):
         return "this version of transformers has none for it"
     if replays_in(model) is not None:
-        return "its experts are streamed, and transformers' graphs do not serve them while they run"
+        return "its experts are streamed, which transformers' graphs do not support"
     if (reason := why_waits(model)) is not None:
         return reason
     return why_not_chosen(model, model.generation_config, _CONTINUOUS_PROCESSORS)
@@ -78,7 +78,7 @@ def continuous(model: Any, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row
                     _tell_failure(result.error)
                 yield row, None if result.error is not None else _cut(result.generated_tokens, row, end_ids(model))
     finally:
-        # a version that knows how to is told not to finish what nobody waits for
+        # newer versions are told not to finish requests that were abandoned
         hard = {"hard_stop": True} if "hard_stop" in inspect.signature(manager.stop).parameters else {}
         manager.stop(block=True, **hard)
     yield from ((row, None) for row in waiting.values())

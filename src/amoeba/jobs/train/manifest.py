@@ -1,4 +1,4 @@
-"""What the files of a folder hold, written down beside them, so that a damaged one is found and named.
+"""Hashes of a folder's files, stored with them, so that a damaged file is found and named.
 
     seal(folder)                # every file is on the disk, and manifest.json has its size and hash
     damages(folder)             # ["optimizer.pt is empty"]; nothing: all is as it was written

@@ -59,7 +59,7 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, rank_zero: RankZero
                 value = _as_tensor(value).detach()
                 if mine is not None and value.dim():
                     experts[f"{name}/{key}"] = mine.experts
-                    value = mine.turned(value)
+                    value = mine.in_other_layout(value)
                 elif sharded is not None and value.dim():
                     rows[f"{name}/{key}"] = sharded.start, sharded.stop
                 tensors[f"{name}/{key}"] = value.contiguous()
@@ -90,7 +90,7 @@ def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
                 raise _another_model(folder, f"none for {name}")
             found = stored.state_of(name, rows_of[named[parameter]] if mine is None else mine.experts)
             if mine is not None:
-                found = {key: mine.turned(value) if value.dim() else value for key, value in found.items()}
+                found = {key: mine.in_other_layout(value) if value.dim() else value for key, value in found.items()}
             state[place] = found
             places.append(place)
             place += 1

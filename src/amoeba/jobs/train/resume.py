@@ -38,7 +38,7 @@ from amoeba.system.shell import shell_command, shell_words
 
 Report = TypeVar("Report", bound=RunReport)
 
-_RECORDS = ("model_config", "began_with", DIGEST)  # in config.json beside the settings
+_RECORDS = ("model_config", "began_with", DIGEST)  # in config.json with the settings
 _OF_EVERY_CHECKPOINT = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "tokenizer_config.json")
 # of a configuration: names and versions, not what the model computes
 _NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}

@@ -268,7 +268,7 @@ def _compute_dtype(
 @dataclass(frozen=True)
 class RunPrecision:
     """backend: of all layers, with the reason where it is not that of the kernels; code_bytes: of the weights' codes
-    and scales, which are kept beside the weights; over_ranks: of the experts that the first rank has."""
+    and scales, which are kept with the weights; over_ranks: of the experts that the first rank has."""
 
     precision: str
     summary: str
@@ -282,7 +282,7 @@ class RunPrecision:
             return said
         at_most = "at most " if self.precision == AUTO else ""
         where = " on the first rank" if self.over_ranks else ""
-        return f"{said}; the weights' codes take {at_most}{self.code_bytes / 2**20:,.1f} MiB{where}"
+        return f"{said}; the quantised weights take {at_most}{self.code_bytes / 2**20:,.1f} MiB{where}"
 
 
 def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecision:

@@ -95,7 +95,7 @@ class FastTrainer(Trainer):
         if self.rank_zero.count > 1:
             mine = self.rank_zero.part(len(rows))
             idle = mine.start == mine.stop
-            # a rank without rows has to pass the experts of others all the same, with one that nobody learns from
+            # a rank without rows still has to call the experts of others, with a row that is not learnt from
             batch = {name: tensor[slice(0, 1) if idle else mine] for name, tensor in batch.items()}
             if idle:
                 batch |= {"labels": torch.full_like(batch["labels"], NO_LABEL), IDLE: True}

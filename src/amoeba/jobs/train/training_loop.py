@@ -63,7 +63,7 @@ logger = logging.getLogger("amoeba")
 
 
 class WatchedTrainer(FastTrainer):
-    """Stages each checkpoint beside its place and renames it when it is whole."""
+    """Writes each checkpoint to a temporary folder and renames it when it is complete."""
 
     run_log: RunLog
     kept: Artifact
@@ -144,7 +144,7 @@ class WatchedTrainer(FastTrainer):
 
     @contextmanager
     def _staged(self, staging: Path, target: Path, what: str) -> Iterator[None]:
-        """Inside, each rank writes its part of what is kept into a folder beside its place; it gets its name when it is
+        """Inside, each rank writes its part of what is kept into a temporary folder, which gets its name when it is
         whole and on the disk, or not at all."""
         rank_zero, first = self.rank_zero, self.rank_zero.here
         self.kept.gather(self.model)
@@ -298,7 +298,7 @@ def make_trainer(
         bf16=autocast == torch.bfloat16 and _trains_in_another_dtype(model, autocast),
         use_cpu=not torch.cuda.is_available(),
         dataloader_num_workers=0,
-        accelerator_config={"non_blocking": torch.cuda.is_available()},  # a batch is copied beside the GPU's work
+        accelerator_config={"non_blocking": torch.cuda.is_available()},  # a batch is copied while the GPU works
         remove_unused_columns=False,
         prediction_loss_only=True,
     )
@@ -317,7 +317,7 @@ def make_trainer(
     )
     if trainer.args.device.type == "cuda":
         found = trainer.while_it_runs.enter_context(fused_routers(trainer.model))  # beneath the log's watch over them
-        logger.info("%d routers by our kernels", found)
+        logger.info("our kernels compute %d routers", found)
     trainer.data_collator = trainer.collate
     trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
     trainer.rank_zero, trainer.mesh = rank_zero, mesh

@@ -27,11 +27,11 @@ from amoeba.kernels.launch.arguments import check_arguments
 def why_not(q: Tensor, scale: float) -> str | None:
     """Why queries (T, Q, D) are not for the kernels, or None."""
     if q.shape[-1] not in HEAD_SIZES:
-        return f"serve heads of {' and '.join(map(str, HEAD_SIZES))}, these have {q.shape[-1]}"
+        return f"support heads of size {' and '.join(map(str, HEAD_SIZES))}; these have {q.shape[-1]}"
     if q.shape[0] == 0:
-        return "have nothing to do without tokens"
+        return "need at least one token"
     if not scale > 0:
-        return f"take the largest score for the likeliest, which a scale of {scale} does not allow"
+        return f"need a positive scale; this one is {scale}"
     return None
 
 
@@ -145,7 +145,7 @@ def _bound(kernel: Any, tile: Tile, **others: int) -> Any:
 
 
 def _rows(states: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """Copies of so many tokens of one head. The heads of a token lie one after the other; tokens may be apart."""
+    """Copies of this many tokens of one head. A token's heads are contiguous; tokens need not be."""
     tokens, heads, size = states.shape
     if not _has_rows(states):
         states = states.contiguous()

@@ -5,8 +5,8 @@ B rows · Q query heads · G key heads · S splits · L slots of the cache · D 
     out_BQV = attention(query_BQD, key_BGLD, value_BGLV, live_BL, scaling, sink_Q)
 
 A slot counts where live_BL is true; blocks of slots without one are skipped, so that the time follows from the keys
-there are and not from the length of the cache. Programs take the blocks in turns, which keeps them equally busy at any
-fill. Sums are in fp32 and in a fixed order. Grids follow from shapes alone: it can be captured in a CUDA graph.
+there are and not from the length of the cache. Programs take the blocks alternately, which keeps them equally busy at
+any fill. Sums are in fp32 and in a fixed order. Grids follow from shapes alone: it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 BLOCK = 64  # slots that a program looks at together
-# In fp32, where keys pass through registers on their way to the product, fewer: so many elements of them. With 64 slots
-# of 256 a program asked for 144 KB of shared memory, and smaller GPUs have 99.
+# In fp32, where keys pass through registers on their way to the product, fewer: this many elements of them. With 64
+# slots of 256 a program asked for 144 KB of shared memory, and smaller GPUs have 99.
 WIDE_ELEMENTS, FEWEST_SLOTS = 2048, 16
 PROGRAMS = 256  # about two for each SM of the largest GPUs; not measured yet
 MOST_SPLITS = 64  # partial results that the combining program holds

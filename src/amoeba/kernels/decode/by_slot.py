@@ -373,7 +373,7 @@ def _token_in_steps(tensors, strides, token, h, E, H, I, TILE: tl.constexpr, MAT
     rows = weights + h.to(tl.int64)[:, None] * stride_row
     steps = tl.cdiv(I, DEPTH)
     total = tl.zeros((TILE.COLUMNS, DEPTH), tl.float32)
-    beside = tl.zeros((TILE.COLUMNS,), tl.float32)  # what is not summed over I: bias, LoRA
+    unsummed = tl.zeros((TILE.COLUMNS,), tl.float32)  # what is not summed over I: bias, LoRA
     # one loop over k and the steps of each, so that it can run ahead from one expert into the next
     for step in tl.range(0, TILE.K * steps, num_stages=TILE.STAGES):
         slot = token * TILE.K + step // steps
@@ -389,12 +389,12 @@ def _token_in_steps(tensors, strides, token, h, E, H, I, TILE: tl.constexpr, MAT
         total += tile.to(tl.float32) * (a.to(tl.float32) * scale)[None, :]
         once_ok = h < tl.where(owned & (step % steps == 0), H, 0)
         if MATRIX.HAS_BIAS:
-            beside += tl.load(bias_EH + expert * H + h, mask=once_ok, other=0.0).to(tl.float32) * scale
+            unsummed += tl.load(bias_EH + expert * H + h, mask=once_ok, other=0.0).to(tl.float32) * scale
         if RANK > 0:
             b = load_b(b_EHR + expert * H * RANK, h, once_ok, RANK)
             low = low_NR + slot.to(tl.int64) * RANK
-            beside += times_low(b, low, tl.where(owned, RANK, 0)) * scale
-    return tl.sum(total, axis=1) + beside
+            unsummed += times_low(b, low, tl.where(owned, RANK, 0)) * scale
+    return tl.sum(total, axis=1) + unsummed
 
 
 @triton.jit
@@ -470,9 +470,9 @@ def _quantised_token(
         rows = data + expert * MATRIX.STRIDE_EXPERT + h.to(tl.int64) * MATRIX.STRIDE_ROW
         tiles = _load_pieces(rows[:, None], row_ok, TILE, MATRIX)
         weight = tl.load(weight_TK + slot_R, mask=owned, other=0.0).to(tl.float32)
-        beside = tl.zeros((HEIGHT,), tl.float32)
+        unsummed = tl.zeros((HEIGHT,), tl.float32)
         if MATRIX.HAS_BIAS:
-            beside = tl.load(bias_EH + expert * MATRIX.STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)
+            unsummed = tl.load(bias_EH + expert * MATRIX.STRIDE_BIAS + h, mask=row_ok, other=0.0).to(tl.float32)
         if RANK > 0:
             b = load_b(b_EHR, expert * H + h, row_ok, RANK)
         if TILE.OVERLAP:
@@ -490,6 +490,6 @@ def _quantised_token(
             total *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
         if RANK > 0:
             low = load_b(low_NR, slot_R, owned, RANK)
-            beside += tl.sum(product_alone(rounded(b, low).to(tl.float32), low.to(tl.float32)), axis=1)
-        y += tl.sum(tl.reshape(product_alone(total + beside, weight), (SLOTS, COLUMNS)), axis=0)
+            unsummed += tl.sum(product_alone(rounded(b, low).to(tl.float32), low.to(tl.float32)), axis=1)
+        y += tl.sum(tl.reshape(product_alone(total + unsummed, weight), (SLOTS, COLUMNS)), axis=0)
     return y

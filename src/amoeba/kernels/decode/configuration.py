@@ -40,9 +40,9 @@ NARROWEST_PIECE, MOST_PIECES = 256, 8
 # Where the weights are not at once in flight, by slot. Programs that a launch should have at least: about 4 for each of
 # an H200's 132 SMs.
 BY_SLOT_PROGRAMS = 512
-# Columns per program: each program reads the whole input row, so few columns mean much reading beside the weights (a
-# quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.7 to 33.4 us together with down (H200, 2026-11-15,
-# before the cache was filled by reading).
+# Columns per program: each program reads the whole input row, so few columns mean much reading in addition to the
+# weights (a quarter of their bytes at 4). With 4, 8 and 16 columns up took 32.7 to 33.4 us together with down (H200,
+# 2026-11-15, before the cache was filled by reading).
 BY_SLOT_LEAST_COLUMNS, BY_SLOT_MOST_COLUMNS = 4, 16
 # Elements of the weight tile of a program: 32 in each of 128 threads.
 BY_SLOT_TILE = 4096

@@ -7,7 +7,7 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
     down(..., *low.before_down(lora, a_NI, expert_TK), y_TH)                    # and c·A_d a
 
 The projections' kernels then add B · low in fp32, the up projection's before it activates.
-Only the factors of chosen experts are read, as they are: fp32 ones beside weights of half precision are rounded when
+Only the factors of chosen experts are read, as they are: fp32 ones on weights of half precision are rounded when
 they are loaded, since to copy all experts' for each token would take as long as the projections themselves. Programs of
 such a launch may overlap those of the one before it: they ask for A before they look at the rows.
 """
@@ -29,9 +29,9 @@ from amoeba.kernels.launch import Launch, cdiv, next_power_of_2, quick
 # Rows of A in a program and how much of them it reads at a time: at T = 1 with K = 8 and R = 16 there are 64 programs.
 # Not measured yet.
 RANKS, DEPTH, WARPS = 2, 2048, 4
-# Ranks that a program by expert multiplies at once; of more so many at a time. With all 256 of fp32 factors, which are
-# multiplied in registers, a thread had 14 KB of them in memory; 512 of half precision would take more shared memory
-# than an sm86 has (compiled by Triton 3.6).
+# Ranks that a program by expert multiplies at once; more are multiplied this many at a time. With all 256 of fp32
+# factors, which are multiplied in registers, a thread had 14 KB of them in memory; 512 of half precision would take
+# more shared memory than an sm86 has (compiled by Triton 3.6).
 MOST_RANKS, STEP_RANKS = tl.constexpr(128), tl.constexpr(64)
 MOST_WIDE_RANKS = tl.constexpr(32)
 

@@ -69,7 +69,7 @@ def by_slot(problem: Problem) -> Configuration:
     weights: QuantisedExperts = problem.weights
     bits, rows = weights.format.element.bits, 2 if weights.activation.gated else 1
     up_depth = _piece(weights.hidden, WIDEST_PIECE)
-    down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece has the `a` of all slots beside it
+    down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece also reads the `a` of all slots
     columns = max(UP_BYTES[bits] * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
     lines = max(DOWN_BYTES * 8 // (next_power_of_2(problem.expert_TK.shape[1]) * bits * weights.intermediate), 1)
     return Configuration(

@@ -7,7 +7,7 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts
     slot = slots_of(expert_TK, lists, owner, expert, first_rank, count, ...)
 
 `lists` holds how many slots the expert of each owner has (see `my_expert`), and then, for each, its slots in order: as
-many places as there are slots. A launch ahead of up writes it, or up's programs do for down's, or nobody.
+many places as there are slots. A launch before up writes it, or up's programs do for down's, or it does not exist.
 
 Where a launch ahead writes it, an owner's programs compute the first chunk of its expert, and spare ones behind them
 the later chunks of all experts: one that half of the tokens chose does not keep everybody waiting. Else an owner's
@@ -27,7 +27,7 @@ LIST_WARPS = 4
 
 
 def lists_are(problem: Problem, chosen: Configuration) -> str:
-    """Who writes them, for down's programs: "ahead" a launch, "by up" up's programs, "" nobody."""
+    """What writes them, for down's programs: "ahead" a launch, "by up" up's programs, "" nothing."""
     if chosen.lists(problem):
         return "ahead"
     return "by up" if chosen.early else ""

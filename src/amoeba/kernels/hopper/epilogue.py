@@ -66,7 +66,7 @@ def wait_for_buffer(whole, PENDING: gl.constexpr):
 def store_tile(value, out, desc, buffer, stride, row, end, column, width, shift, PENDING: gl.constexpr = 0):
     """A tile to memory: by the copy engine where it is whole, under a mask where rows or columns end inside it.
 
-    PENDING: of the copies by the engine, so many of the last ones do not read from this buffer.
+    PENDING: the number of last copies by the engine that do not read from this buffer.
     """
     whole = (row + buffer.shape[0] <= end) & (column + buffer.shape[1] <= width)
     wait_for_buffer(whole, PENDING)

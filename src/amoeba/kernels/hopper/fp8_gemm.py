@@ -39,7 +39,7 @@ from amoeba.kernels.launch.persistent_grid import programs, sharing
 from amoeba.precision.quantised import QuantisedMatrix
 
 E4M3 = torch.float8_e4m3fn
-# A stage holds so much of the depth, and so many columns share a scale.
+# How much of the depth a stage holds, and how many columns share a scale.
 BLOCK = 128
 # A tile.
 BLOCK_M, BLOCK_N = 128, 256
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def PINGPONG(self) -> bool:
-        """Warpgroups begin their products in turns, see `fp8_gemm_parts`."""
+        """Warpgroups start their products alternately (ping-pong), see `fp8_gemm_parts`."""
         return self.VARIANT in ("pingpong", "scales_in_stage")
 
     @property
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def TWO_BUFFERS(self) -> bool:
-        """h in bf16 leaves through two buffers in turns that take the room of one."""
+        """h in bf16 is stored through two alternating buffers that take the memory of one."""
         return self.SCALES_IN_STAGE and self.KEEP and not self.CODED
 
     @property
@@ -188,7 +188,7 @@ class Plan:
         return shared_layout(self.KEPT, E4M3 if self.CODED else torch.bfloat16)
 
 
-# Less deep products end too often for warpgroups in turns.
+# Less deep products end too often for alternating warpgroups.
 LEAST_PINGPONG = 2048
 
 
@@ -223,9 +223,10 @@ def variant_of(plan: Plan, depth: int, columns: int) -> Variant:
 
 def order_of_tiles(plan: Plan, matrix_bytes: int) -> int:
     """Where the GPU is ours alone, see `hopper.tile_order`. matrix_bytes: of an expert. TFLOP/s on an H200 at
-    qwen3_30b and dsv3 in tall groups, beside those of eight row tiles: dA' 1113, 1220 (1085, 1154), up with h in e4m3
-    1001, 1161 (988, 1128) and without h 1129, 1217 (1122, 1193), but up with h in bf16 1013, 1164 (1029, 1168); of
-    sorted rows dx 1188, 1243 (1188, 1225) and down 1115, 1222 (1117, 1215). By columns nothing was faster than both."""
+    qwen3_30b and dsv3 in tall groups, compared with groups of eight row tiles: dA' 1113, 1220 (1085, 1154), up with h
+    in e4m3 1001, 1161 (988, 1128) and without h 1129, 1217 (1122, 1193), but up with h in bf16 1013, 1164 (1029, 1168);
+    of sorted rows dx 1188, 1243 (1188, 1225) and down 1115, 1222 (1117, 1215). By columns nothing was faster than
+    both."""
     if sharing() != (1, 0) or (plan.KEEP and not plan.CODED):
         return IN_GROUPS
     return TALL if plan.GATHER or matrix_bytes > KEPT_BYTES else IN_GROUPS
@@ -263,7 +264,7 @@ def _launch(
     given = (rows.data, rows.scales, matrix_EOW.data, matrix_EOW.scales)
     check_arguments(
         fit and all(tensor.is_contiguous() for tensor in given),
-        "contiguous codes and scales, of sizes that are multiples of 64, in blocks of 128",
+        "contiguous numbers and scales, of sizes that are multiples of 64, in blocks of 128",
         rows=rows.data,
         matrix=matrix_EOW.data,
         out=out,

@@ -1,12 +1,12 @@
-"""Parts of Hopper's e4m3 products: where scales lie, products of warpgroups in turns, and how a tile leaves.
+"""Parts of Hopper's e4m3 products: where scales are, products of alternating warpgroups, and how a tile is stored.
 
     begin_turns(WARPGROUP, PLAN)                                    # once
     found = product_in_turn(rows, matrix, zero, WARPGROUP, PLAN)    # begun, as by warpgroup_mma
     end_turns(WARPGROUP, PLAN)                                      # once
 
 Left to themselves both warpgroups begin when a stage is full, share the matrix unit, and are done at the same time:
-then it waits for both while they add up. In turns (ping-pong) it has one product to work on while the other is added
-up. Both begin as many products, the first warpgroup's first.
+then it waits for both while they add up. Alternating (ping-pong), it has one product to work on while the other is
+added up. Both begin as many products, the first warpgroup's first.
 
 Tiles leave in bf16 or quantised, through buffers in shared memory.
 """

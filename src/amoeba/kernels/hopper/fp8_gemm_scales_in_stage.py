@@ -4,7 +4,7 @@ The producing and the consuming part of `amoeba.kernels.hopper.fp8_gemm_kernel` 
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy
 into the stage. So consumers know no token, and have no loads of their own under way when they fence.
 
-Warpgroups multiply in turns, and a tile leaves under products, as in `fp8_gemm_kernel`: its left half under the
+Warpgroups multiply alternately, and a tile is stored under products, as in `fp8_gemm_kernel`: its left half under the
 last one of its right half, the rest under the first one of the next tile.
 """
 

@@ -104,7 +104,7 @@ def _produce(
 
 @gluon.jit
 def _chunks(buffers, CHUNK: gl.constexpr):
-    """The same memory in chunks of so many rows, which a loop that is not unrolled can count through."""
+    """The same memory in chunks of this many rows, which a loop that is not unrolled can index."""
     HEIGHT: gl.constexpr = buffers.shape[1]
     COUNT: gl.constexpr = buffers.shape[0] * (HEIGHT // CHUNK)
     return reinterpret(buffers, buffers.dtype, [COUNT, CHUNK, buffers.shape[2]], buffers.layout)
@@ -112,7 +112,7 @@ def _chunks(buffers, CHUNK: gl.constexpr):
 
 @gluon.jit
 def _clear(buffers, at, rows, CHUNK: gl.constexpr):
-    """Zeros from `rows` on: what other experts' rows hold, or nobody's, may be NaN, which a zero does not cancel."""
+    """Zeros from `rows` on: rows of other experts, or of none, may be NaN, which a zero does not cancel."""
     CHUNKS: gl.constexpr = buffers.shape[1] // CHUNK
     WIDTH: gl.constexpr = buffers.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
@@ -352,7 +352,8 @@ BLOCK = 64
 # Rows that a warpgroup has in registers at a time.
 CHUNK = 32
 WIDEST_RANK = 64
-# Stages, and tiles whose thin rows are there, in order of preference; what they may take beside the barriers.
+# Stages, and tiles whose thin rows are there, in order of preference; the memory they may take in addition to the
+# barriers.
 RINGS = ((3, 2), (2, 2))
 SHARED_BYTES = 231_000
 
@@ -413,7 +414,7 @@ class Plan:
 
     @property
     def TURNS(self) -> int:
-        """After so many fillings, the same warpgroup takes the same stage."""
+        """The number of fillings after which the same warpgroup takes the same stage again."""
         return 2 * self.STAGES
 
 

@@ -10,7 +10,7 @@ matrix of depth 7168 are 2 and 4 MB.
 
     IN_GROUPS    eight row tiles sweep the columns, whichever experts they belong to
     BY_COLUMNS   a row tile's columns one after the other: all of a narrow matrix is there, and each row once
-    above 0      about so many row tiles sweep the columns, all of one expert: each column once for a group
+    above 0      about this many row tiles sweep the columns, all of one expert: each column once for a group
 
 `split_table` makes two lists of one: the tiles whose rows all come from some of the tokens, and the others. Rows of an
 expert are sorted by their tokens: the first and the last row of a tile tell of all of them.
@@ -34,7 +34,8 @@ BLOCK_M = 128  # rows of a tile, in all products
 # Where P tiles are there at once and a column tile has twice a row tile's bytes, a·R + 2b·R with a·b = P is least for
 # a = sqrt(2 P): 16 of 132.
 TALL = 16
-# A matrix of so many bytes stays in the second-level cache, of 60 MB on an H200, while its expert's tiles are computed.
+# A matrix of this many bytes stays in the second-level cache, of 60 MB on an H200, while its expert's tiles are
+# computed.
 KEPT_BYTES = 10_000_000
 # Column tiles of the up projection up to which it makes no difference, and a list would be one more launch.
 FEW_COLUMNS = 4

@@ -45,13 +45,13 @@ def why_not(matrix: QuantisedMatrix) -> str | None:
     """The reason why a matrix like this cannot be decoded here. Its sizes have to be multiples of 64."""
     rows, columns = matrix.format.block
     if not _serves(matrix.format):
-        return f"has no way to decode blocks of {rows} x {columns} in {matrix.format.name}"
+        return f"cannot dequantise blocks of {rows} x {columns} in {matrix.format.name}"
     if matrix.parts > 2:
-        return f"knows matrices of two parts at most, not {matrix.parts}"
+        return f"supports at most two parts per matrix, not {matrix.parts}"
     if min(matrix.shape[1:]) < CODE_STAGES * BLOCK_K:
         return f"needs sizes of {CODE_STAGES * BLOCK_K} or more, this is {tuple(matrix.shape[1:])}"
     if not all(tensor[0].is_contiguous() for tensor in (matrix.data, matrix.scales) if tensor.shape[0]):
-        return "reads experts whose codes and scales are contiguous"
+        return "needs contiguous experts and scales"
     return None
 
 

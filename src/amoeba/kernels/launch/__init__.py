@@ -118,8 +118,8 @@ def _first(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict
     except OutOfResources as error:
         raise RuntimeError(
             f"{kernel.__name__.strip('_')}: expected a kernel that fits on this GPU; got one that needs "
-            f"{error.required} of {error.name} where {error.limit} is the limit. Take another backend (grouped, eager) "
-            "or, if amoeba tune chose its tiles, set AMOEBA_TUNED=off; and please report it: this is a fault of ours."
+            f"{error.required} of {error.name} where {error.limit} is the limit. Use another backend (grouped, eager) "
+            "or, if amoeba tune chose its tiles, set AMOEBA_TUNED=off; and please report it: this is a bug in aMoEba."
         ) from error
 
 
@@ -246,7 +246,7 @@ def quick(kernel: Any) -> Any:
 
 
 def _tolerant(call_hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Whoever asked Triton to be told of compiled kernels, as torch's NVSHMEM does in all of a process, gets a kernel's
+    """Code that hooks into Triton's compiler, as torch's NVSHMEM does for a whole process, gets a kernel's
     constants as JSON. Triton has none for layouts and plans, and would fail instead of the hook: these are not told."""
 
     @functools.wraps(call_hook)

@@ -19,7 +19,7 @@ def check_arguments(fit: bool, expected: str, **tensors: Tensor | None) -> None:
             for name, tensor in tensors.items()
             if tensor is not None
         )
-        raise bad_value(" and ".join(tensors), expected, given, "copy what has other strides with .contiguous()")
+        raise bad_value(" and ".join(tensors), expected, given, "copy tensors with other strides with .contiguous()")
 
 
 def have_lines(*tensors: Tensor | None) -> bool:

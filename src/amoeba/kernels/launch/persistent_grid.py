@@ -1,10 +1,10 @@
-"""How many programs a kernel has that goes through its tiles in turns.
+"""How many programs a persistent kernel has.
 
     product[(programs(device),)](...)
-    share_the_gpu()                       # from here on, other kernels run beside ours
+    share_the_gpu()                       # from here on, other kernels run concurrently
 
-One for each multiprocessor as long as nothing else runs beside: a program fills a multiprocessor's registers, and has
-its share of the tiles. Where others hold some multiprocessors for a while (rows that travel, another process), a
+One for each multiprocessor as long as nothing else runs concurrently: a program fills a multiprocessor's registers, and
+has its share of the tiles. Where others hold some multiprocessors for a while (rows that travel, another process), a
 program that finds no place begins when they are through, with its whole share left, and all wait for it. Then there are
 several for each multiprocessor, with fewer tiles each, and whichever is free takes the next. A tile is computed as
 before, so the bits are the same.
@@ -44,7 +44,7 @@ def halvings() -> int:
 
 
 def share_the_gpu(shared: bool = True, halvings: int | None = None) -> None:
-    """Of this process, from here on: other kernels run beside ours."""
+    """For this process, from here on: other kernels run concurrently with ours."""
     global _turns, _halvings
     _turns, _halvings = (TURNS_SHARED, HALVINGS_SHARED if halvings is None else halvings) if shared else (1, 0)
 

@@ -54,7 +54,7 @@ class View(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """Of a tensor, or a descriptor's, at a place among the arguments: so many bytes from a slot's address on."""
+    """Of a tensor, or a descriptor's, at a place among the arguments: this many bytes after a slot's address."""
 
     place: int
     slot: int

@@ -102,7 +102,7 @@ def lora_backward(
     top_k: int = 1,
 ) -> tuple[Tensor, Sums]:
     """rows: sorted, or, with order_N, found by order // top_k. weight_TK: what each sorted row of low is multiplied by
-    in the sums, at order_N. rank: so many columns of factor and low are no padding (`padded_rank`)."""
+    in the sums, at order_N. rank: the number of columns of factor and low that are not padding (`padded_rank`)."""
     count, (experts, width, padded) = low_NP.shape[0], factor_EWP.shape
     fit = rows.shape[1] == width and offs_E.shape[0] == experts and have_lines(rows, low_NP)
     block_r = padded_rank(rank)

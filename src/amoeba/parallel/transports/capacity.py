@@ -1,6 +1,6 @@
 """How many rows the buffers between the products get: of a pass whose rows are counted, or before they are.
 
-    room = rounded_up(owned, slots)                 # of so many slots, so many have an expert here
+    room = rounded_up(owned, slots)                 # `owned` of `slots` slots have an expert here
     guess = estimate.guess(layer, slots)            # None: of this layer nothing is known yet
     estimate.remember(layer, room, slots, guess)
 

@@ -4,7 +4,7 @@ T tokens · K experts per token · R rows of all ranks · H hidden · W ranks
 
 The hosts tell each other how many tokens they have, unless `most_tokens` says what is the most; a cell of the heap
 grows when more come. What goes where, the kernels see (`amoeba.kernels.peer_rows`). Rows here are those of all ranks'
-tokens, by (rank, token), also those that do not come: they have no expert, and nobody reads them. How many slots have
+tokens, by (rank, token), also those that do not arrive: they have no expert and are never read. How many slots have
 one the host asks where memory counts, in passes with gradients, unless `most_rows` or `most_tokens` is given: then
 nothing waits for the GPU. It asks when the first product has been launched, with the room of the layer's last pass.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from amoeba.kernels.peer_context import Plan
 
 REMOTE = "AMOEBA_REMOTE_RANKS"
-# From so many bytes of rows on, sums go straight to their ranks. Such a pass is launched kernel by kernel, without a
+# From this many bytes of rows on, sums go straight to their ranks. Such a pass is launched kernel by kernel, without a
 # launch plan: below it is the host that counts. Not measured.
 STRAIGHT_BYTES = 16 * 2**20
 # Whether rows of dy are read where they have come to, and not copied from there.
@@ -46,11 +46,11 @@ class Peers(Transport):
     name, summary = "peers", "kernels that write to the other ranks' memory, on one machine"
 
     def why_not_by_itself(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else f"is for GPUs, x is on {device.type}"
+        return None if device.type == "cuda" else f"is for GPUs; x is on {device.type}"
 
     def why_not(self, ranks: Ranks, device: torch.device) -> str | None:
         if is_forced_remote():
-            return f"is for ranks that reach each other's memory, and {REMOTE}=1 says that they do not"
+            return f"needs ranks that can access each other's memory; {REMOTE}=1 says that they cannot"
         if (reason := why_not_kernels(ranks, device)) is not None or ranks.count == 1:
             return reason
         if device.type == "cuda" and (reason := why_not_symmetric_memory()) is not None:
@@ -84,9 +84,9 @@ def why_not_kernels(ranks: Ranks, device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "needs Triton"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs GPUs (or TRITON_INTERPRET=1, to try it), x is on {device.type}"
+        return f"needs GPUs (or TRITON_INTERPRET=1, to try it); x is on {device.type}"
     if ranks.count > 1 and not ranks.has_host_backend:
-        return "needs a group in which hosts can talk, too: init_process_group('cpu:gloo,cuda:nccl')"
+        return "needs a group with a CPU backend as well: init_process_group('cpu:gloo,cuda:nccl')"
     return None
 
 
@@ -127,7 +127,7 @@ class PeerExchange(Exchange):
         self.buffer, self.plan, self.slots, self.tokens = buffer, plan, most_rows, plan.rows
         self.own = plan.places[buffer.ranks.rank]
         self._gone: set[int] = set()  # channels by which rows have left early
-        self._kept: list[Tensor] = []  # what is still read beside
+        self._kept: list[Tensor] = []  # what the other stream still reads
         self._under_way: tuple[int, Tensor] | None = None  # rows that own ones are copied to, too; where own ones lie
         self._dy_RH: Tensor | None = None  # of a backward whose dx may take its place
         self._started_RH: Tensor | None = None  # rows of dy that a backward is to send itself
@@ -229,10 +229,10 @@ class PeerExchange(Exchange):
         self._under_way = None
         if self.buffer.holds:
             raise RuntimeError(
-                "rows are to be sent between ranks while a backward still reads those that came before, where they "
-                "lie: exchanges within the backward of other experts are not foreseen. Take straight=False for these"
+                "cannot send rows between ranks while a backward still reads the previous ones in place: an exchange "
+                "inside the backward of other experts is not supported. Set straight=False for these experts"
             )
-        with self.buffer.beside():
+        with self.buffer.other_stream():
             if self.under_way:
                 copy_there(peers, self.plan, rows_TH)
                 if rows_TH.data_ptr() % 16 == 0:  # else the products could not read them there
@@ -247,7 +247,7 @@ class PeerExchange(Exchange):
                 push_rows(peers, self.plan.there, ROWS, rows_TH, self.goes_WT)
 
     def _arrive(self, rows_TH: Tensor, out_RH: Tensor) -> None:
-        """Where rows travel on, own ones alone, unless these are copied beside as well."""
+        """Where rows travel on, own ones alone, unless these are copied on the other stream as well."""
         from amoeba.kernels.peer_context import ROWS
         from amoeba.kernels.peer_rows import own_rows, take_rows, wait_for_all
 
@@ -280,7 +280,7 @@ class PeerExchange(Exchange):
 
         peers = self.buffer.checked()
         self._leave_gradients(d_weight_TK)
-        with self.buffer.beside():
+        with self.buffer.other_stream():
             copy_back(peers, self.plan, rows_TH)
         self._kept.append(rows_TH)
         self._gone.add(SUMS)
@@ -324,7 +324,7 @@ class PeerExchange(Exchange):
         return self._stand_in(rows_NH)
 
     def _stand_in(self, rows_NH: Tensor) -> Tensor:
-        """For rows of all tokens, which nobody reads: one number."""
+        """For rows of all tokens, which are never read: one number."""
         shape = self.plan.rows, rows_NH.shape[1]
         return torch.empty_strided(shape, (0, 0), dtype=rows_NH.dtype, device=rows_NH.device)
 
@@ -351,8 +351,8 @@ class PeerExchange(Exchange):
             self._started_RH = None
             if announced(started_RH) is not None:
                 raise RuntimeError(
-                    "the scheduled backward was to send dy to other ranks, but got another tensor in its place: "
-                    "something between the experts and their sum copies gradients. Take it away, or take "
+                    "the scheduled backward should send dy to other ranks, but got a different tensor: something "
+                    "between the experts and their sum copies gradients. Remove it, or set "
                     'local_backend="triton"'
                 )
 

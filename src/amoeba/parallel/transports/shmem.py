@@ -37,10 +37,10 @@ class Shmem(Transport):
 
     def why_not_by_itself(self, device: torch.device) -> str | None:
         if device.type != "cuda":
-            return f"is for GPUs, x is on {device.type}"
+            return f"is for GPUs; x is on {device.type}"
         if is_forced_remote():
             return None
-        return f"has not been run between machines: ask for it by name, or with {REMOTE}=1"
+        return f"has not been tested between machines: select it by name, or with {REMOTE}=1"
 
     def why_not(self, ranks: Ranks, device: torch.device) -> str | None:
         reason = why_not_kernels(ranks, device)

@@ -72,12 +72,12 @@ class SymmetricBuffer:
     def prepare(
         self, ranks: Ranks, facts: dict[str, int], x_TH: Tensor, routing: Routing, most_tokens: int | None
     ) -> Sequence[int]:
-        """The numbers of tokens of all ranks, or what is the most; and a heap that holds so many."""
+        """The numbers of tokens of all ranks, or the maximum; and a heap that holds that many."""
         self.ranks, tokens = ranks, routing.num_tokens
         if self._peers is not None and self._peers.seconds != ranks.deadline:
             self._peers = replace(self._peers, seconds=ranks.deadline)
         if most_tokens is not None and tokens > most_tokens:
-            raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "allow as many as will come")
+            raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "raise most_tokens")
         same = (most_tokens, *facts.values())
         if most_tokens is not None and same == self.agreed:
             return [most_tokens] * ranks.count
@@ -117,7 +117,7 @@ class SymmetricBuffer:
         self.size = size
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def other_stream(self) -> Iterator[None]:
         """What is launched inside need not be done before what follows, until `join`."""
         if self._stream is None:
             yield
@@ -161,7 +161,7 @@ class SymmetricBuffer:
         _, channel, whom, epoch, seen, expected, which = peers.record.tolist()
         if which == CROWDED.value:
             needed = f"room for all slots with an expert of rank {self.ranks.rank}, {seen} in exchange {epoch}"
-            raise bad_value("most_rows", needed, expected, "allow more, or leave it out for room for all")
+            raise bad_value("most_rows", needed, expected, "raise it, or leave it out to allocate memory for all rows")
         of_taken = which == TAKEN.value
         what = f"{_NAMES[channel]}, exchange {epoch}"
         parts = peers.takers if of_taken else peers.pushers

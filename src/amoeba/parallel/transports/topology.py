@@ -47,7 +47,7 @@ def _why_not(places: Sequence[str], device: torch.device) -> str | None:
         if other != machine:
             return f"needs all ranks on one machine; rank 0 is on {node}, rank {rank} on {other_node}"
         if unit and not _reaches(device, unit):
-            return f"needs GPUs that reach each other's memory; {device} and that of rank {rank} do not"
+            return f"needs GPUs that can access each other's memory; {device} and that of rank {rank} cannot"
     return None
 
 

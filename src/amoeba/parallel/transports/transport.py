@@ -33,7 +33,7 @@ class Exchange(OverlappedDispatch):
     """Of one pass of one layer. Rows arrive by source, then by token.
 
     tokens:  of all ranks together, or the most that they may be.
-    slots:   of the rows received, so many have an expert here, at most; None where the host does not know.
+    slots:   how many of the received rows have an expert here, at most; None if the host does not know.
     under_way: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.
     leaves_early: whether sums may leave before they are given back, on any of the ranks: the same on all of them.
     """
@@ -69,7 +69,7 @@ class Exchange(OverlappedDispatch):
 class Transport(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
-    waits_on_gpu: ClassVar[bool] = False  # in each pass; nobody gets such a transport without being told
+    waits_on_gpu: ClassVar[bool] = False  # in each pass; a warning says so when it is chosen
 
     @abstractmethod
     def why_not(self, ranks: Ranks, device: torch.device) -> str | None:

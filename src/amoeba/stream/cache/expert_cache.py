@@ -117,7 +117,7 @@ class _Layer:
 
 
 class ExpertCache:
-    """top, host: slots of each layer on each tier (quotas.share_budget); spares: on the top tier, beside those."""
+    """top, host: slots of each layer on each tier (`share_budget`); spares: further ones on the top tier."""
 
     def __init__(
         self,
@@ -142,19 +142,19 @@ class ExpertCache:
         self,
         layer: int,
         ids: Iterable[int],
-        beside: Sequence[int] = (),
+        computed: Sequence[int] = (),
         stay: Collection[int] = (),
         passing: Collection[int] = (),
     ) -> Fetch:
-        """What `SlotTable.request` refuses, this does, with nothing changed. beside: missing, and computed where they
+        """What `SlotTable.request` refuses, this does, with nothing changed. computed: missing, and computed where they
         are: nothing is fetched for them. stay: none of these leaves for it. passing: are read from the disk without a
         host slot."""
         here, counters = self._layers[layer], self.counters
-        plan = here.top.request(ids, beside, stay)
+        plan = here.top.request(ids, computed, stay)
         present = len(plan.hits) + len(plan.waiting)
-        counters.requested += present + len(plan.loads) + len(beside)
-        counters.computed += len(beside)
-        counters.misses_of_layer[layer] += len(beside)
+        counters.requested += present + len(plan.loads) + len(computed)
+        counters.computed += len(computed)
+        counters.misses_of_layer[layer] += len(computed)
         counters.hits += len(plan.hits)
         counters.waited += len(plan.waiting)
         if here.prefetched:
@@ -187,7 +187,7 @@ class ExpertCache:
         return self._fetch(here, plan)
 
     def leave_next(self, layer: int, count: int) -> list[int]:
-        """Those of the top tier that the next request would drive out and not write back, the first first, so many at
+        """Those of the top tier that the next request would evict and not write back, in that order, this many at
         most."""
         here = self._layers[layer]
         ranked = here.top.rank()[:count]
@@ -220,7 +220,7 @@ class ExpertCache:
         return here.host is not None and expert not in here.host and expert not in here.top
 
     def begin_anew(self, layer: int) -> None:
-        """Nothing of it is anywhere but on the disk, nothing is held, and nobody remembers its uses."""
+        """It is only on the disk, nothing of it is held, and its uses are forgotten."""
         self._layers[layer] = self._layers[layer].anew()
 
     def waves(self, layer: int, ids: Iterable[int]) -> list[list[int]]:
@@ -245,7 +245,7 @@ class ExpertCache:
 
     def failed(self, layer: int, expert: int) -> None:
         """It could not be read or copied up, and nothing writes into its slots any more: they are free, on both tiers
-        but for a host copy that is whole or still being written back, and nobody holds it."""
+        except for a host copy that is complete or still being written back, and it is not held."""
         here = self._layers[layer]
         here.top.failed(expert)
         here.prefetched.discard(expert)
@@ -273,7 +273,7 @@ class ExpertCache:
         self.counters.tokens += tokens
 
     def count_hits(self, layer: int, ids: int) -> None:
-        """Of a pass over a layer that has all of its experts, which asked for so many and did not tell which."""
+        """For a pass over a layer with all its experts, which asked for this many without naming them."""
         most = min(ids, self._layers[layer].top.experts)
         self.counters.requested += most
         self.counters.hits += most

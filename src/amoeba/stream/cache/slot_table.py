@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 
 class SlotTable:
-    """spare: slots beside those, which nobody gets from here (see `move`)."""
+    """spare: additional slots, which are not given out here (see `move`)."""
 
     def __init__(self, slots: int, experts: int, policy: Policy, spares: int = 0) -> None:
         if not 0 <= slots <= experts:
@@ -78,20 +78,20 @@ class SlotTable:
     def is_loading(self, expert: int) -> bool:
         return expert in self._loading
 
-    def request(self, ids: Iterable[int], beside: Sequence[int] = (), stay: Collection[int] = ()) -> Plan:
+    def request(self, ids: Iterable[int], computed: Sequence[int] = (), stay: Collection[int] = ()) -> Plan:
         """All of them, held until `release`. ValueError where there are not that many slots (see `waves`), SlotsInUse
         where others hold too many; both leave everything as it was. An id that comes twice is held once.
-        beside: used by the same pass without a slot. stay: none of these leaves for it."""
+        computed: used by the same pass without a slot. stay: none of these is evicted for it."""
         slot_of = self._slot_of
         ids = ids if isinstance(ids, Sequence) else list(ids)
         try:
             hits = {expert: slot_of[expert] for expert in ids}
         except KeyError:
-            return self._request_with_misses(dict.fromkeys(ids), beside, stay)
+            return self._request_with_misses(dict.fromkeys(ids), computed, stay)
         holds = self._holds
         for expert in hits:
             holds[expert] += 1
-        self.policy.use([*hits, *beside])
+        self.policy.use([*hits, *computed])
         self._note_use(hits)
         return self._split(hits, [], [])
 
@@ -105,8 +105,8 @@ class SlotTable:
         return True
 
     def rank(self) -> list[int]:
-        """Who leaves first, found out ahead of the next request, which then answers in less time. Changes nothing.
-        Nobody, while there are free slots, or experts are held or being loaded."""
+        """Which experts will be evicted first, found before the next request so that it is answered sooner. Changes
+        nothing. None while there are free slots, or experts are held or being loaded."""
         if not self.is_full:
             return []
         if self._ranked is None:
@@ -148,7 +148,7 @@ class SlotTable:
         self._holds[expert] -= 1
 
     def failed(self, expert: int) -> None:
-        """Its load ended without a copy: its slot is free, and nobody holds it any more (so nobody releases it)."""
+        """Its load ended without a copy: its slot is free, and it is no longer held (so it is not released)."""
         self._end_load(expert)
         self._holds[expert] = 0
         slot = self._slot_of.pop(expert)
@@ -164,16 +164,16 @@ class SlotTable:
             holds[expert] -= 1
 
     def move(self, expert: int, slot: int) -> None:
-        """It is in that slot, which was spare; its own is empty, and nobody's until it is put among the spare ones."""
+        """It is in that slot, which was spare; its own is empty and unused until it is added to the spare ones."""
         self._expert_in[self._slot_of[expert]] = _EMPTY
         self._slot_of[expert], self._expert_in[slot] = slot, expert
 
-    def _request_with_misses(self, distinct: dict[int, None], beside: Sequence[int], stay: Collection[int]) -> Plan:
+    def _request_with_misses(self, distinct: dict[int, None], computed: Sequence[int], stay: Collection[int]) -> Plan:
         if len(distinct) > self.slots:
             remedy = "split them with waves(), or give the layer a larger budget"
             raise bad_value("experts of one request", f"at most {self.slots}, the slots", len(distinct), remedy)
         plan = self._take(distinct, {*distinct, *stay} if stay else distinct, all_or_none=True)
-        self.policy.use([*distinct, *beside])
+        self.policy.use([*distinct, *computed])
         self._note_use(distinct)
         return plan
 
@@ -183,7 +183,7 @@ class SlotTable:
         missing = [expert for expert in distinct if expert not in slot_of]
         for expert in missing:
             if not 0 <= expert < self.experts:
-                raise bad_value("expert", f"0 to {self.experts - 1}", expert, "leave out ids that belong to nobody")
+                raise bad_value("expert", f"0 to {self.experts - 1}", expert, "leave out ids without an expert")
         evicted: list[int] = []
         if len(missing) > len(free):
             evicted = self._first_ranked(len(missing) - len(free), spared)
@@ -212,7 +212,7 @@ class SlotTable:
         return self._split(present, loads, evicted[::-1])
 
     def _first_ranked(self, count: int, spared: Collection[int]) -> list[int]:
-        """So many that may leave, if that was found out ahead; else fewer."""
+        """This many that may be evicted, if that was found in advance; else fewer."""
         holds, ranked = self._holds, self._ranked or ()
         return list(islice((each for each in ranked if not holds[each] and each not in spared), count))
 

@@ -8,7 +8,7 @@ trace.passes[0].distinct(layer)          # the experts that the pass needs
 
 The file is one line of JSON, padded, then the passes: the number of tokens (uint32) and, layer after layer, T·K ids
 (uint16), all little-endian. What an interrupted run leaves behind can be read, but for a last pass that is not whole.
-An id outside [0, experts) belongs to nobody and is stored as 65535.
+An id outside [0, experts) is a sentinel and is stored as 65535.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import NamedTuple
 from amoeba.core.errors import bad_value
 
 FORMAT, VERSION = "amoeba routing trace", 1
-NOBODY = 0xFFFF
+NO_EXPERT = 0xFFFF
 _TOKENS = struct.Struct("<I")
 _TOKENS_DIGITS = 12  # room in the first line for a count that is known at the end
 
 
 class LayerShape(NamedTuple):
-    """What a trace has to know of a layer. expert_bytes: of one expert's weights, 0 where nobody knows."""
+    """What a trace has to know of a layer. expert_bytes: of one expert's weights, 0 if unknown."""
 
     experts: int
     top_k: int
@@ -53,7 +53,7 @@ class Pass(NamedTuple):
     def distinct(self, layer: int) -> list[int]:
         """The experts that this pass needs of a layer, each once, in the order in which they come."""
         found = dict.fromkeys(self.of_layer(layer))
-        found.pop(NOBODY, None)
+        found.pop(NO_EXPERT, None)
         return list(found)
 
 
@@ -83,7 +83,7 @@ class TraceWriter:
     def add(self, layer: int, ids: Iterable[int]) -> None:
         """The ids of all tokens of this pass, token by token, layers in order from 0. The last layer ends the pass."""
         shape = self.layers[layer]
-        found = array("H", (each if 0 <= each < shape.experts else NOBODY for each in ids))
+        found = array("H", (each if 0 <= each < shape.experts else NO_EXPERT for each in ids))
         tokens, rest = divmod(len(found), shape.top_k)
         if layer != len(self._pending) or rest or (layer and tokens != self._pending_tokens):
             raise bad_value(
@@ -185,7 +185,7 @@ def _read_passes(path: Path, content: bytes, layers: Sequence[LayerShape]) -> It
         if at > len(content):
             return
         found = Pass(tokens, _little_endian(array("H", content[begin:at])), starts)
-        if tokens and max(found.ids) >= fewest:  # a layer with more experts than another, or an id of nobody
+        if tokens and max(found.ids) >= fewest:  # a layer with more experts than another, or a sentinel
             for index, layer in enumerate(layers):
                 wrong = next((each for each in found.distinct(index) if each >= layer.experts), None)
                 if wrong is not None:
@@ -219,8 +219,8 @@ def check_layers(layers: Sequence[LayerShape]) -> None:
     if not layers:
         raise bad_value("trace", "at least one layer", "none", "give the shape of each layer with experts")
     for index, layer in enumerate(layers):
-        if not 1 <= layer.top_k <= layer.experts < NOBODY or layer.expert_bytes < 0:
-            wanted = f"1 <= top_k <= experts < {NOBODY}, expert_bytes >= 0"
+        if not 1 <= layer.top_k <= layer.experts < NO_EXPERT or layer.expert_bytes < 0:
+            wanted = f"1 <= top_k <= experts < {NO_EXPERT}, expert_bytes >= 0"
             raise bad_value(f"layer {index} of a trace", wanted, layer, "check what wrote it")
 
 

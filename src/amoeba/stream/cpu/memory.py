@@ -87,7 +87,7 @@ class ExpertMemory:
     def acquire(self, layer: int, ids: Iterable[int], tokens: int) -> Generator[dict[int, int], None, None]:
         """The experts of a pass in groups, each held until the next is asked for; their slots do not change meanwhile.
 
-        ids: as the pass has them, for each of its tokens K; those outside [0, E) are nobody's.
+        ids: those of the pass, K for each of its tokens; ids outside [0, E) are sentinels.
         StoreError where one cannot be read. Then, and when the caller stops half-way, its slots are free again.
         """
         if self._closed:
@@ -145,7 +145,7 @@ class ExpertMemory:
                 self.waited_seconds += time.perf_counter() - began
 
     def _give_up(self, layer: int, reads: dict[int, Future[None]]) -> list[int]:
-        """Reads that nobody waits for any more: none of them writes into a slot after this."""
+        """Abandons reads: none of them writes into a slot after this."""
         if not reads:
             return []
         for read in reads.values():

@@ -1,4 +1,4 @@
-"""Two budgets become slots: on the GPU beside what is no expert, and in pinned memory below."""
+"""Turns the two budgets into slots: on the GPU, next to everything but the experts, and in pinned memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ class Budgets(NamedTuple):
     host_slots: list[int]
 
 
-def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torch.device, beside: int = 0) -> Budgets:
-    """rest: bytes of what is no expert, which is on the GPU too. beside: of what will be there, and is in no budget."""
+def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torch.device, reserved: int = 0) -> Budgets:
+    """rest: bytes of everything but the experts, also on the GPU. reserved: bytes needed there that no budget
+    includes."""
     on_gpu = [LayerShape(entry.experts, 1, LayerTiers.slot_bytes(entry)) for entry in store.layers]
     once = [1] * len(on_gpu)
     least, all_of_it = rest + least_budget(on_gpu, once), rest + _bytes(on_gpu)
-    vram_bytes = _budget("vram", vram, all_of_it, [available_memory(device)], beside)
+    vram_bytes = _budget("vram", vram, all_of_it, [available_memory(device)], reserved)
     if vram_bytes < least:
-        needed = f"{show_size(rest)} for what is no expert, {show_size(least - rest)} for one expert per layer"
+        needed = f"{show_size(rest)} for everything but the experts, {show_size(least - rest)} for one expert per layer"
         expected = f"at least {show_size(least)} ({needed})"
         raise bad_value("vram", expected, show_size(vram_bytes), f"raise it to {show_size(least)} or more")
     slots = share_budget(vram_bytes - rest, on_gpu, least=once, name="vram")
-    _check_free("vram", rest + least_budget(on_gpu, slots), available_memory(device), beside)
+    _check_free("vram", rest + least_budget(on_gpu, slots), available_memory(device), reserved)
 
     # nothing below a layer that is on the GPU as a whole
     on_host = [
@@ -61,16 +62,16 @@ def _bytes(shapes: list[LayerShape]) -> int:
     return sum(shape.experts * shape.expert_bytes for shape in shapes)
 
 
-def _check_free(name: str, needed: int, free: int | None, beside: int = 0) -> None:
+def _check_free(name: str, needed: int, free: int | None, reserved: int = 0) -> None:
     """Before it is allocated: pinned memory cannot be swapped out."""
-    if free is not None and needed + beside > free:
+    if free is not None and needed + reserved > free:
         got = f"{show_size(needed)} to allocate"
-        if beside:
-            got += f" beside {show_size(beside)} that training takes"
+        if reserved:
+            got += f", with {show_size(reserved)} needed for training"
         raise bad_value(name, f"no more than the {show_size(free)} that are free", got, "lower it, or free memory")
 
 
-def _budget(name: str, asked: str | int, all_of_it: int, free: list[int | None], beside: int = 0) -> int:
+def _budget(name: str, asked: str | int, all_of_it: int, free: list[int | None], reserved: int = 0) -> int:
     if asked != "auto":
         return parse_size(name, asked) if isinstance(asked, str) else asked
-    return min([all_of_it, *(int(AUTO_SHARE * max(0, each - beside)) for each in free if each is not None)])
+    return min([all_of_it, *(int(AUTO_SHARE * max(0, each - reserved)) for each in free if each is not None)])

@@ -42,9 +42,9 @@ Piece = tuple[Tensor, int, int, int]  # flat bytes on the device, where in them,
 
 # Bytes of a copy that is called together with others. With smaller ones among them CUDA's call waits for all of them.
 LEAST_AT_ONCE = 256 * 1024
-# So many copies of this size in a row, so that neither their calls nor the wait behind them count; the best of so many
-# rows, since a link may wake up in the first, and none is begun after so many seconds. Single copies, each waited for,
-# told 37.6 GB/s where a run then moved 42.9 (H200, 2026-11-16).
+# This many copies of this size in a row, so that neither their calls nor the wait after them count; the best of this
+# many rows, since a link may wake up in the first, and none is started after this many seconds. Single copies, each
+# waited for, told 37.6 GB/s where a run then moved 42.9 (H200, 2026-11-16).
 _COPY, _IN_A_ROW = 32 * 2**20, 8
 _ROWS, _MOST_COPY_SECONDS = 5, 0.1
 
@@ -123,7 +123,7 @@ class Device(ABC):
 
     @abstractmethod
     def aside(self) -> AbstractContextManager[None]:
-        """What is launched inside may run beside what is launched after it, until `join`."""
+        """What is launched inside may run concurrently with what is launched after it, until `join`."""
 
     @abstractmethod
     def join(self) -> None:
@@ -168,7 +168,7 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.device)
 
     def why_not_captured(self) -> str | None:
-        return "it takes the driver of an NVIDIA GPU" if self._driver is None else None
+        return "it needs the driver of an NVIDIA GPU" if self._driver is None else None
 
     def host_memory(self, size: int) -> Tensor:
         """Registered rather than allocated as pinned: torch's own pinned memory is rounded up to a power of two."""
@@ -184,7 +184,7 @@ class CudaDevice(Device):
             self._registered.append((place, memory))
         elif not self._said_pageable:
             self._said_pageable = True
-            with contextlib.suppress(RuntimeError):  # CUDA tells an error once more to whoever launches next
+            with contextlib.suppress(RuntimeError):  # CUDA reports an error again at the next launch
                 torch.zeros(1, dtype=torch.int32, device=self.device)
             logger.warning("%s of memory could not be pinned (%s): copies are slower", show_size(size), failed)
         return memory

@@ -14,8 +14,8 @@ leaves nothing to prepare; Python, which takes 30 to 50 us for that, ranks ahead
 Tables, counters, policy and events follow while the copies run, by the requests that the slow path makes, and with the
 same result.
 
-**Why tables may be late.** What was prepared holds until somebody changes the layer, and nobody can: a replay has the
-turns of all layers, no load of the layer was under way, expected or held when it was prepared, and whoever passes over
+**Why tables may be late.** What was prepared holds until the layer changes, and nothing can change it: a replay has the
+turns of all layers, no load of the layer was under way, expected or held when it was prepared, and any pass over
 the layer outside of a replay forgets it first. No copy has to wait for an event either: who reads the slots comes ahead
 of the request (graphs.py), nothing that leaves is written down, since it has a copy in host memory, and a blob
 that is still being written is no source.
@@ -46,11 +46,11 @@ from amoeba.stream.gpu.tiers import LayerTiers
 NOT_THERE, NOT_SERVED, SERVED = range(3)
 SPARES = 2  # of a layer that has slots enough: a token misses one or two experts of a layer
 LEAST_SLOTS = 16  # of a layer; below that two slots are worth more as they are
-NOBODY = -1
+ABSENT = -1  # no expert in a slot, or no slot for an expert
 
 
 def spares_of(slots: int, experts: int) -> int:
-    """Of that many slots, so many are better spared."""
+    """How many of that many slots are better kept spare."""
     return SPARES if LEAST_SLOTS <= slots < experts else 0
 
 
@@ -60,7 +60,7 @@ class _Prepared:
     def __init__(self, tiers: LayerTiers, experts: int, slots: int) -> None:
         self.leave, self.slot_of = (c_int32 * slots)(), (c_int32 * experts)()
         self.blob_of = (c_uint64 * experts)()
-        self.early_of = (c_int32 * experts)(*[NOBODY] * experts)
+        self.early_of = (c_int32 * experts)(*[ABSENT] * experts)
         self.expert_in, self.kept = (c_int32 * slots)(), (c_int8 * experts)()
         self.held, self.held_ids = (c_int8 * experts)(), list[int]()
         self.policy: LFRU | None = None  # whose arrays compiled code ranks by
@@ -87,7 +87,7 @@ def order_of(policy: LFRU, expert_in: ctypes.Array) -> Order:
 
 
 class EarlyCopies:
-    """Copies of experts that a layer will probably ask for, into slots that nobody reads before it does.
+    """Copies of experts that a layer will probably request, into slots that are not read before it does.
 
         early.begin(layer, [17, 90])            # while the GPU is busy elsewhere; as many as the layer has spare slots
         early.settle(layer, fetch.from_host)    # the layer has asked, and these were missing
@@ -98,7 +98,7 @@ class EarlyCopies:
     that slot, and the slot of the expert that is evicted for it is spare from then on; else its copy was for nothing.
     So a wrong prediction evicts nothing, and nothing has to be kept off slots that are read.
 
-    early_of: of each layer, for serve.cpp: the slot that an expert has early, or NOBODY.
+    early_of: of each layer, for serve.cpp: the slot that an expert has early, or ABSENT.
     """
 
     def __init__(self, pool: SlotPool, early_of: Sequence[ctypes.Array]) -> None:
@@ -134,7 +134,7 @@ class EarlyCopies:
         for expert, slot in used:
             table.move(expert, here.pop(expert))
             table.spare.append(slot)
-            self._early_of[layer][expert] = NOBODY
+            self._early_of[layer][expert] = ABSENT
         counters = self._pool.cache.counters
         counters.prefetched_used += len(used)
         counters.from_host -= len(used)  # they were on their way
@@ -148,7 +148,7 @@ class EarlyCopies:
             cache.top(layer).spare.extend(here.values())
             cache.counters.host_bytes += len(here) * self._pool.store.expert_bytes(layer)
             for expert in here:
-                self._early_of[layer][expert] = NOBODY
+                self._early_of[layer][expert] = ABSENT
             here.clear()
 
 
@@ -211,7 +211,7 @@ class FastPath:
         self._layers[layer].layer.leave_count = 0
 
     def prepare(self, layer: int, ids: int) -> None:
-        """For requests of so many ids at most: each makes nobody or one leave, or is one of those who stay."""
+        """For requests of at most this many ids: each evicts no expert or one, or is one of those that stay."""
         pool, here = self._pool, self._layers[layer]
         if self._calls is None or any(number == layer for number, _ in pool.expected):
             return
@@ -230,7 +230,7 @@ class FastPath:
             if not here.is_known:
                 ctypes.memset(here.blob_of, 0, ctypes.sizeof(here.blob_of))
                 self._find_blobs(layer, pool.cache.on_host(layer))
-                ctypes.memset(here.expert_in, 0xFF, ctypes.sizeof(here.expert_in))  # -1: nobody
+                ctypes.memset(here.expert_in, 0xFF, ctypes.sizeof(here.expert_in))  # -1: no expert
                 for expert, slot in slot_of.items():
                     here.slot_of[expert], here.expert_in[slot] = slot, expert
                 here.is_known = True
@@ -250,7 +250,7 @@ class FastPath:
         here.written = [(expert, host_slot) for expert, host_slot in on_host if not here.blob_of[expert]]
 
     def look(self, layer: int, serial: int, looks: int) -> int:
-        """Whether the request has come, after so many looks at most. Where that was prepared, it is answered too."""
+        """Whether the request has arrived, after at most this many polls. A prepared one is answered too."""
         mailbox, here = self._mailbox, self._layers[layer]
         is_prepared = bool(here.layer.leave_count)
         if is_prepared:
@@ -271,7 +271,7 @@ class FastPath:
 
     def rest(self) -> None:
         """Other threads may run. Looks of compiled code have let them use Python already, so the core is all that is
-        left to give away: `time.sleep(0)` takes 60 us in Python 3.11 and 3.12, in which nobody looks."""
+        left to give away: `time.sleep(0)` takes 60 us in Python 3.11 and 3.12, in which nothing polls."""
         if self._compiled is None or not hasattr(os, "sched_yield"):
             time.sleep(0)
         else:
@@ -286,9 +286,9 @@ class FastPath:
         answer = self._mailbox.answered(serial)
         came = [(expert, slot % LATER) for expert, slot in answer if slot >= 0]
         comers = [expert for expert, _ in came]
-        ids, beside = there + comers, [expert for expert in missing if expert not in comers]
+        ids, computed = there + comers, [expert for expert in missing if expert not in comers]
         with pool.lock:
-            fetch = pool.cache.request(layer, ids, beside, here.held_ids)
+            fetch = pool.cache.request(layer, ids, computed, here.held_ids)
             for expert in comers:
                 pool.cache.loaded(layer, expert)
             pool.cache.release(layer, ids)
@@ -297,7 +297,7 @@ class FastPath:
             now = [(expert, table.slot_of[expert]) for expert, _, _ in fetch.from_host]
         pool.tiers[layer].copied_from(host_slot for _, host_slot, _ in fetch.from_host)
         for expert in (expert for expert, slot in answer if slot == -1):
-            here.expert_in[shown.pop(expert)] = NOBODY
+            here.expert_in[shown.pop(expert)] = ABSENT
         for expert, slot in came:
             shown[expert] = here.slot_of[expert] = slot
             here.expert_in[slot] = expert
@@ -325,7 +325,7 @@ class FastPath:
             return NOT_SERVED
         slots = [here.slot_of[expert] for expert in reversed(leave)]
         for n, (expert, blob) in enumerate(zip(missing, blobs, strict=True)):
-            if (early := here.early_of[expert]) != NOBODY:  # its copy has been called
+            if (early := here.early_of[expert]) != ABSENT:  # its copy has been called
                 slots[n] = early
                 continue
             slot = slots[n]

@@ -16,7 +16,7 @@ of this replay has been read. All that reads slots of that layer and was enqueue
 among it, comes ahead of that request in the stream, and a kernel begins when those ahead of it have ended; what comes
 behind it in this replay reads the slots of experts that this request asks for, and these are held until the answer is
 given: none of them is chosen to leave. Passes outside of graphs have events, which are waited for when a replay begins.
-Replays of several groups in turns have a rule more (interleaved.py).
+Interleaved replays of several groups have one more rule (interleaved.py).
 
 **While a replay waits, nothing may synchronise the device** or wait for what is behind the replay: no allocation of
 device or pinned memory, no kernel that was never launched (its module would be loaded), no event that was recorded
@@ -88,10 +88,10 @@ class GpuReplays:
 
     @contextmanager
     def as_group(self, number: int, groups: int) -> Iterator[None]:
-        """What the calling thread rehearses and captures is a step of one of so many groups, which may be replayed in
+        """What the calling thread rehearses and captures is a step of one of this many groups, which may be replayed in
         turns (interleaved.py), or by itself as any other."""
         if groups > 1 and (self.serving.computing is not None or self.serving.predictions is not None):
-            raise CannotCapture("groups in turns are for experts that are copied when they are asked for")
+            raise CannotCapture("interleaved groups need experts that are copied on request")
         with self.groups.member(number, groups):
             yield
 
@@ -158,7 +158,7 @@ class GpuReplays:
             self.request(layer, torch.full_like(expert_TK, -1), given)
             if given is not None:
                 self.add_computed(layer, torch.empty_like(given[0], memory_format=torch.contiguous_format), given)
-            mailbox.go_on(serial)  # nobody waits: if a device cannot do it, it is to be known now
+            mailbox.go_on(serial)  # nothing waits: if a device cannot do it, this must be known now
 
     @contextmanager
     def capturing(self) -> Iterator[Passes]:
@@ -188,7 +188,7 @@ class GpuReplays:
             given = _aligned(x_TH), torch.empty(tokens, config.top_k, dtype=torch.float32, device="meta")
         computes = self.computes(layer, given)
         shown, x_TH = pool.map.shown(layer), given[0] if given is not None else x_TH
-        if not self.is_capturing:  # nobody is missing by this map, so that nothing waits
+        if not self.is_capturing:  # no expert is missing in this map, so nothing waits
             self.mailbox.expect(1)
             shown = torch.zeros_like(shown)
         buffer, own = (computing.buffer, x_TH) if computing is not None and computes else (None, None)
@@ -261,7 +261,7 @@ class GpuReplays:
                 raise
 
     def interleave(self, members: Sequence[Member], steps: int) -> None:
-        """So many steps of each group, one waiting while another computes."""
+        """This many steps of each group; one computes while another waits."""
         interleaved = Interleaved(self._pool, self._loads, self.serving, self.groups, members, steps)
         self._check_ready()
         with self._pool.all_turns():
@@ -281,7 +281,7 @@ class GpuReplays:
         if self.groups.in_trouble:
             self._give_up()
             waited = f"waited {self.groups.mailboxes[0].limit:g} s for experts"
-            raise RuntimeError(f"the GPU {waited} and went on without them: its tokens mean nothing. Try again.")
+            raise RuntimeError(f"the GPU {waited} and continued without them: its tokens are invalid. Try again.")
 
     def _give_up(self) -> None:
         """Lets the GPU go on to the end of what was launched, counts on from there, and shows all layers what is there.

@@ -41,7 +41,12 @@ MOST_TOKENS, MOST_TOP_K = 8, 32
 
 def check_miss(miss: str) -> None:
     if miss not in MISSES:
-        raise bad_value("miss", f"one of {', '.join(MISSES)}", repr(miss), "move gives the bits of resident experts")
+        raise bad_value(
+            "miss",
+            f"one of {', '.join(MISSES)}",
+            repr(miss),
+            "with move, results are bitwise those of resident experts",
+        )
 
 
 def make_host_compute(pool: SlotPool, miss: str) -> HostCompute | None:
@@ -50,7 +55,7 @@ def make_host_compute(pool: SlotPool, miss: str) -> HostCompute | None:
     if miss == "move":
         return None
     if (reason := _why_not(pool)) is not None:
-        logger.warning("missing experts are moved to the GPU and not computed on the CPU: %s", reason)
+        logger.warning("missing experts are copied to the GPU instead of being computed on the CPU: %s", reason)
         return None
     return HostCompute(pool, miss)
 
@@ -59,7 +64,7 @@ def _why_not(pool: SlotPool) -> str | None:
     if pool.device.why_not_captured() is not None or pool.device.calls() is None:
         return "steps cannot be captured here"
     if serving_library() is None:
-        return "the compiled part that serves them is not there"
+        return "the compiled server is not available"
     reasons = [_why_not_layer(entry) for entry in pool.store.layers]
     if all(reasons):
         return reasons[0]

@@ -1,4 +1,4 @@
-"""Captured steps of several groups of sequences, in turns: while one waits for its experts, another one computes.
+"""Captured steps of several groups of sequences, interleaved: while one waits for its experts, another computes.
 
     for number in range(2):                                    # a graph of each, over the same layers
         with replays.as_group(number, 2):
@@ -19,9 +19,9 @@ been answered or was found to miss nothing. If a GPU ran both graphs one after t
 would wait for ever: A's step t is ahead of B's, which is ahead of A's step t + 1, in every layer.
 
 **What a group may be reading does not leave.** Experts of A's latest pass over a layer may be read while B asks for
-others. So nobody leaves whom another group's latest pass over the layer asked for: the host knows it, since it has seen
-that request. What A's passes before that read is read no more, as A could not have asked again. That needs as many
-slots as all groups together can ask for. It does not depend on time: the same tokens end in the same slots.
+others. So no expert is evicted that another group's latest pass over the layer requested: the host knows it, since it
+has seen that request. What A's passes before that read is read no more, as A could not have asked again. That needs as
+many slots as all groups together can ask for. It does not depend on time: the same tokens end in the same slots.
 
 Numbers are those of steps one after the other: each pass computes with the experts that it asked for. Reads from the
 disk of one group do not keep the host from serving another.
@@ -37,7 +37,7 @@ from amoeba.core.graph_replays import CannotCapture, Member
 from amoeba.stream.gpu.device import Event
 from amoeba.stream.gpu.fast_path import NOT_THERE, SERVED
 from amoeba.stream.gpu.loader import Group, GroupLoads
-from amoeba.stream.gpu.mailbox import NOBODY, Groups, Mailbox
+from amoeba.stream.gpu.mailbox import NO_GROUP, Groups, Mailbox
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.serving import Serving
 
@@ -60,7 +60,7 @@ class _Place:
 
 
 class Interleaved:
-    """So many steps of each group. Behind them the stream that computes waits for all of them."""
+    """This many steps of each group. The stream that computes then waits for all of them."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Interleaved:
     ) -> None:
         layers = members[0].passes.layers
         if any(member.passes.layers != layers for member in members) or len({*layers}) < len(layers):
-            raise CannotCapture("groups in turns pass over the same layers, over each of them once")
+            raise CannotCapture("interleaved groups must pass over the same layers, each of them once")
         numbers = [member.passes.group for member in members]
         if numbers != [*range(len(members))]:
             raise CannotCapture(f"the first, the second and so on of {len(members)} groups are expected, not {numbers}")
@@ -102,7 +102,7 @@ class Interleaved:
         finally:
             for layer in {*self._layers}:
                 self._fast.hold(layer, ())
-        self._groups.set_turns(NOBODY)
+        self._groups.set_turns(NO_GROUP)
         self._pool.note_replay()
 
     def _run(self) -> None:
@@ -130,11 +130,11 @@ class Interleaved:
         if idle % 64:
             return
         if self._groups.in_trouble:
-            raise RuntimeError("the GPU went on without experts: its tokens mean nothing. Try again.")
+            raise RuntimeError("the GPU continued without experts: its tokens are invalid. Try again.")
         for number, place in enumerate(self._places):
             waits = place.served < every and place.load is None and self._is_next(number)
             if waits and place.ended is not None and place.ended.done() and not self._serve(number):
-                raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+                raise RuntimeError("a replay ended without a request: was it captured with another memory?")
 
     def _launch(self, place: _Place) -> None:
         place.first = place.mailbox.expect(len(self._layers))

@@ -115,7 +115,7 @@ class Staging:
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
-        self._blobs: Tensor | None = None  # allocated when it is needed: beside the budget, as activations are
+        self._blobs: Tensor | None = None  # allocated when needed; like activations, not part of the budget
         self._place_of: dict[tuple[int, int], int] = {}  # of a layer's expert
         self._lock = threading.Lock()
         largest = max(entry.expert_bytes for entry in pool.store.layers)
@@ -195,7 +195,7 @@ class GroupLoads:
                 yield groups[0].slot_of
                 self.end(layer, groups.pop(0))
         finally:
-            for group in groups:  # nobody waited for their copies, and they are shown from now on
+            for group in groups:  # their copies were not waited for, and they are visible from now on
                 self.compute_waits_for(group.copied.values())
                 self.end(layer, group)
 
@@ -206,7 +206,7 @@ class GroupLoads:
             with self._pool.lock:
                 fetch = self._pool.cache.prefetch(layer, ids)
             if not (fetch.from_host or fetch.from_disk):
-                return  # there is no room: nobody leaves
+                return  # there is no room: no expert is evicted
             self._pool.changed[layer] = True
             self._expect(layer, fetch)
 

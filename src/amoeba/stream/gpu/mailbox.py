@@ -29,7 +29,7 @@ from amoeba.stream.gpu.device import Device
 if TYPE_CHECKING:
     from amoeba.kernels.mailbox import HostComputeBuffer, Turn
 
-NOBODY = -1  # waits for a turn
+NO_GROUP = -1  # waits for a turn
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
 
@@ -108,7 +108,7 @@ class Mailbox:
         self._device.launch(partial(add_computed, y_TH, self._words, buffer, self.limit))
 
     def expect(self, requests: int) -> int:
-        """The serial of the first of so many."""
+        """The serial of the first of this many."""
         first = self.serial + 1
         self.serial += requests
         return first
@@ -119,7 +119,7 @@ class Mailbox:
         return request + 4 * at * self._row, answer + 4 * at * (2 * self._most + self._answer_header), self._most
 
     def is_there_after(self, serial: int, looks: int) -> bool:
-        """Looks so many times at most, each in a twentieth of a microsecond."""
+        """Polls at most this many times; a poll takes a twentieth of a microsecond."""
         requests, at, wanted = self._requests, serial % self.ring * self._row + 2, self.wrapped(serial)
         return any(requests[at] == wanted for _ in range(looks))
 
@@ -194,7 +194,7 @@ class Groups:
         self._thread = threading.local()
         self.mailboxes: list[Mailbox] = []
         # each where a kernel may expect it
-        self.whose = torch.full((layers, 4), NOBODY, dtype=torch.int32, device=device.device)
+        self.whose = torch.full((layers, 4), NO_GROUP, dtype=torch.int32, device=device.device)
 
     @property
     def mine(self) -> tuple[int, int]:
@@ -241,7 +241,7 @@ class Groups:
             mailbox.give_up()
 
     def begin_anew(self) -> None:
-        self.whose.fill_(NOBODY)
+        self.whose.fill_(NO_GROUP)
         for mailbox in self.mailboxes:
             mailbox.begin_anew()
 

@@ -85,7 +85,7 @@ class DeviceMemory:
         self.reads = ExpertReads(pool)
         self.direct = DirectLoads(pool, self.reads)
         self.loads = GroupLoads(pool, self.reads)
-        self._release = weakref.finalize(self, _release, self.loads.loader, device)  # where nobody closes it
+        self._release = weakref.finalize(self, _release, self.loads.loader, device)  # if it is never closed
         self.hits_lately = [False] * len(pool.slots)
         self.computing = make_host_compute(pool, miss)
         self.miss = "move" if self.computing is None else miss

@@ -163,9 +163,9 @@ class SlotPool:
     tiers:    the memory of each layer, and copies between device and host.
     map:      of experts to slots, for kernels; shown: of each layer, what it says.
     changed:  of each layer, since all that is there was shown.
-    expected: loads that nobody has asked for yet, by layer and expert; arrived: their copies that were not shown yet.
+    expected: loads that were not requested yet, by layer and expert; arrived: their copies that were not shown yet.
     last, replayed: the latest pass over each layer, and the latest replay, which passes over all of them.
-    promoted: copies of the latest replay that nobody waited for.
+    promoted: copies of the latest replay that were not waited for.
     waited_seconds: on the host, for reads and for ids.
     """
 
@@ -301,7 +301,7 @@ class SlotPool:
                 shown[expert] = slot
 
     def show_anew(self, layer: int) -> None:
-        """Nobody knows what the map of the layer says."""
+        """The content of the layer's map is unknown."""
         with self.turn(layer):
             self.shown[layer] = {-1: -1}
             self.changed[layer] = True

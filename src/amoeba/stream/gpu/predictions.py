@@ -5,11 +5,12 @@
     predictions.read(layer + 1)                             # on the host: experts that will be missing; [] if not there
 
 A token changes little from one layer to the next, so most of what the next router says of it is known a layer early.
-The product, the choice and the kernel that writes ids where the host can read them run beside the layer's own kernels;
-nobody waits for them, and what they say is a guess: whoever reads half of it guesses worse, and that is all.
+The product, the choice and the kernel that writes ids where the host can read them run concurrently with the layer's
+own kernels; nothing waits for them, and their result is a guess: reading only half of it makes the guess worse, nothing
+else.
 
 **It has to pay.** A load that began early and is used saves its own time at best, one that is not takes as much of the
-link or the disk. Where fewer are used than not, or they are few beside all that misses, none are begun any more.
+link or the disk. If fewer than half are used, or if they are few compared with all misses, prefetching stops.
 """
 
 from __future__ import annotations
@@ -82,4 +83,4 @@ class Predictions:
         self.pays = used > begun - used and used >= LEAST_RECALL * (used + missed)
         if not self.pays:
             found = f"{used} of {used + missed} that would have missed came early, {begun - used} came for nothing"
-            logger.info("experts are no longer loaded before they are asked for, it does not pay: %s", found)
+            logger.info("prefetching stops, since it saves no time: %s", found)

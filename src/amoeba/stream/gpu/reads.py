@@ -7,13 +7,13 @@ Into its host slot where it gets one; else it passes through one of a few blobs 
 Experts of a request that are on the disk alone are read, copied and told to the GPU without Python:
 
     direct = loads.begin(layer, missing)    # reads begin, before it is known who leaves; None: there are none such
-    direct.slot_of = {17: 4, 90: 11}        # of those in `direct`; the stream of copies waits for whoever uses these
+    direct.slot_of = {17: 4, 90: 11}        # of those in `direct`; the stream of copies waits for their users
     direct.open(place, value)               # where they go, and the word for which the GPU waits
     direct.end()                            # waits; whether all are there and the word is called
     direct.drop()                           # nothing more goes on
 
 A read of a few milliseconds has a beginning and an end in which the disk rests. Here the first read is enqueued as soon
-as a request was read, ahead of all tables, into memory that is nobody's slot; the threads that read copy each piece to
+as a request was read, before any table changes, into memory that is no slot; the threads that read copy each piece to
 the GPU, and the last of them calls for the word: no thread has to wake up for that, and none needs Python's lock
 (store/csrc/copy_to_device.h).
 
@@ -106,7 +106,7 @@ class DirectLoads:
             self._onward = Onward(*pointers, calls.context, calls.stream.value)
 
     def begin(self, layer: int, missing: Sequence[int]) -> DirectLoad | None:
-        """As many as there is memory for that nobody uses; the others are loaded in another way."""
+        """As many as there is unused memory for; the others are loaded in another way."""
         pool = self._pool
         if self._onward is None:
             return None
@@ -133,7 +133,7 @@ class DirectLoad:
 
     slot_of:  of every expert of it, before it is opened.
     has_told: the word was called for.
-    is_there: all of it, in whichever way; for whoever waited for it to say.
+    is_there: all of it, in whichever way; set by the code that waited for it.
     """
 
     def __init__(self, pool: SlotPool, reads: ExpertReads, layer: int, loads: CompiledLoads) -> None:
@@ -161,7 +161,7 @@ class DirectLoad:
         store = self._pool.store
         try:
             place = store.place(self._layer, expert)
-        except StoreError:  # whoever reads it says so
+        except StoreError:  # its reader reports it
             return False
         if place is None or (blob := self._reads.take_passing()) is None:
             return False

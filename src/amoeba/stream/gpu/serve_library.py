@@ -82,5 +82,7 @@ def serving_library() -> ctypes.CDLL | None:
     try:
         return with_library("serve", lambda file: load(file, _SIGNATURES), sources=Path(__file__).parent / "csrc")
     except CoreUnavailable as error:
-        logger.info("experts that a GPU waits for are served by Python, a few microseconds later: %s", error)
+        logger.info(
+            "Python serves the experts that a GPU waits for, a few microseconds later than compiled code: %s", error
+        )
         return None

@@ -119,7 +119,7 @@ class Serving:
                 self.count_one()
                 continue
             if has_ended:
-                raise RuntimeError("a replay ended without asking: was it captured by another memory?")
+                raise RuntimeError("a replay ended without a request: was it captured with another memory?")
             turns += 1
             fast.rest()
             has_ended = not turns % 16 and replayed.done()

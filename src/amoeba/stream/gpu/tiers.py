@@ -6,7 +6,8 @@ A slot on the device is gate_up, down and biases, each in a stack of its own, so
 read them as they are (those for many tokens on Hopper would copy what lies between other things). Codes, scales and
 biases are a blob there too, in one copy, as kernels for codes take any distance between experts: with a copy of each a
 pass that misses took 20 to 30 us longer in fp8 (dev/log). A slot of pinned memory is a blob as the store has it.
-All copies to the device are in one stream, so they come to pass in the order of their calls; what has to wait beside
+All copies to the device are in one stream, so they come to pass in the order of their calls; what has to wait in
+addition
 that:
 
     a copy into a slot      for the last pass that reads it         `read_by`

@@ -60,7 +60,7 @@ class CompiledReads:
     def __init__(self, library: ctypes.CDLL, threads: int, part: int) -> None:
         self._library, self._part = library, part
         self._readers: int | None = library.amoeba_readers_begin(threads)
-        self._end = weakref.finalize(self, library.amoeba_readers_end, self._readers)  # where nobody closes it
+        self._end = weakref.finalize(self, library.amoeba_readers_end, self._readers)  # if it is never closed
         self._changed, self._under_way = threading.Condition(), 0
 
     def read(

@@ -119,7 +119,7 @@ def _format(path: Path, facts: dict[str, Any]) -> tuple[Format | None, int]:
         known = False
     if not known or facts["dtype"] not in DTYPES or row_parts not in (1, 2):
         got = " ".join(str(each) for each in (kind, name, facts.get("dtype")) if each is not None)
-        expected = f"numbers as {PLAIN} {', '.join(DTYPES)}, or as {BLOCK_SCALED} fp8, mxfp8, mxfp4 or nvfp4"
+        expected = f"numbers as {PLAIN} {', '.join(DTYPES)}, or quantised as fp8, mxfp8, mxfp4 or nvfp4"
         raise StoreError(path, expected, got, "use a newer aMoEba")
     return found, row_parts
 
@@ -134,7 +134,7 @@ def read_index(folder: Path) -> Index:
         if facts["format"] != FORMAT:
             raise ValueError(f"format {facts['format']!r}")
         if facts.pop("crc32") != _crc32(facts):
-            raise ValueError("its checksum does not go with it")
+            raise ValueError("its checksum does not match")
         if (facts["version"], facts["part_bytes"]) != (VERSION, PART):
             got = f"version {facts['version']} with parts of {facts['part_bytes']} bytes"
             raise StoreError(

@@ -59,7 +59,7 @@ class LayerEntry:
     """
     name:       of the experts module in the model.
     activation: of these rows: never interleaved, unless they are codes.
-    dtype:      of all parts; beside codes that of the biases, of x and of y.
+    dtype:      of all parts; for quantised experts, that of the biases, of x and of y.
     parts:      in the order of the blob.
     expert_bytes: of a blob, a multiple of 4096.
     format:     of the codes; None: plain numbers.
@@ -106,8 +106,8 @@ class LayerEntry:
         """Of plain numbers; blob as in `tensors`."""
         found = dict.fromkeys(PARTS) | self.tensors(blob)
         if self.format is not None:
-            got = f"codes of {self.format.name} ({self.name})"
-            raise bad_value("views", "plain numbers", got, "take `tensors` or `weights` of the layer's entry")
+            got = f"quantised ones, in {self.format.name} ({self.name})"
+            raise bad_value("views", "plain numbers", got, "use `tensors` or `weights` of the layer's entry")
         return ExpertViews(**found)  # type: ignore[arg-type]
 
     def tensors(self, blob: Tensor) -> dict[str, Tensor]:

@@ -46,8 +46,8 @@ def map_experts(
     if facts is not None and format_of(facts) is None:
         raise bad_value(
             "MODEL",
-            "experts in bfloat16, float16 or float32, or block-scaled (fp8, mxfp8, mxfp4, nvfp4)",
-            f"{config.model_type} quantised by {facts.get('quant_method')}, in a way not known here",
+            "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp8, mxfp4, nvfp4)",
+            f"{config.model_type} quantised by {facts.get('quant_method')}, in a way that aMoEba does not know",
             REMEDY,
         )
     model = load_without_weights(unquantised(config), str(folder), trust_remote_code=trust_remote_code)
@@ -139,9 +139,7 @@ class _Checkpoint:
         expected = (experts, *axes.shape) if stacked else axes.shape
         for name, tensor in zip(names, tensors, strict=True):
             if tensor.shape != expected:
-                raise bad_value(
-                    name, f"shape {expected}", tensor.shape, f"it does not go with config.json ({parameter})"
-                )
+                raise bad_value(name, f"shape {expected}", tensor.shape, f"it does not match config.json ({parameter})")
         if not stacked and len(tensors) != experts:
             raise bad_value(parameter, f"tensors for {experts} experts", len(tensors), "download the checkpoint again")
         view = axes.view
@@ -171,7 +169,7 @@ class _Axes(NamedTuple):
         return _Axes(self.view.permute(order), tuple(map(len, dimensions)))
 
     def in_turns(self, axis: int, turns: int) -> _Axes:
-        """`turns` blocks of the axis, taken in turns."""
+        """`turns` blocks of the axis, interleaved."""
         dimension = self._first(axis)
         view = self.view.unflatten(dimension, (turns, -1)).transpose(dimension, dimension + 1)
         return _Axes(view, (*self.groups[:axis], 2, *self.groups[axis + 1 :]))

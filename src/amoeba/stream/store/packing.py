@@ -51,7 +51,7 @@ from amoeba.system.pipeline import Segment, ahead, write_segments
 # Experts that are read and summed at the same time, and that are written: a sum goes at 1 to 2 GB/s in a thread.
 _READERS, _WRITERS = 4, 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What a model's folder has beside its weights: config, tokenizer, chat template, licence, code of its own.
+# What a model's folder contains besides its weights: config, tokenizer, chat template, licence, code of its own.
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "*.py", "LICENSE*", "tokenizer*", "merges*")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", INDEX, UNFINISHED)
 _DOCUMENTS = ("*.md", "LICENSE*")  # for people: the model says the same without them
@@ -422,7 +422,9 @@ def only_one(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             got = f"{str(folder)!r}, which another process is writing"
-            raise bad_value("--out", "a store of this process's own", got, "wait until it is done") from error
+            raise bad_value(
+                "--out", "a store that no other process is writing", got, "wait until it is done"
+            ) from error
         yield
     finally:
         os.close(handle)

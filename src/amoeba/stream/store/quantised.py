@@ -6,8 +6,8 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I
     checkpoint.layer("model.layers.0.mlp.experts", module).pieces
 
 The layouts are those of integrations/quantised_files.py, which loads the same experts resident, and so are their rows:
-gate and up in turns stay so. Scales that files have in half precision or as exponents become fp32, which is exact.
-Where gate and up are tensors of their own, both have the scale of their matrix beside them, the same one.
+interleaved gate and up stay interleaved. Scales that files have in half precision or as exponents become fp32, which is
+exact. Where gate and up are tensors of their own, both have the scale of their matrix, the same one.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class CodedCheckpoint:
             if tensor.shape != expected or tensor.dtype not in dtypes or tensor.dtype != tensors[0].dtype:
                 one_of = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 got = f"{tensor.shape} in {str(tensor.dtype).removeprefix('torch.')}"
-                remedy = f"it does not go with config.json ({entry.name})"
+                remedy = f"it does not match config.json ({entry.name})"
                 raise bad_value(name, f"shape {expected} in one of {one_of}, as all others", got, remedy)
         if not stacked and len(tensors) != entry.experts:
             raise bad_value(entry.name, f"tensors for {entry.experts} experts", len(tensors), "download it again")

@@ -30,7 +30,7 @@ class Store(ABC):
     folder: where the model's config and tokenizer are.
     layers: one entry per layer with experts, in the model's order; `layer` is an index into it everywhere.
     rest:   the checkpoint's other tensors, by the names it has for them, which transformers maps to the model's; where
-            the experts are codes, some of these may be too, with their scales beside them.
+            the experts are quantised, some of these may be too, with their scales.
     """
 
     folder: Path
@@ -87,7 +87,7 @@ class Store(ABC):
         return None
 
     def scratch_bytes(self, readers: int) -> int:
-        """Memory that so many reads of experts at the same time need beside what they read into."""
+        """Memory that this many concurrent reads of experts need in addition to their targets."""
         return 0
 
     def views(self, layer: int, blob: Tensor) -> ExpertViews:

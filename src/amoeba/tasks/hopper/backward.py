@@ -229,9 +229,9 @@ def _within_a_warp(size: int) -> Any:
 def why_not(top_k: int, activation: Activation) -> str | None:
     """Of a layer that `HopperRows` serves, the reason why plain Triton has to schedule it."""
     if not activation.gated or activation.interleaved:
-        return "takes gates and ups apart, all gates before all ups"
+        return "needs all gate rows before all up rows"
     if top_k > MOST_SLOTS:
-        return f"combines up to {MOST_SLOTS} experts of a token, these are {top_k}"
+        return f"supports up to {MOST_SLOTS} experts per token; these have {top_k}"
     return None
 
 

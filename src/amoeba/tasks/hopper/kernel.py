@@ -3,25 +3,25 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 
 See `amoeba.tasks.hopper.backward`, which launches it. Three warpgroups: the producer draws tickets, waits at gates,
-tells the other two what to do and fills the stages; those compute and signal. A stage holds 48 KB for every task:
+passes tasks on to the other two and fills the stages; those compute and signal. A stage holds 48 KB for every task:
 
     DOWN, UP                   128 rows of 64 of the depth, and 64 lines of 256 columns of the matrix
     DOWN_WEIGHTS, UP_WEIGHTS   64 gathered rows, 128 wide in two halves, and the same sorted rows, 256 wide
-    ACTIVATE                   dA', gate and up: so many whole lines of BLOCK columns as make 16 KB each
+    ACTIVATE                   dA', gate and up: whole lines of BLOCK columns, 16 KB of each
     COMBINE                    rows of dx, 256 columns of them, of as many tokens as have 64 of them
 
-The tiles of products and weight gradients are the functions of the kernels that do
-nothing else, and what the row passes add up they add up in the order of theirs: the bits are the same.
+The tiles of products and weight gradients call the functions of the separate kernels, and the row passes sum in the
+same order as theirs, so the results are bitwise identical.
 
-**Who may wait for whom.** Both sides of a program take its tasks in the order of tickets, and only the producer waits
-at gates, before it passes a task on. A warpgroup that is done with a task does not tell it at once: it would wait for
-its stores to arrive, and then for the release, while nothing multiplies. It tells while its next product runs; before
-it waits for a task that is not there yet; and at the end. So nobody holds a signal back while waiting for somebody.
+**Waiting.** The producer and the two other warpgroups process tasks in the order of tickets. Only the producer waits at
+gates, before it passes a task on. A warpgroup that has finished a task does not signal immediately: it would have to
+wait for its stores and for the release while the tensor cores are idle. It signals while its next product runs, before
+it waits for a task that has not been passed on yet, and at the end. So no signal is held back during a wait.
 
-**Whose writes are seen.** Threads write memory by one way, the copy engine reads and writes it by another, and neither
-way knows what the other has under way. `tell`: the engine's writes have arrived (not only been read from shared
-memory), a fence joins the two ways, all threads of the warpgroup are through, then the release. `wait`: the acquire,
-then the fence again, before the engine is told to load. So for dA' (stored by the engine or, at an expert's end, by
+**Visibility of writes.** Threads and the copy engine access memory through different proxies, and neither sees the
+other's pending writes. `signal` waits until the engine's writes have arrived (not only been read from shared memory),
+orders the two proxies with a fence, synchronises the threads of the warpgroup, then releases. `wait` acquires, then
+fences again before the engine is told to load. This covers dA' (stored by the engine or, at an expert's end, by
 threads; loaded by the engine), dh and s·a (stored by threads, loaded by the engine or by threads) and dx (stored by
 either, copied to shared memory by threads).
 """
@@ -46,9 +46,9 @@ from amoeba.tasks.hopper.queue import (
     STOP,
     TASKS,
     is_there,
+    receive,
     send_half,
-    take,
-    tell,
+    signal,
 )
 from amoeba.tasks.hopper.row_passes import activate, combine
 from amoeba.tasks.triton.tickets import (
@@ -79,8 +79,8 @@ def _consume(
     scales = all_scales.index(WARPGROUP)
     count = 0
     taken = 0
-    untold = -1
-    next_task = take(queue, taken)
+    pending = -1
+    next_task = receive(queue, taken)
     ahead = True  # the next task is taken already
     working = True
     while working:
@@ -88,9 +88,9 @@ def _consume(
             came = now(trace, False)
         if not ahead:
             if not is_there(queue, taken):
-                tell(untold, counters, PLAN)
-                untold = -1
-            next_task = take(queue, taken)
+                signal(pending, counters, PLAN)
+                pending = -1
+            next_task = receive(queue, taken)
         kind, item, part, expert, row, end, ticket = next_task
         ahead = False
         taken += 1
@@ -101,18 +101,18 @@ def _consume(
             if PLAN.SMALL * WARPGROUP == 1:  # whose half of the row tile may be empty
                 if row + 64 < end:
                     count, ahead, next_task = multiply(
-                        next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, untold,
+                        next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, pending,
                         depth, WARPGROUP, PLAN,
                     )  # fmt: skip
                 else:
-                    tell(untold, counters, PLAN)
+                    signal(pending, counters, PLAN)
                     count = pass_over(full, empty, count, depth)
             else:
                 count, ahead, next_task = multiply(
-                    next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, untold, depth,
+                    next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, pending, depth,
                     WARPGROUP, PLAN,
                 )  # fmt: skip
-            untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
+            pending = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
             gradients = (d_down, d_gate_up, d_down_desc, d_gate_up_desc)
             if PLAN.BUNDLED:
@@ -122,37 +122,37 @@ def _consume(
                 for tile in range(part * bundle, stop):
                     count, ahead, next_task = sum_tile(
                         task, next_task, tile, tile + 1 == stop, gradients, buffers, counters, queue, ring, count,
-                        taken, untold, WARPGROUP, PLAN,
+                        taken, pending, WARPGROUP, PLAN,
                     )  # fmt: skip
-                    untold = -1
+                    pending = -1
             else:
                 count, ahead, next_task = sum_tile(
-                    next_task, next_task, part, True, gradients, buffers, counters, queue, ring, count, taken, untold,
+                    next_task, next_task, part, True, gradients, buffers, counters, queue, ring, count, taken, pending,
                     WARPGROUP, PLAN,
                 )  # fmt: skip
-            untold = -1
+            pending = -1
         elif kind == ACTIVATE:
             count = activate(
-                da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row,
+                da, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row,
                 end, intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
-            untold = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
+            pending = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
-                item, ds, slot_row, d_x, d_weight, peers, counters, untold, token_bufs, full, empty, count,
+                item, ds, slot_row, d_x, d_weight, peers, counters, pending, token_bufs, full, empty, count,
                 tokens, rows, WARPGROUP, PLAN,
             )  # fmt: skip
-            untold = -1
+            pending = -1
         elif PLAN.RANKS > 1:  # noqa: SIM102 - known when it is compiled, unlike the next
             if kind == SEND:
-                tell(untold, counters, PLAN)
-                untold = -1
+                signal(pending, counters, PLAN)
+                pending = -1
                 send_half(peers, item, part, da, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
             if working:
                 note_task(trace, ticket, kind, item, part, came, started, False)
-    tell(untold, counters, PLAN)
+    signal(pending, counters, PLAN)
     tma.store_wait(0)
 
 

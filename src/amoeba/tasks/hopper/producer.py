@@ -27,12 +27,12 @@ from amoeba.tasks.hopper.queue import (
     STOP,
     draw,
     drawn_ticket,
-    look,
     pass_on,
     wait,
     wait_for_block,
     wait_for_tile,
     wait_for_tokens,
+    wait_per_thread,
 )
 from amoeba.tasks.hopper.row_passes import fill_lines, fill_tokens
 from amoeba.tasks.triton.arrivals import (
@@ -138,7 +138,7 @@ def _produce_listed(
         if kind == COMBINE:
             wait_for_tokens(item, expert_TK, slot_row, offs_E, place_E, first_tile, row_counters, tokens, rows, PLAN)
         elif least > 0:
-            look(counters + gate, least)
+            wait_per_thread(counters + gate, least)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
         fence_async_shared()  # see above
         ticket = drawn_ticket(drawn)

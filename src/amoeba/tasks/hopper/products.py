@@ -13,12 +13,13 @@ from amoeba.kernels.hopper.epilogue import column_parts, store_tile
 from amoeba.kernels.hopper.gemm_kernel import multiply_stage
 from amoeba.kernels.hopper.wgrad import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.tiles import grouped_order
-from amoeba.tasks.hopper.queue import BLOCK_K, STAGES, is_there, take, tell
+from amoeba.tasks.hopper.queue import BLOCK_K, STAGES, is_there, receive, signal
 from amoeba.tasks.triton.tickets import DOWN, DOWN_WEIGHTS
 
-# A warpgroup tells what it has done when so many stages of its next product are begun: a release takes more than half a
-# microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two multiplies.
-TELL_AT, TELL_LATER = gl.constexpr(2), gl.constexpr(2)
+# A warpgroup signals a finished task once this many stages of its next product have started: a release takes more than
+# half a microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two
+# multiplies.
+SIGNAL_AT, SIGNAL_LATER = gl.constexpr(2), gl.constexpr(2)
 
 
 @gluon.jit
@@ -40,7 +41,7 @@ def fill_gradients(
 
 @gluon.jit
 def multiply(
-    task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, untold, depth,
+    task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, pending, depth,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A tile of dA' or of dx, this warpgroup's rows. Returns also whether the next task was taken, and that."""
@@ -49,16 +50,16 @@ def multiply(
     stages = (row_bufs, matrix_bufs, full, empty)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)
-    tell_at = gl.minimum((TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
+    signal_at = gl.minimum((SIGNAL_AT + SIGNAL_LATER * WARPGROUP) * BLOCK_K, depth - BLOCK_K)
     for k in range(0, depth, BLOCK_K):
         acc = multiply_stage(acc, stages, count, k > 0, BLOCK_K, WARPGROUP, PLAN)
         count += 1
-        if k == tell_at:
-            tell(untold, counters, PLAN)
+        if k == signal_at:
+            signal(pending, counters, PLAN)
     next_task = task
     ahead = is_there(queue, taken)
     if ahead:  # while the last stage is multiplied
-        next_task = take(queue, taken)
+        next_task = receive(queue, taken)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
     quarters = column_parts(acc, 4)
@@ -86,7 +87,7 @@ def pass_over(full, empty, count, depth):
 
 @gluon.jit
 def sum_tile(
-    task, next_task, tile, last, gradients, buffers, counters, queue, ring, count, taken, untold,
+    task, next_task, tile, last, gradients, buffers, counters, queue, ring, count, taken, pending,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A tile of a weight's gradient, this warpgroup's half. last: of its task. Returns as `multiply`."""
@@ -95,19 +96,19 @@ def sum_tile(
     _, matrix_bufs, left_bufs, _, _, _, full, empty = ring
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, mma)  # what an expert without rows gets
-    tell_at = gl.minimum(row + (TELL_AT + TELL_LATER * WARPGROUP) * BLOCK_K, end - 1)
+    signal_at = gl.minimum(row + (SIGNAL_AT + SIGNAL_LATER * WARPGROUP) * BLOCK_K, end - 1)
     for first in range(row, end, BLOCK_K):
         acc = sum_stage(acc, (left_bufs, matrix_bufs, full, empty), count, first > row, WARPGROUP)
         count += 1
-        if (first <= tell_at) & (tell_at < first + BLOCK_K):
-            tell(untold, counters, PLAN)
+        if (first <= signal_at) & (signal_at < first + BLOCK_K):
+            signal(pending, counters, PLAN)
     ahead = last & is_there(queue, taken)
     if ahead:
-        next_task = take(queue, taken)
+        next_task = receive(queue, taken)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > row)
     if end == row:
-        tell(untold, counters, PLAN)
+        signal(pending, counters, PLAN)
     if kind == DOWN_WEIGHTS:
         h, w = grouped_order(tile, PLAN.H_TILES, PLAN.I_TILES, PLAN.GROUP)
         store_gradient(acc, buffers, d_down, d_down_desc, expert, h, w, PLAN.H, PLAN.I, WARPGROUP, False, 2)

@@ -1,4 +1,4 @@
-"""What the parts of the kernel for Hopper tell each other, and what programs do: tasks, gates, signals.
+"""The queue between the warpgroups of the Hopper kernel: tickets, waits at gates, tasks passed on, signals.
 
 See `amoeba.tasks.hopper.kernel`.
 
@@ -28,8 +28,8 @@ from amoeba.tasks.triton.arrivals import (
     wait_for_rows,
 )
 
-# Of a task that is passed on: kind, item, part, expert, first row, end of the rows, ticket.
-# They are written at once, with room for one more.
+# The fields of a task in the queue: kind, item, part, expert, first row, end of the rows, ticket.
+# They are written in one store of ROOM numbers.
 FIELDS, ROOM, TASKS = gl.constexpr(7), gl.constexpr(8), gl.constexpr(2)
 STOP = gl.constexpr(-1)
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(256), gl.constexpr(64), gl.constexpr(4)
@@ -55,8 +55,8 @@ def wait(counter, at_least):
 
 
 @gluon.jit
-def look(counter, at_least):
-    """`wait`, by each thread for itself."""
+def wait_per_thread(counter, at_least):
+    """`wait`, but each thread waits on its own."""
     acquire: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
     seen = gl.inline_asm_elementwise(acquire, "=r,l", [counter], gl.int32, False, 1)
     while seen < at_least:
@@ -65,26 +65,26 @@ def look(counter, at_least):
 
 
 @gluon.jit
-def tell(untold, counters, PLAN: gl.constexpr):
-    """That this half of a task is done: a counter, mostly the row tile's, and after a row pass also the expert's; both
-    in one number. -1: of none."""
-    if untold >= 0:
+def signal(pending, counters, PLAN: gl.constexpr):
+    """Signals that this half of a task is done: counts up one counter, usually that of the row tile, and after a row
+    pass also the expert's. pending: both in one number; -1 for none."""
+    if pending >= 0:
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
         _fence()
         barrier()
-        gl.atomic_add(counters + untold // (PLAN.EXPERTS + 1), 1, sem="release")
-        expert = untold % (PLAN.EXPERTS + 1)
+        gl.atomic_add(counters + pending // (PLAN.EXPERTS + 1), 1, sem="release")
+        expert = pending % (PLAN.EXPERTS + 1)
         if expert < PLAN.EXPERTS:
             gl.atomic_add(counters + 1 + expert, 1, sem="release")
 
 
 @gluon.jit
 def draw(counters, tokens):
-    """The next ticket, on its way to the first thread: nobody waits for it before `drawn_ticket`.
+    """Starts drawing the next ticket, in the first thread; only `drawn_ticket` waits for it.
 
-    The compiler must not see that all threads name one address: it would draw once for a whole warp, and wait for that.
+    The compiler must not see that all threads use the same address: it would draw once per warp and wait for that.
     """
     lane = gl.arange(0, 128, ONE)
     nothing = gl.minimum(tokens, 0)  # as only we know
@@ -141,14 +141,14 @@ def pass_on(queue, count, kind, item, part, expert, row, end, ticket):
 
 @gluon.jit
 def is_there(queue, taken):
-    """Whether the next task was passed on, after so many: for all threads of a warpgroup the same answer."""
+    """Whether the task after `taken` others was passed on; the same answer for all threads of a warpgroup."""
     _, pushed, _, _ = queue
     return gl.min(pushed.load(ONE), 0) > taken
 
 
 @gluon.jit
-def take(queue, taken):
-    """The next task, as soon as it is there: kind, item, part, expert, first row, end of the rows, ticket."""
+def receive(queue, taken):
+    """Waits for the next task: kind, item, part, expert, first row, end of the rows, ticket."""
     _, _, task_full, task_empty = queue
     slot = taken % TASKS
     mbarrier.wait(task_full.index(slot), (taken // TASKS) & 1)

@@ -11,13 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
-from amoeba.tasks.hopper.queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, tell
+from amoeba.tasks.hopper.queue import BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, signal
 from amoeba.tasks.triton.arrivals import COMES, numbers_at, room_for_sums
 
 
 @gluon.jit
 def fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN: gl.constexpr):
-    """dA', gate and up of a row tile. Lines behind the last row are another expert's: nobody looks at them.
+    """dA', gate and up of a row tile. Lines after the last row are another expert's and are not read.
 
     intermediate: PLAN.I, which would have the loop unrolled, and more in registers than there is room for.
     """
@@ -37,7 +37,7 @@ def fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, i
 
 @gluon.jit
 def activate(
-    da, dh, ds, weight, order, counters, untold, da_bufs, h_bufs, scales, full, empty, count, row, end,
+    da, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row, end,
     intermediate, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """dh, s·a and ds of this warpgroup's lines, half of each stage. Sums as `_activate_backward` makes them."""
@@ -45,7 +45,7 @@ def activate(
     own_row = row + gl.arange(0, BLOCK_M, ONE)
     slot = gl.load(order + own_row, mask=own_row < end, other=0)
     own_scale = gl.load(weight + slot, mask=own_row < end, other=0.0)
-    tell(untold, counters, PLAN)
+    signal(pending, counters, PLAN)
     scales.store(own_scale.to(gl.float32))
     scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // PLAN.OWN_LINES, PLAN.OWN_LINES], scales.layout)
     barrier()
@@ -137,7 +137,7 @@ def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, row
 
 @gluon.jit
 def combine(
-    block, ds, slot_row, d_x, d_weight, peers, counters, untold, token_bufs, full, empty, count, tokens, rows,
+    block, ds, slot_row, d_x, d_weight, peers, counters, pending, token_bufs, full, empty, count, tokens, rows,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """d_x of a block of tokens, this warpgroup's half of each stage's columns; d_weight of its half of the tokens."""
@@ -146,7 +146,7 @@ def combine(
     slot = (block.to(gl.int64) * PLAN.TOKENS + WARPGROUP * HALF) * PLAN.TOP_K + lane
     inside = (lane < HALF * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
     of_slot = gl.load(slot_row + slot, mask=inside, other=rows)
-    tell(untold, counters, PLAN)
+    signal(pending, counters, PLAN)
     gradient = gl.load(ds + of_slot, mask=of_slot < rows, other=0.0)
 
     COLUMNS: gl.constexpr = BLOCK_N // 2

@@ -89,12 +89,12 @@ def _decode(
 
     # The next wave's products and this one's row passes.
     index = ticket - tl.where(wave < 0, 0, start)
-    beside = tiles + next_tiles * TN
-    in_first = index < beside
+    merged_size = tiles + next_tiles * TN
+    in_first = index < merged_size
     is_pass, pass_index, product_index = _merged(index, tiles, next_tiles * TN)
     down_tile, down_part = _in_plane(product_index, in_first & ~is_pass, next_tiles, TN, GROUP)
     # dx and gradients of down.
-    index -= beside
+    index -= merged_size
     planes, weights = tiles * TNX, experts * down_parts
     in_second = index < planes + weights
     is_up, up_index, weight_index = index < planes, index, index - planes
@@ -106,9 +106,9 @@ def _decode(
     last = wave == waves - 1
     begin, experts = tl.where(last, late, begin), tl.where(last, EXPERTS - late, experts)
     blocks = tl.where(last, token_blocks, 0)
-    beside = tl.where(last, tl.maximum(experts * up_parts - behind, 0), experts * up_parts)
-    is_late, late_index, block = _merged(tl.maximum(index, 0), beside, blocks)
-    is_behind = index >= beside + blocks
+    merged_size = tl.where(last, tl.maximum(experts * up_parts - behind, 0), experts * up_parts)
+    is_late, late_index, block = _merged(tl.maximum(index, 0), merged_size, blocks)
+    is_behind = index >= merged_size + blocks
     is_late, late_index = is_late | is_behind, tl.where(is_behind, index - blocks, late_index)
     late_index = tl.where(in_second | ~is_late, 0, late_index)
     up_place, late_part = begin + late_index // up_parts, late_index % up_parts

@@ -46,7 +46,8 @@ _ZEROED = 512  # counters at a time, by each program
 
 
 class Layout(NamedTuple):
-    """All that decoding needs besides the table: tN, tNx, tasks of an expert's two gradients, blocks of tokens."""
+    """All that decoding needs besides the table: down_tiles, up_tiles, tasks of an expert's two gradients, blocks of
+    tokens."""
 
     experts: int
     row_block: int
@@ -202,32 +203,32 @@ def decode_ticket(
     tiles, next_tiles, experts = tile_end - tile_begin, next_end - tile_end, end - begin
 
     index = ticket - start
-    beside = tiles + next_tiles * TN
+    merged_size = tiles + next_tiles * TN
     kind, item, part = 0 * index + ACTIVATE, index, 0 * index
-    if index < beside:
+    if index < merged_size:
         is_pass, pass_index, product_index = _merged(index, tiles, next_tiles * TN)
         if is_pass:
             item = tile_begin + pass_index
         else:
             tile, part = grouped_order(product_index, next_tiles, TN, GROUP)
             kind, item = 0 * index + DOWN, tile_end + tile
-    elif index < beside + tiles * TNX + experts * DOWN_PARTS:
-        product_index, weight_index = index - beside, index - beside - tiles * TNX
-        if index < beside + tiles * TNX:
+    elif index < merged_size + tiles * TNX + experts * DOWN_PARTS:
+        product_index, weight_index = index - merged_size, index - merged_size - tiles * TNX
+        if index < merged_size + tiles * TNX:
             tile, part = grouped_order(product_index, tiles, TNX, GROUP)
             kind, item = 0 * index + UP, tile_begin + tile
         else:
             kind, part = 0 * index + DOWN_WEIGHTS, weight_index % DOWN_PARTS
             item = tl.load(heaviest_E + begin + weight_index // DOWN_PARTS)
     else:
-        index -= beside + tiles * TNX + experts * DOWN_PARTS
-        blocks, beside = 0 * index, experts * UP_PARTS
+        index -= merged_size + tiles * TNX + experts * DOWN_PARTS
+        blocks, merged_size = 0 * index, experts * UP_PARTS
         if wave == WAVES - 1:
             begin, experts = 0 * index + LATE, EXPERTS - LATE + 0 * index
             blocks += TOKEN_BLOCKS
-            beside = tl.maximum(experts * UP_PARTS - BEHIND, 0)
-        is_weight, weight_index, block = _merged(index, beside, blocks)
-        if index >= beside + blocks:
+            merged_size = tl.maximum(experts * UP_PARTS - BEHIND, 0)
+        is_weight, weight_index, block = _merged(index, merged_size, blocks)
+        if index >= merged_size + blocks:
             is_weight, weight_index = index >= 0, index - blocks
         if is_weight:
             kind, part = 0 * index + UP_WEIGHTS, weight_index % UP_PARTS
