@@ -179,7 +179,9 @@ def test_the_choice_is_explained_and_others_are_refused_by_name() -> None:
     explanation = amoeba.explain(request)
     assert explanation.backend is not None and explanation.backend.name == "halves"
     assert str(explanation) == "halves, one half after the other"
-    with pytest.raises(ValueError, match=r"one that supports halved weights \(HalvedExperts\); got cpu, which does not"):
+    with pytest.raises(
+        ValueError, match=r"one that supports halved weights \(HalvedExperts\); got cpu, which does not"
+    ):
         run(layer, halve(frozen(layer)), backend="cpu")
 
 
