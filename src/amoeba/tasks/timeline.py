@@ -21,7 +21,7 @@ from torch import Tensor
 from amoeba.tasks.graph import Kind, Task
 from amoeba.tasks.simulator import Record
 
-_NOBODY = -1  # took this ticket: there are fewer than there is room for
+_UNUSED = -1  # a ticket that no task took: there is room for more tickets than tasks
 
 
 class DeviceTrace:
@@ -36,20 +36,20 @@ class DeviceTrace:
 
     def room(self, tickets: int, row_block: int) -> Tensor:
         self._row_block = row_block
-        self._buffer = torch.full((1 + tickets * self._fields,), _NOBODY, dtype=torch.int64, device=self._device)
+        self._buffer = torch.full((1 + tickets * self._fields,), _UNUSED, dtype=torch.int64, device=self._device)
         self._buffer[0] = 0
         return self._buffer
 
     def began(self) -> int:
         """When the first task was come to, by the device's clock."""
         lines = self._buffer[1:].view(-1, self._fields)
-        return int(lines[lines[:, 0] != _NOBODY][:, 4].min())
+        return int(lines[lines[:, 0] != _UNUSED][:, 4].min())
 
     def records(self, since: int | None = None) -> list[Record]:
         """In the order of tickets. Microseconds from the first task on, or from a time that all ranks agree on; in the
         interpreter, looks at the clock."""
         lines = self._buffer[1:].view(-1, self._fields).cpu()
-        lines = lines[lines[:, 0] != _NOBODY]
+        lines = lines[lines[:, 0] != _UNUSED]
         if not len(lines):
             return []
         lines[:, 4:] -= lines[:, 4].min() if since is None else since
