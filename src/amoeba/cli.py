@@ -1,4 +1,4 @@
-"""The command line: `amoeba --help` lists the commands; each is a file of `commands/`.
+"""The command line: registers the commands, each of which is a file in `commands/`.
 
 Exit codes: 0 all is well, 1 a check failed or the reader of stdout went away, 2 the command was used wrongly,
 70 a bug, 75 another rank was lost (start it again), 130 interrupted, 143 stopped by SIGTERM.

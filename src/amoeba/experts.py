@@ -1,4 +1,4 @@
-"""The one seam: `experts(x, routing, weights)` computes routed experts, wherever they live, on the best backend.
+"""`experts(x, routing, weights)` computes routed experts, wherever they live, with the best backend.
 
 T tokens · K experts per token · E experts · H hidden
 
@@ -39,13 +39,13 @@ def experts(
 
     x_TH: the tokens, batch and sequence flattened, in the dtype of the weights.
     routing: which experts each token goes to, and with which weights (see `Routing`); ids outside [0, E) are sentinels.
-    weights: ExpertWeights, or another kind such as PackedExperts, which x may reach from a GPU.
+    weights: ExpertWeights, or another kind such as PackedExperts, for which x may also be on a GPU.
     lora: low-rank updates of the projections, computed row by row and never merged into the weights. With frozen
-    weights only the factors' gradients are computed.
-    backend: "auto" for the fastest that serves this call, or the name of one; `amoeba.explain` tells which and why.
-    recompute: save x alone for backward and compute the up projection again there.
+    weights, only the factors' gradients are computed.
+    backend: "auto" for the fastest that supports this call, or a backend's name; `amoeba.explain` shows the choice.
+    recompute: save only x for backward, which then computes the up projection again.
 
-    Under autocast x and the weights are cast to the autocast dtype, and y comes in it.
+    Under autocast, x and the weights are cast to the autocast dtype, and y has that dtype.
     """
     device = x_TH.device.type
     if device != "meta" and torch.is_autocast_enabled(device):

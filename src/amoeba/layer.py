@@ -43,7 +43,7 @@ class MoE(nn.Module):
 
     backend, recompute: as in `amoeba.experts`.
     precision: in which the experts train: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" (see
-    `amoeba.precision.recipes`), or "bf16" for the dtype that they have, whichever that is.
+    `amoeba.precision.recipes`), or "bf16" for their own dtype, whatever it is.
 
     The attribute `statistics` records what the router does in training (see `RoutingStatistics`); it is not part of
     the state dict, which has transformers' names:

@@ -19,7 +19,7 @@ _placements: dict[str, Placement] = {
 
 
 def register_placement(placement: Placement) -> None:
-    """Lets `place_experts`, the commands' --experts and `amoeba verify` know it, and `experts` its backends.
+    """Makes a placement and its backends known to `place_experts`, the commands' --experts and `amoeba verify`.
 
     Registering it again replaces it.
     """

@@ -1,4 +1,4 @@
-"""A few tokens through block-scaled experts, against fp64 on what their codes stand for.
+"""A few tokens through quantised experts, against fp64 on what their codes stand for.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate
 """

@@ -1,4 +1,4 @@
-"""Experts' block-scaled matrices to numbers, some experts at a time: the bits of the definition.
+"""Experts' quantised matrices to numbers, some experts at a time: the bits of the definition.
 
 E experts · O rows of a matrix · I columns
 """

@@ -1,4 +1,4 @@
-"""Products with block-scaled matrices, against torch in fp64 on what the matrices stand for.
+"""Products with quantised matrices, against torch in fp64 on what the matrices stand for.
 
 N routed rows · E experts · I in · O out
 """

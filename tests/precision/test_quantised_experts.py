@@ -1,4 +1,4 @@
-"""Block-scaled experts through the seam: every gradient, any routing, and what a module does with them.
+"""Quantised experts through the seam: every gradient, any routing, and what a module does with them.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate
 """

@@ -1,4 +1,4 @@
-"""Codes and scales in slots on a device give the numbers of the same block-scaled experts resident.
+"""Codes and scales in slots on a device give the numbers of the same quantised experts resident.
 
 On a machine without a GPU a simulated device stands for it, whose copies come late, and Triton's interpreter computes.
 """

@@ -1,4 +1,4 @@
-"""What a backend is: a name, the kinds of weights it serves, the reason why it cannot serve a request, and `run`.
+"""What a backend is: a name, the kinds of weights it supports, the reason why it refuses a request, and `run`.
 
 class MyBackend(PassesBackend):
     name, summary, kinds = "mine", "one expert at a time", (MyExperts,)
@@ -28,11 +28,11 @@ from amoeba.routing.router import Routing
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One call of the seam, as a backend sees it.
+    """One call of `experts`, as a backend sees it.
 
     lora:      low-rank updates of the projections.
     recompute: save x alone for backward and compute the up projection again there.
-    overlapped:    of rows of x that are not there yet.
+    overlapped:    the dispatch, if rows of x are still arriving.
     """
 
     x_TH: Tensor
@@ -67,11 +67,11 @@ class RowsApart(NamedTuple):
 class Backend(ABC):
     """One way to compute experts.
 
-    kinds:           the kinds of weights it serves; of others it is not asked.
-    preference:      among the backends of a kind the highest that has no reason against a request is chosen.
-    waits_on_gpu:    whether each pass on a GPU waits for it; a warning says so when it is chosen. What else
-                     the host waits for, `why_waits` tells.
-    starts_early:    whether its backward takes a dy whose rows are still arriving (`amoeba.tasks.triton.arrivals`).
+    kinds:           the kinds of weights it supports; it is not asked about others.
+    preference:      of the backends that support a request, the one with the highest preference is chosen.
+    waits_on_gpu:    whether the host waits for the GPU in each pass; a warning says so when it is chosen. `why_waits`
+                     names other waits of the host.
+    starts_early:    whether its backward accepts a dy whose rows are still arriving (`amoeba.tasks.triton.arrivals`).
     """
 
     name: ClassVar[str]
@@ -89,11 +89,11 @@ class Backend(ABC):
 
     @abstractmethod
     def why_not(self, request: Request) -> str | None:
-        """Why it cannot serve this request, as the rest of a sentence that begins with its name; or None."""
+        """Why it cannot handle this request, as the rest of a sentence that begins with its name; or None."""
 
     def why_waits(self, request: Request, trains: bool) -> str | None:
-        """What the host has to do within such a pass, as the rest of a sentence that begins with "its experts"; None
-        where a CUDA graph can hold the pass. trains: its backward, too."""
+        """What the host has to do during such a pass, as the rest of a sentence that begins with "its experts"; None
+        if a CUDA graph can capture the pass. trains: including its backward."""
         if self.waits_on_gpu and request.weights.device.type == "cuda":
             return "are computed one after another, and the host waits for the number of rows of each"
         return None
@@ -108,9 +108,9 @@ class PassesBackend(Backend):
 
     operator_name: of `torch.ops.amoeba`; the backend's own name, unless it is taken.
     traced:        what forward saves in a traced graph; None: backward calls forward again there.
-    saves:         whether forward saves anything; False: backward is always given None.
+    saves:         whether forward saves anything; False: backward always gets None.
     adds_onto:     whether forward adds to a problem's onto_TH.
-    overlaps:      whether its passes begin before all rows are there (see `OverlappedDispatch`).
+    overlaps:      whether its passes start before all rows have arrived (see `OverlappedDispatch`).
     """
 
     operator_name: ClassVar[str | None] = None
@@ -134,18 +134,18 @@ class PassesBackend(Backend):
 
     @abstractmethod
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Any]:
-        """y_TH, and what backward needs where save is "h"."""
+        """Returns y_TH, and what backward needs if save is "h"."""
 
     @abstractmethod
     def backward(self, problem: Problem, saved: Any, dy_TH: Tensor, needs: Needs) -> Gradients:
-        """saved: as forward gave it, or None where save was not "h"."""
+        """saved: what forward returned, or None if save was not "h"."""
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         """The way that `forward` takes for this problem, with combining apart; None where it cannot be."""
         return None
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
-        """Before the pass, and seen by autograd: factors in the dtype of the weights."""
+        """Runs before the pass, visible to autograd: casts factors to the dtype of the weights."""
         return problem.with_factors_as_weights()
 
     def run(self, request: Request) -> Tensor:

@@ -1,4 +1,4 @@
-"""Experts whose activation is somebody else's function: the same products, with torch's autograd through the middle.
+"""Experts with an activation that aMoEba does not know: the same products, with torch's autograd in between.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · O out ·
 R LoRA rank

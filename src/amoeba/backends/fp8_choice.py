@@ -1,4 +1,4 @@
-"""Whether products are computed in fp8: where it was measured to be faster, and in the weights' own dtype elsewhere.
+"""What `--precision auto` chooses: fp8 where it was measured to be faster, the weights' own dtype elsewhere.
 
 E experts
 

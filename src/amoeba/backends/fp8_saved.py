@@ -1,4 +1,4 @@
-"""h as the recipe fp8-saved keeps it between the passes: e4m3 codes and their scales in one tensor of bytes.
+"""h as the recipe fp8-saved keeps it between the passes: e4m3 numbers and their scales in one tensor of bytes.
 
 N routed rows · J = 2I or I
 

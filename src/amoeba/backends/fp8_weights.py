@@ -1,4 +1,4 @@
-"""The e4m3 codes of experts that train, on a GPU: kept with the weight, and written anew by every forward pass.
+"""Quantised copies of experts that train, on a GPU: kept with the weight, and written again by every forward pass.
 
 E experts · O out · I in
 

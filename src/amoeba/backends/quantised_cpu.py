@@ -1,4 +1,4 @@
-"""`cpu` for block-scaled experts: the C++ core reads eight or four bits a number, and makes numbers of codes itself.
+"""`cpu` for quantised experts: the C++ core reads eight or four bits per number and dequantises them itself.
 
 T tokens · K experts per token · N = T·K routed rows · E experts
 

@@ -1,4 +1,4 @@
-"""`cpu-fused`, by name: bf16 passes over block-scaled experts by the C++ core, which packs panels of codes as it goes.
+"""`cpu-fused`, by name: bf16 passes over quantised experts by the C++ core, which dequantises panels as it goes.
 
 T tokens · K experts per token · N = T·K routed rows · E experts
 

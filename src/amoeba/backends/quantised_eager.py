@@ -1,4 +1,4 @@
-"""`eager` for block-scaled experts: those that got rows are dequantised one after the other, each for its product.
+"""`eager` for quantised experts: those that got rows are dequantised one after the other, each for its product.
 
 T tokens · K experts per token · N = T·K routed rows · E experts
 

@@ -1,4 +1,4 @@
-"""Sorted rows by our own kernels over block-scaled weights: those of `triton`, with products that decode.
+"""Sorted rows by our own kernels over quantised weights: those of `triton`, with products that dequantise.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 """

@@ -1,4 +1,4 @@
-"""`triton` for block-scaled experts: our kernels, which dequantise a tile of weights as they load it.
+"""`triton` for quantised experts: our kernels, which dequantise a tile of weights as they load it.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 

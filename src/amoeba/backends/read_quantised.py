@@ -1,4 +1,4 @@
-"""Block-scaled experts as the C++ core reads them: their codes where they lie, or one expert as numbers.
+"""Quantised experts as the C++ core reads them: in place, or one expert dequantised.
 
 E experts · O out · I in
 
@@ -24,7 +24,7 @@ from amoeba.system.cpu_features import compute_dtype
 
 
 def why_not(weights: AnyExperts) -> str | None:
-    """Why the core does not read these block-scaled experts, or None."""
+    """Why the core does not read these quantised experts, or None."""
     assert isinstance(weights, QuantisedExperts)
     if weights.device.type != "cpu":
         return f"computes on the CPU; these weights are on {weights.device}"

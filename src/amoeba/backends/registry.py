@@ -1,4 +1,4 @@
-"""Which backends there are, which of them serves a request, and why the others do not.
+"""The list of backends: which of them supports a request, and why the others do not.
 
     explanation = explain(Request(x_TH, routing, weights))
     explanation.backend.name, explanation.refused        # "triton", {"grouped": "needs ..."}
@@ -111,7 +111,7 @@ def _sorted(kind: type, device: torch.device) -> list[Backend]:
 
 
 def explain(request: Request) -> Explanation:
-    """What backend="auto" takes for this request, and why not another."""
+    """Which backend "auto" chooses for this request, and why not a faster one."""
     refused: dict[str, str] = {}
     for backend in backends_of(type(request.weights), request.weights.device):
         reason = backend.why_not(request)

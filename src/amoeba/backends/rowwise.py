@@ -1,4 +1,4 @@
-"""What happens to single rows between the matrix products: activation, its backward, gather-and-sum.
+"""Activations in plain torch and other row operations between the matrix products: backward, gather-and-sum.
 
 T tokens · K experts per token · N = T·K routed rows · H hidden · I intermediate · J = 2I or I
 

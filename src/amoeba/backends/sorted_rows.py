@@ -1,4 +1,4 @@
-"""The one way through the experts for all backends that sort rows: dispatch, two products, combine; and back.
+"""The pass that all backends that sort rows share: dispatch, two products, combine; and the backward.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 

@@ -1,4 +1,5 @@
-"""A training step as CUDA graphs, and what its backward takes of the host: for layers so small that one waits for it.
+"""A training step as CUDA graphs, and the host time of its backward: for layers so small that the GPU waits for the
+host.
 
     found, left_out = in_graphs({"triton": run, "tasks": run_too}, workload, repeats=20)
     found["tasks"].backward_median_ms, found["tasks"].backward_times_faster_than["triton"]

@@ -1,4 +1,4 @@
-"""Who computes the experts: our backends through the seam, transformers' ways through its own module, SonicMoE and
+"""The implementations that are measured: our backends, transformers' own through its module, SonicMoE and
 Liger where they are installed, and for experts with LoRA factors also our experts in every other placement (for
 inference in bf16, too), a loop over them in plain torch, and kt-kernel where it is installed.
 

@@ -1,4 +1,4 @@
-"""What is measured: layers with names, the numbers that every implementation gets, and the truth about them.
+"""What is measured: named layers, the tensors that every implementation gets, and the reference's results for them.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank · J = 2I
 

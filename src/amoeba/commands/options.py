@@ -1,4 +1,4 @@
-"""What a user may write after --device and --dtype, and the options that every command has.
+"""Options that several commands share (--json, --device, --dtype, --precision, ...), and how they are read.
 
 A bad value raises ValueError with what would have been right. Nothing here loads torch before it is needed: help comes
 at once.

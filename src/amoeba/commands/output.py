@@ -1,4 +1,4 @@
-"""How a command speaks: results on stdout, what is going on on stderr.
+"""How a command prints: results on stdout, progress and warnings on stderr.
 
 output = Output(verbose)
 output.table("experts", ["backend", "error"], [["eager", "1e-7"]])

@@ -1,4 +1,4 @@
-"""The processes that torchrun started for a command, of which the first speaks.
+"""Commands under torchrun: the processes, of which rank zero prints.
 
 with over_ranks(settings.experts, output, resume=resume) as rank_zero:
     console = RunConsole(output) if rank_zero.here else Silent()

@@ -1,4 +1,4 @@
-"""The voice of a run that trains: a progress bar on a terminal, plain lines in a pipe.
+"""How a training run reports: a progress bar on a terminal, plain lines in a pipe.
 
     step 120/400  loss 4.632  dead experts 3  4 min left  2,390 tok/s  MaxVio 3.59
 

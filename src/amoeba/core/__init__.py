@@ -1,1 +1,1 @@
-"""What every part speaks of: configurations, weights, the row layout, the problem a backend gets, errors, costs."""
+"""What every part uses: configurations, weights, the row layout, the problem a backend gets, errors, costs."""

@@ -7,7 +7,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 Only matrix products are counted, a multiplication and an addition as two; rows of sentinels cost nothing,
 so pass the rows that are computed. Everything that states a rate or a size (benchmarks, progress lines, planning) calls
-these. Weights in a block-scaled format have as many bytes as their codes and scales: pass `format` instead of
+these. Weights in a quantised format have as many bytes as their codes and scales: pass `format` instead of
 `itemsize`.
 """
 

@@ -1,4 +1,4 @@
-"""The one shape of an error that a user sees: what was expected, what came, what to do.
+"""The form of every error that a user sees: what was expected, what was given, what to do.
 
 raise bad_value("top_k", "1 <= top_k <= num_experts (8)", 9, "lower top_k or add experts")
 """

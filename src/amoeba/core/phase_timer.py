@@ -1,4 +1,4 @@
-"""Where the time of a pass over ranks goes, for who asks: marks on the device's stream, and what lies between them.
+"""Where the time of a pass over ranks goes: marks on the device's stream, and the time between them.
 
     with watch_phases(device) as phases:
         step()

@@ -1,4 +1,4 @@
-"""A place where experts can be kept, as a user names it, and all that others have to know of it.
+"""What a placement is: where experts live, as a user names it, and what the rest of the code needs to know about it.
 
     tolerances = {torch.float32: Tolerance()}
     MINE = Placement("mine", "kept in my way", make=my_experts, backends=(MyBackend(),), tolerances=tolerances)
@@ -60,24 +60,25 @@ class Tolerance(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """
-    name:       as `place_experts` and the commands' --experts take it.
-    summary:    where experts are then, as the end of "experts ...".
-    make:       the placed experts, out of resident ones, which may go afterwards.
+    """Where experts live, and in what form.
+
+    name:       for `place_experts` and the commands' --experts.
+    summary:    where the experts are, as the end of a sentence "experts ...".
+    make:       turns resident experts into placed ones; the resident ones can be freed afterwards.
     backends:   what computes with them (amoeba.Backend); registered with the placement.
     tolerances: for each dtype that x may have, what `amoeba verify` allows.
-    represent:  the same experts as numbers that the placed ones stand for, where those are others: what placed ones
-                are compared with. None: the numbers that they were made of.
-    why_not:    why not on this machine, or None.
-    home:       where resident weights have to be to be placed; None: anywhere.
-    x_from:     kinds of devices that x may come from.
+    represent:  the experts with the values that the placed ones represent, if these differ (after rounding, for
+                example); placed experts are compared with them. None: the original values.
+    why_not:    why it does not work on this machine, or None.
+    home:       the device on which resident weights must be when they are placed; None: any.
+    x_from:     kinds of devices that x may be on.
     how:        how it computes on this machine, for `amoeba doctor`.
-    itemsize:   bytes of a number of the placed weights as they are read; None: as many as one of x has.
-    expert_bytes: of one placed expert, as backward needs it, for experts of these sizes.
-    check_memory: (sizes of layers, load, bytes that will be freed) -> plans to print; MemoryError where it cannot fit.
-    chosen:     for `auto`: whether it is the right one, and why or why not; "" if there is nothing to say.
-    trains:     whether placed experts share the tensors that they are made of, and get gradients.
-    offered:    whether users may name it; else it is there to be proven.
+    itemsize:   bytes read per number of the placed weights; None: as many as for x.
+    expert_bytes: of one placed expert of these sizes, including what backward needs.
+    check_memory: (sizes of layers, load, bytes that will be freed) -> plans to print; MemoryError if it cannot fit.
+    chosen:     for `auto`: whether to choose it, and why or why not; "" if there is nothing to say.
+    trains:     whether placed experts share the tensors they are made from, and get gradients.
+    offered:    whether users can select it; otherwise it is only verified.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What torch has no public name for, asked for in one place; a test says when it has changed."""
+"""Everything we use of torch that is not public, in one place; a test tells when it changes."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def pack_experts(
     nodes: int | Literal["auto"] = 1,
     threads: int | None = None,
 ) -> PackedExperts:
-    """Packs gate_up and then down, each node its own part in its own memory; the weights may go afterwards.
+    """Packs gate_up and then down, each node its own part in its own memory; the weights can be freed afterwards.
 
     kind: "bf16", or "int8", which takes half the memory and rounds the weights and the rows of x.
     nodes: "auto" for one per NUMA node; any number of them works on any machine.

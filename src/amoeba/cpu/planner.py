@@ -1,4 +1,4 @@
-"""How much memory packed experts will take, before anything is allocated, and whether there is so much.
+"""How much memory packed experts will take, before anything is allocated, and whether there is that much.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I ·
 R LoRA rank

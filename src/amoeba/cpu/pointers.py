@@ -1,4 +1,4 @@
-"""Addresses of tensors for compiled code, taken here alone: of memory that is what it is said to be, or not at all.
+"""Addresses of tensors for compiled code, taken only here, after dtype, device, shape and strides were checked.
 
     address("weight_TK", weight_TK, torch.float32, (tokens, top_k))            # contiguous
     address_of_lines("x_TH", x_TH, torch.float32, (tokens, hidden))            # contiguous along the last dimension

@@ -1,4 +1,4 @@
-"""A matrix to codes and scales by the C++ core, bit for bit as `amoeba.precision.quantised` does it with torch.
+"""Quantises a matrix with the C++ core, bit for bit as `amoeba.precision.quantised` does it with torch.
 
     quantise = load_quantise()                  # CoreUnavailable where nothing can be compiled
     quantise(matrix, 4, "e8m0", (1, 32), 1, data, scales, None, threads=2)  # False where a number is not finite

@@ -1,5 +1,5 @@
-"""Frozen weights in codes with a scale for each block, as their owner keeps them: eight or four bits a number, read in
-place.
+"""Quantised frozen weights with a scale for each block, as their owner keeps them: eight or four bits per number, read
+in place.
 
 E experts · O out · I in
 

@@ -1,4 +1,4 @@
-"""Which models `Decoder` does not serve, and why: the sentence goes into the log and the report."""
+"""Which models `Decoder` does not support, and why; the sentence goes into the log and the report."""
 
 from __future__ import annotations
 

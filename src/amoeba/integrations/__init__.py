@@ -1,1 +1,1 @@
-"""Where aMoEba meets other libraries. Each module here imports the library it is named after."""
+"""Hugging Face models: how their experts are stored, recognised, loaded and replaced by ours."""

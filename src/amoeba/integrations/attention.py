@@ -1,4 +1,4 @@
-"""Attention for training in Hugging Face models: the implementation "amoeba", in which packed documents are apart.
+"""Attention for training in Hugging Face models: the implementation "amoeba", which keeps packed documents apart.
 
     model.set_attn_implementation(NAME)
     model(input_ids=ids_BS, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=S, max_length_k=S, ...)

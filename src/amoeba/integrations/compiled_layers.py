@@ -1,4 +1,4 @@
-"""The decoder layers of a Hugging Face model compiled one by one, all by the same code, and the norm behind them.
+"""The decoder layers of a Hugging Face model compiled one by one, all with the same code, and the final norm.
 
     layers = CompiledLayers(model)
     layers.begin()

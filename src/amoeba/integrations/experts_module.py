@@ -1,4 +1,4 @@
-"""An experts module of transformers, described once: how it stores its experts, what it computes, where they are.
+"""How a transformers experts module stores its experts (order, biases, gate), what it computes, and where they are.
 
 E experts · H hidden · I intermediate · J = 2I or I
 

@@ -1,4 +1,4 @@
-"""The attention layers of a Hugging Face model from one joined projection, with norms and rotations by our kernels.
+"""Fused attention layers of a Hugging Face model: one joined projection, with norms and rotations by our kernels.
 
 Q query heads · G key and value heads · D of a head
 

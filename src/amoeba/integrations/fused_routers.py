@@ -1,4 +1,4 @@
-"""The routers of a Hugging Face model by our kernels: softmax, choice and weights in one launch each way.
+"""Fused routers of a Hugging Face model: score, choice and weights in one kernel each for forward and backward.
 
 T tokens · K experts per token · E experts · H hidden
 

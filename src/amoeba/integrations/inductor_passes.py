@@ -1,4 +1,4 @@
-"""The sums of a residual stream where torch.compile makes a training step: written once, and by the experts' kernel.
+"""Inductor passes that let the experts' kernel write the sums of the residual stream in a compiled training step.
 
     sum = x + attention(norm(x))        a sum that backward needs is kept: one tensor is read in place of two, which are
                                         as large, and the sum behind the experts reads it, too

@@ -1,4 +1,4 @@
-"""What of a model's parameters one rank has alone, and by which names and in which order others know it.
+"""The parameters that only one rank has, and their names and layout in a model with all experts.
 
 E experts
 

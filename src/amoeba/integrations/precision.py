@@ -43,11 +43,13 @@ _ROWS = 16
 
 
 def set_precision(model: nn.Module, precision: str) -> None:
-    """precision: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" for fp8 where it is faster, or "bf16" for the
-    dtype that the parameters have, as without this call.
+    """Sets the precision in which a model's experts compute.
 
-    Of a quantised checkpoint, whose experts are frozen: "bf16" for rows as they are, "w8a8" for rows in e4m3 in every
-    pass without gradients, "auto" for w8a8 where it is faster."""
+    precision: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" for fp8 where it is faster, or "bf16" for the
+    parameters' own dtype, as without this call.
+
+    In a quantised checkpoint the experts are frozen. There "w8a8" also quantises rows to e4m3 in every pass without
+    gradients, "auto" does so where it is faster, and "bf16" leaves rows unquantised."""
     modules = experts_modules(model)
     if not modules:
         expected = "a model with experts that transformers hands over"

@@ -1,4 +1,4 @@
-"""What a quantised checkpoint of Hugging Face holds: experts in a block-scaled format, and the rest of the model.
+"""Reads quantised Hugging Face checkpoints: names and shapes of experts, scales, and the rest of the model.
 
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 

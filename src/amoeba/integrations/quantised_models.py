@@ -1,10 +1,10 @@
-"""Quantised checkpoints loaded into aMoEba's experts as they are.
+"""Loads quantised checkpoints without dequantising their experts.
 
     take_over_quantised("amoeba")        # once: from_pretrained(..., experts_implementation="amoeba") then does so
 
 transformers' quantizers would dequantise the experts where there is no GPU, or put modules in their place whose weights
 no adapter can be trained on them. Here the rest of the model is loaded as an unquantised one, and its experts are
-handed block-scaled ones, frozen. The model counts as unquantised afterwards: any trainer takes it.
+handed quantised ones, frozen. The model counts as unquantised afterwards: any trainer takes it.
 """
 
 from __future__ import annotations

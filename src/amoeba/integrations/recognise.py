@@ -1,4 +1,4 @@
-"""Which of the activations that the backends compute themselves is a module's own? Found by trying it out.
+"""Recognises a module's activation as one of those that the backends compute, by evaluating it.
 
     activation = recognise_by_trial(module, has_gate=True)     # an Activation, or None: call the module's function
 

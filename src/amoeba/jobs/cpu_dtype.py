@@ -1,4 +1,4 @@
-"""In which dtype a model computes on this CPU: fp32, or bf16 where the CPU multiplies it and that is faster.
+"""The dtype in which a model computes on this CPU: fp32, or bf16 if the CPU supports it and it is faster.
 
     choice = dtype_to_load(None, "models/qwen3", config, torch.device("cpu"))       # generate, finetune
     dtype = faster_dtype(model, rows, batch_size=8, passes=2000, say=print)         # train

@@ -1,4 +1,4 @@
-"""What the ranks of a job must have in common, compared before any of it can hang or give wrong numbers in silence.
+"""What all ranks of a job must have in common, compared before a difference can cause a hang or wrong numbers.
 
     check_same_job(rank_zero, "amoeba train", settings, {"--resume": False}, model=settings.model)
     check_same_model(rank_zero, model, {"compute dtype": dtype})     # once it is loaded, before the first step

@@ -1,4 +1,4 @@
-"""What a training run is told: one frozen record, from flags, from a YAML file, or from both (flags win).
+"""The settings of a training run: one frozen record, from flags, a YAML file, or both (flags win).
 
 settings = load_settings("run.yaml", {"steps": 500})
 

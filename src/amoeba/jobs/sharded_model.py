@@ -1,4 +1,4 @@
-"""A Hugging Face model whose experts are over ranks: made, loaded and saved, each rank its own experts.
+"""Builds, loads and saves a Hugging Face model with experts distributed over ranks; each rank reads its own experts.
 
 E experts · H hidden · I intermediate · J = 2I or I
 

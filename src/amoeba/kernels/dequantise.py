@@ -1,4 +1,4 @@
-"""Experts' quantised matrices to the numbers that they stand for, some experts at a time.
+"""Dequantises experts' matrices, some experts at a time.
 
 E experts · O rows of a matrix · I columns
 

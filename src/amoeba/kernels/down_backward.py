@@ -1,4 +1,4 @@
-"""Backward of the down projection through the activation: one product, whose epilogue does all that is left.
+"""Backward of the down projection and the activation: one product with a fused epilogue.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I (gated) or I
 

@@ -1,4 +1,4 @@
-"""Behind a router, inside a CUDA graph: expert ids become slots, and where experts are missing the GPU waits for them.
+"""Expert requests, after a router inside a CUDA graph: ids become slots, and the GPU waits for missing experts.
 
 T tokens · K experts per token · N = T·K ids · E experts of the layer · S slots
 

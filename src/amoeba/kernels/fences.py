@@ -1,4 +1,4 @@
-"""Order between what a kernel reads and writes and what others see of it, and a clock for who waits.
+"""Memory fences between kernels, hosts and peers, and a clock for waiting kernels.
 
 Without a GPU, in Triton's interpreter, all is in order as it is.
 """

@@ -1,4 +1,4 @@
-"""Behind a router: expert ids become slots, and the ids that a pass asks for reach the host without a synchronisation.
+"""After a router: expert ids become slots, and the requested ids reach the host without a synchronisation.
 
 T tokens · K experts per token · N = T·K ids · E experts of the layer · S slots
 

@@ -1,4 +1,4 @@
-"""The words by which `amoeba.kernels.expert_request` and the host exchange expert requests, and what they mean."""
+"""The layout of the mailbox: the words through which `expert_request` and the host exchange requests and answers."""
 
 from __future__ import annotations
 

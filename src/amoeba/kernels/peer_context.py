@@ -1,4 +1,4 @@
-"""What the kernels of `peers` are told: the heaps of a group, where rows lie in them, of how many parts a send is; and
+"""The peer context of the kernels of `peers`: the heaps of a group, where rows are in them, the parts of a send; and
 the counters by which they wait for each other. See `amoeba.kernels.peer_rows`.
 
 W ranks

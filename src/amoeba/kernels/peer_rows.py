@@ -1,4 +1,4 @@
-"""Rows that go from the memory of one rank straight into that of another, and what says that they are there.
+"""Sends rows from one rank's memory directly into another's, with counters that show what has arrived.
 
 T tokens of this rank · R rows here, those of all ranks by (rank, token) · K experts per token · H columns · W ranks
 

@@ -1,4 +1,4 @@
-"""Sums of sorted rows straight into the memory of the rank whose token they are of: not summed here and then sent.
+"""Writes sums of sorted rows directly into the memory of the rank that owns the token.
 
 T tokens of this rank · R rows here, those of all ranks' tokens by (rank, token) · K experts per token · N routed rows ·
 H columns · W ranks

@@ -1,4 +1,4 @@
-"""What a router's logits and choices add up to, and the gradient that evens it out.
+"""Load counts of a router, and the gradient that balances them.
 
 T tokens · N = T·K chosen slots · E experts
 

@@ -1,4 +1,4 @@
-"""Bytes of one rank's heap into another's by NVSHMEM, which reaches GPUs of other machines, and counters behind them.
+"""Sends bytes from one rank's heap to another's with NVSHMEM, also to other machines, followed by counters.
 
     put(heap, source_at, dest_at, nbytes, pe)                   # all of it is on its way when the next kernel begins
     count(heap, epochs, pes, counter_at, spare_at, rank, channel=1, ahead=1, parts=16)  # elsewhere, once it is there

@@ -1,4 +1,4 @@
-"""The adapter of a model as a PEFT folder, out and in.
+"""Saves and loads the adapter of a model as a PEFT folder.
 
     save(model, "adapter")
     load(model, "adapter")                    # onto a plain model, frozen, for inference
@@ -47,7 +47,7 @@ from amoeba.parallel.shards import copy_here, whole
 def save(model: nn.Module, folder: str | Path) -> None:
     """Writes the adapter as a PEFT folder: adapter_config.json and adapter_model.safetensors; other files stay.
 
-    Where the experts are over ranks, every rank calls this, and the first writes the factors of all.
+    If the experts are distributed over ranks, every rank must call this; rank zero writes the factors of all.
     """
     adapter = adapter_of(model)
     if adapter is not None:
@@ -92,12 +92,12 @@ def _whole_factors(module: Any, layer: ExpertsLora) -> LoraFactors | None:
 
 
 def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> Attached:
-    """Puts the adapter in a folder onto the model: one that `save` wrote, or PEFT, or with one file entry per expert.
+    """Loads an adapter folder into the model: written by `save`, by PEFT, or with separate tensors per expert.
 
     trainable: leave the factors trainable; otherwise the whole model is frozen, for inference.
 
-    On a model that already has factors, the numbers of the file are copied into them. An adapter of another model, by
-    names, shapes or recorded base, raises ValueError.
+    If the model already has factors, the file's values are copied into them. An adapter that belongs to another model,
+    by names, shapes or recorded base model, raises ValueError.
     """
     adapter = read_adapter(folder, layouts_of(model))
     state = model.__dict__.get(STATE)

@@ -1,4 +1,4 @@
-"""LoRA factors put on a Hugging Face model with experts, and taken off again.
+"""Attaches LoRA factors to a Hugging Face model with experts, and detaches them.
 
 E experts · R LoRA rank
 

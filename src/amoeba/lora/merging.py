@@ -1,4 +1,4 @@
-"""Factors added into the weights, and the weights put back.
+"""Merges factors into the weights, and restores the weights.
 
 E experts · H hidden · I intermediate · J = 2I (gated) or I · R LoRA rank
 

@@ -1,4 +1,4 @@
-"""What the names that a user gives as targets stand for in a model.
+"""Which modules and parameters of a model a user's LoRA targets name.
 
     chosen = choose(model, ["experts", "q_proj"])
     chosen.projections       # {"model.layers.0.mlp.experts": {"gate", "up", "down"}, ...}

@@ -1,1 +1,1 @@
-"""What a training run was: routers watched while it trains, its folder read back, and one page that shows it."""
+"""Observing a training run: its routers while it trains, its folder read back, and the HTML report."""

@@ -28,13 +28,13 @@ class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for parameters in bf16, fp32 or some of each.
 
     A bf16 parameter keeps its fp32 master exactly: the parameter is the master rounded to nearest, and the state
-    `remainder` (int16) what is missing. fp32 parameters are their own masters.
+    `remainder` (int16) holds the missing bits. fp32 parameters are their own masters.
 
-    - params, lr, betas, eps, weight_decay: as in torch.optim.AdamW; groups of parameters may differ in them.
-    - states: dtype of exp_avg and exp_avg_sq. "bfloat16" takes 4 bytes a parameter less. They are then rounded by
-      chance: rounded to nearest, exp_avg_sq would stand still, as what it loses in a step, 1 - beta2 of it, is less
-      than bf16 resolves.
-    - seed: of that chance, which depends on it, the step and the element alone, so that runs repeat.
+    - params, lr, betas, eps, weight_decay: as in torch.optim.AdamW; parameter groups may differ in them.
+    - states: dtype of exp_avg and exp_avg_sq. "bfloat16" saves 4 bytes per parameter. They are then rounded
+      stochastically: rounded to nearest, exp_avg_sq would stop shrinking, because a step takes away only 1 - beta2 of
+      it, less than bf16 resolves.
+    - seed: for the stochastic rounding, which depends only on the seed, the step and the element, so runs repeat.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How an fp32 number becomes bf16: with what is missing kept beside it, or by chance.
+"""How an fp32 number becomes bf16: with the missing bits kept in a remainder, or rounded stochastically.
 
 In two halves: the bf16 number nearest to it, and what is missing, as a signed 16-bit integer.
 

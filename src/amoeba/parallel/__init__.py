@@ -1,4 +1,4 @@
-"""Experts over ranks: each process of a group owns some of a layer's experts, and tokens travel to their owners."""
+"""Expert parallelism: each process of a group owns some of a layer's experts, and tokens are sent to the owners."""
 
 from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.gradients import add_up_gradients, clip_gradients

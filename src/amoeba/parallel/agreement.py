@@ -1,4 +1,4 @@
-"""What ranks have to have alike before they exchange anything, and what each says of itself.
+"""What ranks must agree on before they exchange rows, and how they compare it.
 
 table = agree(ranks, alike, [number of tokens], device, "the numbers of tokens to come")
 """

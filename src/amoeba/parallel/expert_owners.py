@@ -33,7 +33,7 @@ class Owners:
 
     @classmethod
     def even(cls, experts: int, ranks: int) -> Owners:
-        """By torch.chunk's rule: all have ceil(E / W), but the last ones, which have what is left or nothing."""
+        """Divides like torch.chunk: ceil(E / W) experts per rank; the last ranks get the rest, or none."""
         share = max(-(-experts // ranks), 1)
         return cls(tuple(expert // share for expert in range(experts)), ranks)
 
@@ -45,7 +45,7 @@ class Owners:
         return [expert for expert, owner in enumerate(self.rank_of_E) if owner == rank]
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """The entries of this rank's experts, of a tensor with one entry per expert; a view where they lie together."""
+        """The entries of this rank's experts in a tensor with one entry per expert; a view if they are contiguous."""
         if tensor.shape[0] != self.num_experts:
             expected = f"one entry for each of {self.num_experts} experts"
             raise bad_value("tensor", expected, tuple(tensor.shape), "shard tensors of all experts")
@@ -65,11 +65,11 @@ class Owners:
         return joined[back]
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """int64 (E + 1,): rank and local id of each expert, and behind them those of a sentinel, W and -1."""
+        """int64 (E + 1,): rank and local id of each expert, followed by those of a sentinel, W and -1."""
         return _tables(self, device)
 
     def find(self, expert_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """For each slot the owner's rank and the id that the expert has there; W and -1 for a sentinel's."""
+        """For each slot, the owner's rank and the expert's id there; W and -1 for a sentinel."""
         experts = self.num_experts
         rank_E1, local_E1 = self.tables(expert_TK.device)
         inside_TK = (expert_TK >= 0) & (expert_TK < experts)

@@ -1,4 +1,4 @@
-"""Gradients of a model whose experts are over ranks: who adds up what, and one norm over all of it.
+"""Gradients of a model with expert parallelism: which are summed over ranks, and one norm over all of them.
 
     loss = model(input_ids, labels=labels).loss / ranks.count       # of this rank's tokens, as many as the others have
     loss.backward()
@@ -31,7 +31,7 @@ _BUCKET = 1 << 25  # numbers that are added up at once, unless one parameter has
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """In place, of all parameters that are not this rank's own. One without a gradient here counts as zeros."""
+    """Sums the gradients of all replicated parameters over the ranks, in place; a missing gradient counts as zeros."""
     shared = [each for each in parameters if each.requires_grad and not _is_apart(each)]
     if ranks.count == 1 or not shared:
         return
@@ -60,9 +60,9 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float, ranks: Ranks) -> Tensor:
-    """The norm over the parameters of all ranks, those that all have counted once; scaled down where it is above most.
+    """Returns the norm over the parameters of all ranks, replicated ones counted once; scales gradients down to `most`.
 
-    The same on every rank, so that the parameters that all have stay the same. Called after `add_up_gradients`.
+    The norm is the same on every rank, so replicated parameters stay identical. Call it after `add_up_gradients`.
     """
     found = [each for each in parameters if each.grad is not None]
     own = _square([each for each in found if _is_apart(each)])

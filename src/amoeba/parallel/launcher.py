@@ -72,7 +72,7 @@ def deadline_seconds() -> float:
 
 @contextmanager
 def launched_ranks(deadline: float) -> Iterator[Ranks | None]:
-    """None where this process was not launched, or as the only one."""
+    """The ranks that torchrun or another launcher started; None if there is only this process."""
     met = dist.is_available() and dist.is_initialized()  # the launcher's own doing
     if not met and (not is_launched() or os.environ["WORLD_SIZE"] == "1"):
         yield None

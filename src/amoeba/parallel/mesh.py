@@ -1,4 +1,4 @@
-"""How the ranks of a run share a model: experts over some of them, and the rest of the way by FSDP2.
+"""How the ranks of a run share a model: experts over groups of them, everything else by DDP or FSDP2.
 
 W ranks · N of them have all experts together · W / N groups of N
 

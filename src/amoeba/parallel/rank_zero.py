@@ -1,4 +1,4 @@
-"""A job of several processes: rank zero speaks and decides, and none goes on where another failed.
+"""A job of several processes: rank zero prints and decides, and all stop if one fails.
 
     rank_zero = RankZero(Ranks())
     steps = rank_zero.tell(lambda: how_many_fit())         # rank 0 decides, all know
@@ -28,7 +28,7 @@ _MOST_CHARACTERS = 80  # of a value in it
 
 
 class RankZero:
-    """ranks: the processes that share the job's batches, and perhaps its experts; None for a process by itself."""
+    """ranks: the processes that share the job's batches, and perhaps its experts; None for a single process."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks

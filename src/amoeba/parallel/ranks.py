@@ -1,4 +1,4 @@
-"""The processes that share a layer's experts, and what they say to each other; every wait has a deadline.
+"""The processes that share a layer's experts, and how they communicate; every wait has a deadline.
 
 W ranks
 
@@ -41,7 +41,7 @@ __all__ = ["RankLost", "Ranks", "as_bytes", "spoken_ranks", "watch"]
 
 
 class Ranks:
-    """group:    a process group; None for all processes, or this one alone where there are no others.
+    """group:    a process group; None for all processes, or for this one if there are no others.
     deadline: seconds after which a rank gives up waiting."""
 
     def __init__(self, group: Any = None, deadline: float = 600.0) -> None:

@@ -1,4 +1,4 @@
-"""Experts over ranks: the kind of weights of which each process holds its own share.
+"""Experts distributed over ranks: the kind of weights of which each process holds its own share.
 
 E experts · H hidden · I intermediate · J = 2I (gated) or I · R LoRA rank · W ranks
 
@@ -33,24 +33,25 @@ Tokens = Literal["own", "same"]
 
 @dataclass(frozen=True, eq=False)
 class ShardedExperts:
-    """
+    """Experts that are distributed over ranks.
+
     local:     the experts that this rank owns, in the order of their ids; of any kind: resident, trained in fp8, packed
                for the CPU.
     owners:    which rank owns which expert.
     ranks:     the processes, and how long they wait for each other.
-    tokens:    "own": each rank comes with its own tokens, which travel to the experts' owners. "same": all come with
-               the same tokens and get the same sums; nothing travels but those. The gradient of the output has to be
-               the same then, too.
-    transport: how tokens travel, "auto" for the fastest that serves these ranks.
-    local_backend: what computes the own share, as `experts` takes it.
-    most_tokens: of one rank, in any pass; the same on all ranks. With it `peers` lets the hosts say nothing to each
-               other between the passes, as in a CUDA graph; all ranks then have that many rows, most of them perhaps
-               empty.
-    most_rows: of slots with an expert here, in any pass. With it `peers` has buffers between the products of that size,
-               and not of one row for each slot of all ranks' tokens; more are an error, and are never dropped.
-    overlap:   with `peers`, rows travel by the copy engines of the GPU while own rows are computed.
-    straight:  with `peers` and `triton`, sums for other ranks are written into their memory and not first into this
-               rank's; None: where there are many rows. No bit changes.
+    tokens:    "own": each rank has its own tokens, which are sent to the experts' owners. "same": all ranks have the
+               same tokens and get the same sums; only the sums are exchanged. The gradient of the output must then be
+               the same, too.
+    transport: how rows are sent; "auto" for the fastest that works between these ranks.
+    local_backend: the backend for this rank's own experts, as in `experts`.
+    most_tokens: the most tokens of one rank in any pass; the same on all ranks. With it, `peers` needs no communication
+               between the hosts during a pass, as CUDA graphs require; all ranks then allocate that many rows.
+    most_rows: the most rows with an expert on this rank in any pass. With it, the buffers of `peers` between the
+               products have that size instead of one row per slot of all ranks' tokens. More rows are an error; none
+               are dropped.
+    overlap:   with `peers`, the GPU's copy engines send rows while the rank's own rows are computed.
+    straight:  with `peers` and `triton`, sums for other ranks are written directly into their memory; None: if there
+               are many rows. The results are bitwise identical.
     """
 
     local: AnyExperts

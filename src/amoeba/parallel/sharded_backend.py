@@ -1,4 +1,4 @@
-"""`ranks`: experts over ranks. Tokens go to the owners of their experts, each rank computes its share, sums come back.
+"""`ranks`: expert parallelism. Tokens go to the owners of their experts, each rank computes its share, sums come back.
 
 T tokens · K experts per token · R rows received · H hidden
 

@@ -1,4 +1,4 @@
-"""Block-scaled numbers: formats, quantised matrices, and experts that are kept in them."""
+"""Low precision: number formats, quantised matrices and experts, and the fp8 training recipes."""
 
 from amoeba.precision.formats import (
     E2M1,

@@ -1,4 +1,5 @@
-"""Number formats whose numbers share a scale by the block: what their codes mean, and how a number becomes a code.
+"""Number formats of quantised weights (fp8, mxfp8, mxfp4, nvfp4): elements, blocks, scales, and how numbers are
+rounded.
 
     codes = E4M3.encode(values)              # uint8; round to nearest, ties to even, saturating if finite
     values = E4M3.decode(codes)              # fp32, exact

@@ -1,4 +1,4 @@
-"""Experts in block-scaled formats, as placements: quantised where they lie, and frozen; and the recipes that train."""
+"""The placements of quantised experts (fp8-weights, mxfp4-weights, ...), and of the fp8 training recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A matrix in a block-scaled format: its codes, its scales, and the numbers that they stand for.
+"""A quantised matrix: its numbers, its scales, and how it is quantised and dequantised.
 
     quantised = quantise(weight_EJH, MXFP4)
     quantised.data, quantised.scales          # uint8 (E, J, H/2) and (E, J, H/32)

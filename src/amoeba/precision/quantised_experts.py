@@ -1,4 +1,4 @@
-"""Frozen experts in a block-scaled format: a kind of weights that is never dequantised as a whole.
+"""Frozen quantised experts: a kind of weights that is never dequantised as a whole.
 
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
@@ -196,7 +196,7 @@ class QuantisedExperts:
 
 @dataclass(frozen=True, eq=False)
 class ReadInBlocks:
-    """Experts' matrices in a block-scaled format where a backend for resident experts has a tensor: of the same shape,
+    """Experts' matrices in a quantised format where a backend for resident experts has a tensor: of the same shape,
     to be transposed like one, but no number is there before one expert is asked for.
 
     matrix: as it is stored; transposed: whether it is read the other way round.
@@ -249,7 +249,7 @@ def quantise_experts(weights: ExpertWeights, format: Format, products: Products 
 
 
 def dequantise_experts(weights: QuantisedExperts, dtype: torch.dtype = torch.float32) -> ExpertWeights:
-    """As resident weights, all of them in memory: what block-scaled experts are compared with."""
+    """As resident weights, all of them in memory: what quantised experts are compared with."""
     biases = weights.stored_gate_up_bias, weights.stored_down_bias
     gate_up_bias, down_bias = (None if bias is None else bias.detach().to(dtype) for bias in biases)
     gate_up, down = (each.matrix.dequantise(dtype) for each in (weights.gate_up_EJH, weights.down_EHI))

@@ -1,4 +1,4 @@
-"""Experts that train in fp8: a kind of weights whose tensors are the ordinary ones, computed with by a recipe.
+"""The fp8 training recipes (fp8, fp8-ste, fp8-saved, fp8-all): experts whose products are computed in fp8.
 
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
@@ -94,7 +94,7 @@ def check_precision(precision: str) -> None:
 
 
 def with_precision(weights: AnyExperts, precision: str) -> ExpertWeights:
-    """The same tensors, computed with in this precision; "bf16": in the dtype that they have, whichever that is.
+    """The same tensors, to be trained in this precision; "bf16" stands for their own dtype, whatever it is.
 
     weights: ExpertWeights, which may be sharded over ranks afterwards; other kinds are refused."""
     check_precision(precision)

@@ -1,4 +1,4 @@
-"""A promise that spares work: no weight of an expert is written, so what was made of it need not be made again.
+"""`UnchangedWeights`: a promise that weights do not change, so that they are quantised only once.
 
     with UnchangedWeights():                # the micro-steps of one optimizer step, or an evaluation
         for batch in batches:
@@ -16,7 +16,7 @@ _promises: list[UnchangedWeights] = []
 
 
 class UnchangedWeights:
-    """While it holds, weights that train in fp8 are not written, so that their codes are written once."""
+    """Promises that weights that train in fp8 do not change within the context, so that they are quantised once."""
 
     def __enter__(self) -> UnchangedWeights:
         _promises.append(self)

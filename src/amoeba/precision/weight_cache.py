@@ -1,4 +1,4 @@
-"""The e4m3 codes of weights that train, in both orientations: made once, rewritten in place, never stale.
+"""Quantised copies of weights that train, in both orientations: made once, rewritten in place, never stale.
 
 E experts · O out · I in
 

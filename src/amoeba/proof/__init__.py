@@ -1,1 +1,1 @@
-"""The truth and how every backend is held against it."""
+"""The fp64 reference, and how every backend is compared with it."""

@@ -1,4 +1,4 @@
-"""What every backend is tried on: the cases, and each of them in numbers, with the truth about it.
+"""The cases that every backend is tested on, as tensors, with the results of the reference.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I · R LoRA rank
 

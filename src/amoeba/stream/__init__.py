@@ -1,4 +1,4 @@
-"""Experts beyond memory: kept in a store on disk, brought to where they are computed when they are needed.
+"""Experts that do not fit in memory: kept in a store on disk and loaded when they are needed.
 
 streamed = amoeba.stream.attach("models/qwen3", ram="8GiB")     # a folder, or a store that `amoeba pack` wrote
 streamed.model.generate(...)

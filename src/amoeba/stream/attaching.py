@@ -127,20 +127,21 @@ def attach(
     trust_remote_code: bool = False,
     reserved: Callable[[Store], int] = lambda store: 0,
 ) -> Streamed:
-    """
-    model:  a folder that save_pretrained wrote or a store that `amoeba pack` wrote, of which all but the experts is
-            loaded; or a model of transformers, whose expert parameters are freed.
+    """Runs a model with experts streamed from a store.
+
+    model:  a folder written by save_pretrained or a store written by `amoeba pack`, from which everything but the
+            experts is loaded; or a transformers model, whose expert parameters are freed.
     ram:    bytes for the model without its experts and for slots: 8GiB, a number, or "auto" for most of what is free.
             With vram: bytes of pinned memory for experts.
     vram:   the same on a GPU, where the model then runs; None: on the CPU.
-    store:  of the experts of a model that is loaded already; default where it came from. It must hold the experts that
-            the model has now: others, such as those from before a merge, are refused.
-    miss:   what happens with experts that a captured step misses on a GPU and that are in pinned memory: they are
-            moved there (the bits of resident experts), the cpu computes them, or auto: both, as is quicker.
-    prefetch: whether captured steps on a GPU begin to copy what the next layer's router would choose a layer early;
-            for as long as it pays.
-    dtype:  of all but the experts, which keep the checkpoint's numbers; None: the checkpoint's. On a CPU without bf16
-            instructions float32 is many times faster; a GPU computes in the checkpoint's.
+    store:  where the experts of a loaded model are; by default, the folder it was loaded from. It must contain the
+            experts that the model has now; others, such as those from before a merge, are refused.
+    miss:   what to do when a captured step on a GPU misses an expert that is in pinned memory: "move" copies it to the
+            GPU (bitwise identical to resident experts), "cpu" computes it on the CPU, "auto" does whichever is faster.
+    prefetch: whether captured steps on a GPU copy the experts that the next layer's router would choose one layer
+            early, as long as that saves time.
+    dtype:  of everything but the experts, which keep the checkpoint's numbers; None: the checkpoint's. On a CPU without
+            bf16 instructions, float32 is many times faster; a GPU computes in the checkpoint's dtype.
     reserved: bytes needed where the model runs that no budget includes, for example for LoRA factors: "auto"
             leaves them free, and on a GPU a budget that leaves too little for them is refused.
     """

@@ -7,7 +7,7 @@ E experts · S slots · H hidden · I intermediate · J = 2I (gated) or I
 
 A slot holds one expert as the store has it. The slots of a layer are one piece of memory, so gate_up of all of them is
 one tensor (S, J, H) with a stride of one slot, which the backends for resident experts read. Where the store has codes
-and scales, slots have them too, and are computed with as resident block-scaled experts. The weights get no gradient; x,
+and scales, slots have them too, and are computed with as resident quantised experts. The weights get no gradient; x,
 the routing weights and LoRA factors do.
 """
 

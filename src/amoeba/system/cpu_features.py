@@ -1,4 +1,4 @@
-"""What the CPU of this machine can do, and what follows for the dtype to compute in and for the compiler.
+"""What the CPU of this machine supports, and which dtype and compiler options follow from it.
 
     compute_dtype(torch.bfloat16, device)   # bfloat16 where the CPU has bf16 dot products, float32 where it has not
     cpu_flags()                             # {"avx2", "avx512f", ...}

@@ -1,4 +1,4 @@
-"""What came of a schedule, simulated or run: records of its tasks, their summary, and a trace for Perfetto.
+"""The timeline of a schedule, simulated or run: records of its tasks, their summary, and a trace for Perfetto.
 
     trace = DeviceTrace(device)
     scheduled_backward(..., trace=trace.room)

@@ -1,1 +1,1 @@
-"""Model folders written anew: an adapter merged in, or the experts quantised."""
+"""Converts model folders: merges an adapter, or quantises the experts."""

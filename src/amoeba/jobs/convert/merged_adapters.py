@@ -1,4 +1,4 @@
-"""Which adapters a model's folder has in its weights already: a second time, they would count twice.
+"""Which adapters were already merged into a model folder, so that none is added twice.
 
 note_merged(folder, base, adapter)     # in the folder that merge writes
 check_not_merged(model, adapter)       # ValueError where this adapter is in this model

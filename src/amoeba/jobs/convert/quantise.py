@@ -1,4 +1,4 @@
-"""A model's folder written again with its experts in a block-scaled format, a few experts in memory at a time.
+"""`amoeba quantise`: writes a model folder with quantised experts, a few experts in memory at a time.
 
     report = quantise_folder("models/qwen3", "models/qwen3-fp8", "fp8", progress=print)
 

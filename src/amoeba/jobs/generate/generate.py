@@ -1,4 +1,4 @@
-"""Text from a Hugging Face model, its experts computed by aMoEba, handed on while it is being generated.
+"""Generates text with a Hugging Face model whose experts aMoEba computes, and streams it to the caller.
 
     report = generate("models/tiny", "Once upon", GenerationOptions(temperature=0.7, seed=1), write=print)
     report.text                              # all that was written, end to end

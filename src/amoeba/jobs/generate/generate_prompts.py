@@ -1,4 +1,4 @@
-"""Answers to the prompts of a file, its experts computed by aMoEba, each written as soon as it is done.
+"""Answers the prompts of a file and writes each answer as soon as it is complete.
 
     prompts = read_prompts(Path("questions.txt"), chat=False)
     results = Results(Path("answers.jsonl"), prompts, "models/base")

@@ -1,4 +1,4 @@
-"""A model ready to generate with: its experts placed, its adapter put on, and one token through it.
+"""Loads a model for generation: places its experts, attaches its adapter, and runs one token through it.
 
     names = find_model("models/tiny", adapter=None, options)       # tokenizer and config alone, quickly
     loaded = load(names, options, say=print)

@@ -1,4 +1,4 @@
-"""A prompt as tokens, and how many may come after it: what a user can get wrong here is said before a model is loaded.
+"""A prompt as tokens, and how many may follow it; a user's mistakes are reported before a model is loaded.
 
 ids = tokenise(tokenizer, "Once upon", chat=False)
 most = most_new_tokens(config, ids, 200)

@@ -1,4 +1,4 @@
-"""What makes the tokens of a model, one step after another: our Decoder with captured steps, or transformers' own loop.
+"""Generates tokens step by step: our Decoder with captured steps, or transformers' own loop.
 
     steps = choose_steps(model, sampling, batch=1, prompt_tokens=17, new_tokens=200)
     steps.kind, steps.reason            # "captured", "compiled" or "plain", and why

@@ -1,4 +1,4 @@
-"""What makes a step of a whole model fast, switched on for the time of a run and proven on a first batch.
+"""The techniques that make a training step fast, enabled for a run after each was tried on a first batch.
 
     with fast_paths(trainer, settings.compile, say):
         trainer.train()

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: metrics.jsonl, TensorBoard events, and lines on the console.
+"""What a run reports while it trains: metrics.jsonl, TensorBoard events, and lines on the console.
 
 trainer.add_callback(RunLog(folder, settings, console, model, tokens_per_row))
 """

@@ -1,4 +1,4 @@
-"""The optimizer's state in a checkpoint, written by each rank for what it has and read by any number of ranks.
+"""The optimizer's state in a checkpoint: each rank writes its part, and any number of ranks can read it.
 
 E experts
 

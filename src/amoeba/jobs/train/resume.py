@@ -1,4 +1,4 @@
-"""A resumed run is the same run: its settings, its data, its model and a whole checkpoint, or a refusal.
+"""Resuming a run: its settings, data, model and checkpoint must be the same and complete, or it is refused.
 
     earlier = go_on(folder, settings, "model", console, "amoeba train", resume=True, start_from=None)
     earlier.checkpoint           # whole; None: none was finished, the run starts anew

@@ -1,4 +1,4 @@
-"""How the ranks of a run share its model, as its settings say; of a resumed run, as its present ranks allow."""
+"""How the ranks of a run share its model: by its settings or, in a resumed run, as its present ranks allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a model a run keeps: in each checkpoint, and at the end in a folder of the run."""
+"""What a run saves of its model: in each checkpoint, and at the end in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that ends by the clock: as many steps as fit into the minutes, with a learning rate that falls to its end.
+"""`--minutes`: as many steps as fit into the time, with a learning-rate schedule that ends with it.
 
     budget = TimeBudget(trainer, settings, console.say);  trainer.add_callback(budget)
 

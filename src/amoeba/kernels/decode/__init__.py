@@ -1,4 +1,4 @@
-"""The experts for few tokens, without gradients: the time is the reading of the touched experts' weights, once each.
+"""Decode kernels: experts for few tokens without gradients, where reading the chosen experts' weights takes the time.
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 

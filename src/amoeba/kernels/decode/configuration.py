@@ -1,4 +1,4 @@
-"""How few tokens are computed: the way, and the tiles of each launch.
+"""Which decode kernel runs for few tokens, and the tiles of each launch.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate
 

@@ -1,4 +1,4 @@
-"""How few tokens are computed with quantised experts: the way, and the tiles of each launch.
+"""Which decode kernel runs for few tokens with quantised experts, and the tiles of each launch.
 
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate
 

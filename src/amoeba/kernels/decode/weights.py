@@ -1,4 +1,4 @@
-"""Weights as the kernels for few tokens take them: strided tensors, or quantised ones with their scales.
+"""Weights as the decode kernels read them: strided tensors, or quantised ones with their scales.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
 

@@ -1,1 +1,1 @@
-"""Gluon's kernels for Hopper."""
+"""Gluon kernels for Hopper: gemm, fp8_gemm, weight_only_gemm, wgrad."""

@@ -1,4 +1,4 @@
-"""What becomes of a tile of sums: parts of it, a bias, and its way to memory.
+"""The epilogue of a product tile on Hopper: parts of it, a bias, and its store to memory.
 
     left, right = column_parts(acc, 2)
     store_tile(add_bias(left, bias, column, width, 128), out, desc, buffer, stride, row, end, column, width, 0)

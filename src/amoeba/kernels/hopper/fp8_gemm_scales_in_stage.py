@@ -1,4 +1,4 @@
-"""Hopper's products in e4m3 with gathered rows, where scales come with rows, a stage's with its codes.
+"""Hopper's products in e4m3 with gathered rows, whose scales are loaded into the stage with the rows.
 
 The producing and the consuming part of `amoeba.kernels.hopper.fp8_gemm_kernel` for plans with SCALES_IN_STAGE, whose
 tiles are whole turns of the ring of stages. Each row has one thread that asks for its scale, by an asynchronous copy

@@ -1,4 +1,4 @@
-"""The activation's backward with LoRA on Hopper, in Gluon: all that is made of dh and of a, from one pass over memory.
+"""The activation's backward with LoRA on Hopper, in Gluon: all results from one pass over memory.
 
 N = T·K routed rows · E experts · I intermediate · J = 2I · R rank of a factor · P ranks, joined and padded
 

@@ -1,4 +1,4 @@
-"""In which order the tiles of a product are computed: which ones are there at once, and so what comes from memory.
+"""The order in which the tiles of a product are computed, which determines what stays in the L2 cache.
 
     order = order_of_product(matrix_bytes, column_tiles, activated)         # BY_COLUMNS, or how tall groups are
     listed = list_tiles(table, column_tiles, order, BLOCK_M)                # for the latter

@@ -1,4 +1,4 @@
-"""Sorted rows times experts' matrices in codes on Hopper: decoded once for each tile, on their way to the matrix unit.
+"""Sorted rows times quantised expert matrices on Hopper, dequantised tile by tile on their way to the tensor cores.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 

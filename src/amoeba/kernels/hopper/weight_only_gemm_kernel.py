@@ -1,4 +1,4 @@
-"""The persistent product kernel of Hopper for experts in codes: who fills the stages decodes.
+"""The persistent product kernel of Hopper for quantised experts: the warpgroup that fills the stages dequantises.
 
 Launched by `amoeba.kernels.hopper.weight_only_gemm`. Rows, sums and results are those of `gemm_kernel`, whose
 consumers these are. Codes come by the bulk copy engine to a ring of their own, some steps ahead; decoded, they are a

@@ -1,4 +1,4 @@
-"""A weight gradient's tiles: where they lie, their sums by a ring of stages, and their way to memory.
+"""The tiles of a weight gradient on Hopper: their positions, their sums over a ring of stages, and their store.
 
     tile, expert, h, w, start, end = place_of_turn(turn, owners, tiles, h_tiles, w_tiles, GROUP)
     store_gradient(acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED)

@@ -1,4 +1,4 @@
-"""Launching a kernel for the second time: without asking Triton again which of its compiled variants is meant.
+"""Launches a compiled kernel directly, without asking Triton again which variant is meant.
 
     @quick
     @triton.jit

@@ -1,4 +1,4 @@
-"""What a kernel takes for granted of its arguments, checked by its launcher: a kernel that is told something else reads
+"""What a kernel assumes about its arguments, checked by its launcher: with anything else, a kernel reads
 or writes other memory.
 
     check_arguments(has_lines(out_NO), "rows that are contiguous inside", out_NO=out_NO)

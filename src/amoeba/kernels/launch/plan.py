@@ -1,4 +1,4 @@
-"""A pass over our kernels that was made before, made again without Python's way to its launches.
+"""Launch plans: a pass that repeats is replayed from a recorded list of launches.
 
     y_TH, saved = planned(("forward", "triton", save), problem.tensors(), lambda: forward(problem, save))
 

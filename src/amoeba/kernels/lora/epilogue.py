@@ -1,4 +1,4 @@
-"""What LoRA adds to a product of sorted rows, as more of its depth: out = [rows, low] · [matrix, factor]ᵀ.
+"""The LoRA term of a product of sorted rows, as additional depth: out = [rows, low] · [matrix, factor]ᵀ.
 
 N routed rows · E experts · O columns of the product · R ranks, padded (see `padded_rank`)
 """

@@ -1,1 +1,1 @@
-"""How rows of tokens travel between ranks: one file per way, each with its own why_not."""
+"""How rows are sent between ranks: one file per transport, each with its own `why_not`."""

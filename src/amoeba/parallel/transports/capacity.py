@@ -1,4 +1,4 @@
-"""How many rows the buffers between the products get: of a pass whose rows are counted, or before they are.
+"""Capacity estimates: how many rows to allocate for a pass, before or after its rows are counted.
 
     room = rounded_up(owned, slots)                 # `owned` of `slots` slots have an expert here
     guess = estimate.guess(layer, slots)            # None: of this layer nothing is known yet

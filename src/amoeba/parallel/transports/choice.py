@@ -1,4 +1,4 @@
-"""Which transports there are, the fastest first, and which of them serves.
+"""The list of transports, the fastest first, and which of them is used between given ranks.
 
 transport, refused = choose_transport("auto", ranks, device)
 """

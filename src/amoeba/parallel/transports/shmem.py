@@ -1,4 +1,4 @@
-"""`shmem`: rows by NVSHMEM, between GPUs that do not reach each other's memory: of several machines.
+"""`shmem`: sends rows with NVSHMEM, between GPUs that cannot access each other's memory: of several machines.
 
 T tokens · K experts per token · R rows of all ranks · H hidden · W ranks
 

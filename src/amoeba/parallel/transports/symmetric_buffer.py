@@ -1,4 +1,4 @@
-"""The heap of a group of ranks on one device, how it grows, and what its kernels are told: of `peers` and of `shmem`.
+"""Symmetric memory of a group of ranks, for `peers` and `shmem`: how it grows, and what kernels need to know about it.
 
 W ranks
 

@@ -1,4 +1,4 @@
-"""What a transport is: a way by which rows reach the ranks that own their experts, and come back again, summed.
+"""What a transport is: how rows are sent to the ranks that own their experts, and how their sums come back.
 
 T tokens · R rows received · K experts per token · S rows sent · H hidden · W ranks
 

@@ -1,4 +1,4 @@
-"""The truth for the experts: one expert after another, in any dtype, with the backward written out by hand.
+"""The reference for experts and their activations: one expert after another, with the backward written out by hand.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I · R LoRA rank
 

@@ -1,4 +1,4 @@
-"""The truth for experts that train in fp8: the recipes of `amoeba.precision.recipes` in fp64, expert after expert.
+"""The reference for experts that train in fp8: the recipes of `amoeba.precision.recipes` in fp64, one by one.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
 

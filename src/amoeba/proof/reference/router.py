@@ -1,4 +1,4 @@
-"""The truth for the router: literal loops over tokens, in plain torch and any dtype; its backward too.
+"""The reference for the router: literal loops over tokens, in plain torch and any dtype; its backward too.
 
     expert_TK, weight_TK = router_forward(logits_TE.double(), config)
     dlogits_TE = router_backward(grad_weight_TK, logits_TE.double(), expert_TK, config)

@@ -1,5 +1,5 @@
 """Experts streamed to a GPU inside torch: the backend `streamed` of that kind, which computes by `triton`'s kernels:
-for plain numbers those of resident experts, for codes those of block-scaled ones.
+those for resident experts, plain or quantised.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · S slots · H hidden
 

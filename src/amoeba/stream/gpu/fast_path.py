@@ -1,4 +1,4 @@
-"""Requests whose experts are all in host memory: copies are called first, and who is where is written down afterwards.
+"""Serving requests, fast: all missing experts are in host memory; copies start first, tables are updated afterwards.
 
     fast.prepare(layer)                                   # while the GPU computes: all addresses, and who leaves next
     fast.look(layer, serial, looks)                       # NOT_THERE, NOT_SERVED (it takes the slow path) or SERVED

@@ -1,4 +1,4 @@
-"""Missing experts that the CPU computes where they lie, in host memory, instead of moving them over the link.
+"""Missing experts that the CPU computes in host memory instead of copying them over the link.
 
     miss="move"   every missing expert is moved into a slot: the bits of resident experts
     miss="cpu"    the CPU computes them, and slots stay as they are

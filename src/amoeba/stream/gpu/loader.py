@@ -1,4 +1,4 @@
-"""Experts that are asked for together: their slots, their reads and copies, and when they are there.
+"""Loading missing experts: their slots, their reads and copies, and when they have arrived.
 
     for slot_of in closing(loads.acquire(layer, ids)): ...      # {expert: slot}, shown to the device, group by group
 

@@ -1,4 +1,4 @@
-"""Requests of passes inside a CUDA graph, and the host's answers: memory that both sides look at, and no other call.
+"""The mailbox between a CUDA graph and the host: expert requests and answers, in memory that both sides poll.
 
     mailbox = Mailbox(device, experts=128, ids=512, layers=48)
     slot_TK = mailbox.request(layer, shown, experts, expert_TK)     # enqueues the kernel, captured or not

@@ -1,4 +1,4 @@
-"""The slots of all layers on the device and on the host: what is in them, who reads them, and what kernels are shown.
+"""The slots of all layers on the device and on the host: their content, their readers, and the maps that kernels read.
 
 E experts · S slots · T tokens · K experts per token · L layers
 

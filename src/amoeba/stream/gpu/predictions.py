@@ -1,4 +1,5 @@
-"""Which experts the next layer will probably ask for: its router, applied to what goes into this layer's experts.
+"""Prefetching: which experts the next layer will probably request: its router, applied to what goes into this layer's
+experts.
 
     predictions = Predictions(pool, routers)                # of each layer a matrix (E, H), or None
     predictions.launch(layer, x_TH, top_k)                  # behind this layer's router, aside

@@ -1,4 +1,4 @@
-"""The compiled part that serves requests of captured steps (csrc/serve.cpp), and the structures that it reads."""
+"""The compiled code that serves requests of captured steps (csrc/serve.cpp), and the structures that it reads."""
 
 from __future__ import annotations
 

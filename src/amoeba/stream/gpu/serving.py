@@ -1,4 +1,4 @@
-"""The host's side of a replay: its requests are looked at in order, and answered where they miss experts.
+"""Serving requests of a replay, in order: the host's side, and the slow path for misses.
 
     fast = serving.by(mailbox)           # whose requests come next
     serving.serve(passes, first)         # all of a replay that was launched, from that serial on

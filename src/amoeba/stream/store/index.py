@@ -11,7 +11,7 @@
                  "checksums": [1, 2, ...]}],
      "crc32": 9012}
 
-Block-scaled numbers are another kind with parts of their own: {"kind": "block_scaled", "name": "fp8-128",
+Quantised numbers are another kind with parts of their own: {"kind": "block_scaled", "name": "fp8-128",
 "row_parts": 2, "dtype": "bfloat16"}, where dtype is that of biases, x and y. A reader refuses kinds and versions
 that it does not know. `files` has the CRC-32 of each small file that what the model says depends on; stores of earlier
 versions have none. All names are of files inside the store.

@@ -3,7 +3,7 @@
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
 An expert is one blob of bytes: gate_up_JH (all rows of gate first, then up), down_HI, and the biases if there are any.
-In a block-scaled format each matrix is two parts, its codes and its scales, in the order of the checkpoint's rows, and
+In a quantised format each matrix is two parts, its codes and its scales, in the order of the checkpoint's rows, and
 in NVFP4 a third one, the number by which all of its scales are multiplied.
 Every blob of a layer has its parts at the same offsets, so a stack of blobs is a stack of each part:
 
@@ -49,7 +49,7 @@ class ExpertViews(NamedTuple):
 
 
 PARTS = ExpertViews._fields
-# What the parts of a matrix are called in a block-scaled format.
+# What the parts of a matrix are called in a quantised format.
 CODES, SCALES, MATRIX_SCALE = "_codes", "_scales", "_matrix_scale"
 BIASES = PARTS[2:]
 
@@ -161,7 +161,7 @@ StoredExperts = ExpertWeights | QuantisedExperts
 
 
 def _stored(stacks: Mapping[str, Tensor], name: str) -> Stored:
-    """A matrix as block-scaled experts keep it."""
+    """A matrix as quantised experts keep it."""
     codes, scales, of_matrix = (stacks.get(name + part) for part in (CODES, SCALES, MATRIX_SCALE))
     assert codes is not None and scales is not None
     scales = scales.view(torch.int32) if scales.dtype == torch.float32 else scales

@@ -1,4 +1,4 @@
-"""Which bytes of a quantised checkpoint are which expert's: codes and scales, which stay as the files have them.
+"""Which bytes of a quantised checkpoint belong to which expert; numbers and scales stay as stored.
 
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
