@@ -243,7 +243,7 @@ def test_which_experts_continuous_batching_takes(monkeypatch):
     assert prompt_batches.why_not_continuous(model) is None
     with monkeypatch.context() as streamed:
         streamed.setattr("amoeba.decoding.step.replays_in", lambda model: object())
-        assert "streamed, and transformers' graphs do not serve" in prompt_batches.why_not_continuous(model)
+        assert "streamed, which transformers' graphs do not support" in prompt_batches.why_not_continuous(model)
     monkeypatch.setattr("amoeba.integrations.host_waits.why_waits", lambda model: "its experts wait")
     assert prompt_batches.why_not_continuous(model) == "its experts wait"
 

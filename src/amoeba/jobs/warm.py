@@ -110,11 +110,11 @@ def _shape(work: Work) -> Any:
 
 def _fuse_routers(model: Any, stack: ExitStack) -> None:
     """They are recognised by their results: for that, and no longer, they have numbers."""
-    from amoeba.integrations.experts_module import is_experts, routers_beside
+    from amoeba.integrations.experts_module import is_experts, routers_in
     from amoeba.integrations.fused_routers import fused_routers
 
     blocks = [block for block in model.modules() if any(is_experts(child) for child in block.children())]
-    routers = [router for block in blocks for router in routers_beside(block)]
+    routers = [router for block in blocks for router in routers_in(block)]
     for router in routers:
         router.to_empty(device="cpu")
         for tensor in (*router.parameters(), *router.buffers()):
