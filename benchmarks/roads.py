@@ -60,10 +60,10 @@ def _same(sentence: str, page: str) -> Documented:
 DOCUMENTED = (
     # a slower path, and why
     _same("CUDA graphs hold steps on an NVIDIA GPU", "generate.md"),
-    _same("its cache of pages is made for GPUs", "generate.md"),
+    _same("its paged cache needs a GPU", "generate.md"),
     _same("its experts are computed on the CPU, and the host waits for their rows in every layer", "generate.md"),
     _same("its experts are on several ranks, and the host watches over each exchange between them", "generate.md"),
-    _same("transformers' graphs do not serve them while they run", "generate.md"),
+    _same("which transformers' graphs do not support", "generate.md"),
     Documented(
         r"tokens? may ask for \d+ experts of a layer, which has \d+ slots",
         "generate.md",
