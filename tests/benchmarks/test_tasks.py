@@ -39,7 +39,7 @@ def test_schedules_are_run_and_told():
         "no worker got stuck",
         "ok: gradients within",
         "workers were busy",
-        "gradPostGEMM",
+        "down_weights",
         "waited steps each",
     ):
         assert words in result.stdout

@@ -27,7 +27,7 @@ def test_a_backward_is_traced_printed_and_written(tmp_path):
     assert set(found["kinds"]) == KINDS and found["trace"] == str(path)
     assert found["tasks"] == sum(kind["tasks"] for kind in found["kinds"].values())
     assert found["busy"] + found["waited"] + found["idle"] == pytest.approx(1)
-    for words in ("gradPostGEMM", "busy", "waiting at gates", "idle", "ui.perfetto.dev"):
+    for words in ("down_weights", "busy", "waiting at gates", "idle", "ui.perfetto.dev"):
         assert words in result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]

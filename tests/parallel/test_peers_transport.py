@@ -278,9 +278,9 @@ def test_auto_says_what_it_chose_and_why_not_what_is_faster(
     assert peers.TRANSPORT.why_not(alone, cpu) is None or torch.cuda.is_available()
     with caplog.at_level(logging.INFO, "amoeba"):
         transport, refused = choice.choose_transport("auto", alone, cpu)
-    assert "by collective, torch's all_to_all, by gloo or NCCL; peers is for GPUs, x is on cpu" in caplog.text
+    assert "by collective, torch's all_to_all, by gloo or NCCL; peers is for GPUs; x is on cpu" in caplog.text
     assert transport is not None and transport.name == "collective"
-    assert refused == dict.fromkeys(("peers", "shmem"), "is for GPUs, x is on cpu")
+    assert refused == dict.fromkeys(("peers", "shmem"), "is for GPUs; x is on cpu")
     told = shmem.TRANSPORT.why_not_by_itself(torch.device("cuda"))
     assert told == "has not been tested between machines: select it by name, or with AMOEBA_REMOTE_RANKS=1"
     with monkeypatch.context() as context:
