@@ -289,7 +289,7 @@ def test_auto_says_what_it_chose_and_why_not_what_is_faster(
         forced = "needs ranks that can access each other's memory; AMOEBA_REMOTE_RANKS=1 says that they cannot"
         assert peers.TRANSPORT.why_not(alone, cpu) == forced
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert peers.TRANSPORT.why_not(alone, cpu) == "needs GPUs (or TRITON_INTERPRET=1, to try it), x is on cpu"
+    assert peers.TRANSPORT.why_not(alone, cpu) == "needs GPUs (or TRITON_INTERPRET=1, to try it); x is on cpu"
     between = places._why_not(["boot1 here ", "boot1 here ", "boot2 there "], cpu)
     assert between == "needs all ranks on one machine; rank 0 is on here, rank 2 on there"
     assert places._why_not(["boot1 here "] * 3, cpu) is None
