@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,8 @@ EXPECTED = {
     "train": {"gemm_kernel", "wgrad_kernel", "_activate_backward", "_combine", "_update", "_sum_of_squares"},
     "generate": {"_up_by_slot", "_up_by_expert", "_attend", "_forward"},
     "finetune": {"_join", "_lora_backward", "_update"},
+    "generate quantised": {"_up_by_slot", "_up_by_expert", "_attend"},
+    "finetune quantised": {"_activate_backward", "_lora_backward"},
 }
 
 
@@ -65,12 +68,15 @@ def test_the_passes_of_commands_need_no_numbers(tmp_path: Path) -> None:
         "intermediate_size": 512, "vocab_size": 1024, "norm_topk_prob": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "quantised").mkdir()
+    sizes["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(sizes))
     found = program(tmp_path / "cache", "passes", str(tmp_path))
     for command, (names, left_out, layers) in found.items():
         assert not left_out, command
         assert layers == 1, "layers that are alike are gone through once"
         missing = EXPECTED[command] - set(names)
-        assert not missing, (command, missing)
+        assert not missing, (command, missing, set(names))
 
 
 # From here on: the programs.
@@ -100,17 +106,17 @@ def layer(empty: Any, what: str) -> None:
 def compile_ahead(what: str) -> list[str]:
     from amoeba.kernels.launch import ahead
 
-    found: list[str] = []
+    found: dict[Any, str] = {}
     gpu, workers = ahead.GPUS["sm_90"], ahead.Workers()
 
     def take(launch: ahead.Launch) -> None:
-        found.append(launch.kernel.__name__)
+        found[launch.key] = launch.kernel.__name__
         workers.submit(launch)
 
-    with workers, ahead.standing_in(gpu), ahead.noting(take):
+    with ahead.standing_in(gpu), workers, ahead.noting(take):
         layer(lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="cuda"), what)
     assert not workers.failed and workers.compiled == len(found)
-    return found
+    return list(found.values())
 
 
 def launch(what: str, library: str) -> list[tuple[str, bool]]:
@@ -149,18 +155,23 @@ def passes_of(command: str, model: str) -> tuple[list[str], list[str], int]:
     from amoeba.kernels.launch import ahead
 
     names: list[str] = []
-    left_out, shapes, make = [], [], warm._shape
-    warm._shape = lambda work: shapes.append(make(work)) or shapes[0]
+    left_out, models, make = [], [], warm._shape
+
+    def shape(work: Work) -> Any:
+        models.append(make(work))
+        return models[0]
+
+    command, _, more = command.partition(" ")
     rank = 16 if command == "finetune" else 0
-    work = Work(command, model, 2, 128, prompt_lengths=(16,), balance="aux", rank=rank)
+    work = Work(command, str(Path(model, more)), 2, 128, prompt_lengths=(16,), balance="aux", rank=rank)
     noting = ahead.noting(lambda launch: names.append(launch.kernel.__name__))
-    with ahead.standing_in(ahead.GPUS["sm_90"]), noting, ExitStack() as stack:
+    with mock.patch.object(warm, "_shape", shape), ahead.standing_in(ahead.GPUS["sm_90"]), noting, ExitStack() as stack:
         for name, run in warm.passes(work, stack):
             try:
                 run()
             except Exception as error:
                 left_out.append(f"{name}: {error!r}")
-    return names, left_out, len(shapes[0].model.layers)
+    return names, left_out, len(models[0].model.layers)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def finetune(own: FinetuneOptions, shared: RunOptions, json: Json = False, verbo
             from amoeba.jobs.train.resume import settings_of
 
         settings = settings_of(FinetuneSettings, shared.resume, shared.config, shared.given(own.given()))
-        resident = settings.experts in ("auto", "resident") and settings.ram is None and settings.vram is None
-        compiler.begin(Work.of_run("finetune", settings) if resident else None)
+        streamed = settings.ram is not None or settings.vram is not None
+        compiler.begin(None if streamed else Work.of_run("finetune", settings))
         document = run(settings, shared, output)
     finish(output, document, True, json and speaks())
     if document["exit_code"]:

@@ -178,7 +178,8 @@ def generate(
     resident = computing.device != "cpu" and computing.ram is None and computing.vram is None
     ahead = prompt is not None and adapter is None and resident and launched_processes() == 1
     with usage(), compiling_beside(wanted=ahead, heard=output.verbose) as compiler:
-        compiler.begin(Work.of_prompt(model, prompt or "", computing.dtype))
+        experts = experts_in(computing.precision, computing.experts) or computing.experts
+        compiler.begin(Work.of_prompt(model, prompt or "", computing.dtype, experts))
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
             from amoeba.jobs.generate.options import GenerationOptions

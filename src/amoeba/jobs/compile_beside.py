@@ -44,6 +44,7 @@ class Work:
     dtype: str = "auto"
     precision: str = "bf16"
     balance: str = "none"
+    experts: str = "auto"  # where they are, see `integrations.place_experts`
     rank: int = 0  # of LoRA factors
     targets: tuple[str, ...] = ("experts",)
     optimizer_states: str = "float32"
@@ -56,15 +57,16 @@ class Work:
         shared = ("model", "batch_size", "sequence_length", "dtype", "balance", "optimizer_states")
         given = {name: getattr(settings, name) for name in (*shared, "gradient_checkpointing")}
         if command == "finetune":
+            given["experts"] = settings.experts
             return cls(command, **given, rank=settings.r, targets=tuple(settings.targets))
         return cls(command, **given, vocab_size=settings.vocab_size, precision=settings.precision)
 
     @classmethod
-    def of_prompt(cls, model: str, prompt: str, dtype: str) -> Work:
+    def of_prompt(cls, model: str, prompt: str, dtype: str = "auto", experts: str = "auto") -> Work:
         """The tokenizer is not read yet: of English it makes a token of three to five characters."""
         tokens = (max(1, len(prompt) // 5), max(1, len(prompt) // 3))
         lengths = (each if each > PROMPT_LENGTHS[-2] else max(16, 1 << (each - 1).bit_length()) for each in tokens)
-        return cls("generate", model, prompt_lengths=tuple(dict.fromkeys(lengths)), dtype=dtype)
+        return cls("generate", model, prompt_lengths=tuple(dict.fromkeys(lengths)), dtype=dtype, experts=experts)
 
     @classmethod
     def read(cls, line: str) -> Work:
@@ -81,7 +83,7 @@ class Compiler:
         if self._process is None or self._process.stdin is None:
             return
         with suppress(OSError, ValueError), self._process.stdin as to:  # it has ended
-            if work is not None and not mark_of(work).exists():
+            if work is not None and not work.experts.startswith(("cpu", "ranks")) and not mark_of(work).exists():
                 to.write(json.dumps(asdict(work)) + "\n")
 
     def end(self) -> None:

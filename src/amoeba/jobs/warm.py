@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import one_line
+from amoeba.core.weights import ExpertWeights
 from amoeba.jobs.compile_beside import Work, mark_of
 from amoeba.kernels.launch.ahead import (
     DriverModule,
@@ -56,7 +57,7 @@ def warm(work: Work, gpu: Gpu, say: Callable[[str], object] = lambda text: None,
         told = f"{pool.compiled} kernels compiled in {time.monotonic() - began:.0f} s, last {launch.name}"
         say(told + (f"; {pool.failed} failed" if pool.failed else ""))
 
-    with Workers(cores, tell) as pool, standing_in(gpu), noting(pool.submit), ExitStack() as stack:
+    with standing_in(gpu), Workers(cores, tell) as pool, noting(pool.submit), ExitStack() as stack:
         pool.submit(DriverModule)
         for name, run in passes(work, stack):
             try:
@@ -85,10 +86,16 @@ def _shape(work: Work) -> Any:
     from torch import nn
 
     from amoeba.integrations.compiled_layers import name_of_stack
+    from amoeba.integrations.experts_module import experts_modules, hand_over, weights_of
     from amoeba.integrations.model_folder import load_config
+    from amoeba.integrations.place_experts import AUTO, place_experts
+    from amoeba.integrations.quantised_files import format_of, products_for
+    from amoeba.integrations.quantised_models import facts_of, unquantised
     from amoeba.integrations.text_model import auto_class, text_config
     from amoeba.integrations.transformers import register
     from amoeba.jobs.presets import PRESETS
+    from amoeba.precision.placements import placement_of
+    from amoeba.precision.quantised_experts import quantise_experts
 
     register()
     if work.model in PRESETS:
@@ -98,13 +105,23 @@ def _shape(work: Work) -> Any:
     if hasattr(text_config(config), "output_router_logits"):
         text_config(config).output_router_logits = False
     dtype = torch.bfloat16 if work.dtype == "auto" else getattr(torch, work.dtype)
+    facts = facts_of(config)
+    format = None if facts is None else format_of(facts)
     with torch.device("meta"):
         model = auto_class(config).from_config(
-            config, experts_implementation="amoeba", dtype=dtype, trust_remote_code=work.trust_remote_code
+            unquantised(config), experts_implementation="amoeba", dtype=dtype, trust_remote_code=work.trust_remote_code
         )
     name = name_of_stack(model)
     layers = {str(layer): layer for layer in reversed(model.get_submodule(name))}
     model.set_submodule(name, nn.ModuleList(reversed(layers.values())))
+    if facts is not None and format is not None:
+        for module in experts_modules(model).values():
+            weights = weights_of(module)
+            if isinstance(weights, ExpertWeights):
+                experts = quantise_experts(weights, format, products_for(format, facts))
+                hand_over(module, experts, placement_of(format))
+    elif work.experts != AUTO:
+        place_experts(model, work.experts)
     return model
 
 

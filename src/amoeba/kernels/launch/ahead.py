@@ -1,7 +1,7 @@
 """Kernels compiled before a GPU asks for them: what a pass launches is found on tensors without memory, and all cores
 compile it into Triton's own cache, where the process that needs it finds it.
 
-    with Workers() as workers, standing_in(GPUS["sm_90"]), noting(workers.submit):
+    with standing_in(GPUS["sm_90"]), Workers() as workers, noting(workers.submit):
         y_TH = experts(x_TH, routing, weights)      # of tensors on the device "cuda"; nothing is computed
     workers.compiled, workers.failed
 
