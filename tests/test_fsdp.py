@@ -108,3 +108,21 @@ def test_a_sharded_layer_gives_the_gradients_of_a_whole_one(world: None, half: b
         gradient = other.grad.float()
         error = (one.grad.full_tensor() - gradient).norm() / gradient.norm()
         assert error < (1e-2 if half else 1e-5), f"{name}: {error:.1e}"  # bf16 gradients add up in fp32 and in bf16
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+@pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16), (16,)], ids=str)
+def test_what_a_sharded_layer_returns_may_be_added_to_in_place(shape: tuple[int, ...], world: None) -> None:
+    """A view of something else would lose FSDP's hook there, and with it the weights that backward needs."""
+    torch.manual_seed(0)
+    whole = MoE(MoEConfig(16, 8, RouterConfig(4, 2)), device=DEVICE)
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded, mesh=init_device_mesh(DEVICE, (1,)), reshard_after_forward=True)
+    x = torch.randn(shape, device=DEVICE)
+    for layer in (whole, sharded):
+        y = layer(x)
+        assert y.shape == x.shape
+        y += x
+        y.square().sum().backward()
+    for (name, one), other in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one.grad.full_tensor(), other.grad), name

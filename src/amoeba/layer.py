@@ -92,7 +92,8 @@ class MoE(nn.Module):
         y_TH = self.experts(x_TH, routing)
         if self.shared_experts is not None:
             y_TH = y_TH + self.shared_experts(x_TH)
-        y = y_TH.reshape(x.shape)
+        # No view: FSDP2 loses its hook on one that something is added to in place.
+        y = y_TH if x.dim() == 2 else torch.ops.aten._unsafe_view(y_TH.contiguous(), x.shape)
         return (y, routing) if return_routing else y
 
     def update_balance(self, rate: float) -> None:
