@@ -22,12 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32, "head_dim": 128,
     "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "intermediate_size": 6144, "norm_topk_prob": True, "max_position_embeddings": 4096, "vocab_size": 32768,
 }  # fmt: skip
-TINY = SIZES | {
+TINY: dict[str, Any] = SIZES | {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "num_experts": 8,
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
     "vocab_size": 512,

@@ -144,7 +144,8 @@ def _errors(weights: QuantisedExperts) -> dict[str, float]:
     tensors = [None if tensor is None else tensor.detach()[:1].cpu() for tensor in weights.tensors()]
     one = QuantisedExperts.of(tensors, weights.constants())
     generator = torch.Generator("cpu").manual_seed(0)
-    x_TH = torch.randn(_ROWS, one.hidden, generator=generator, dtype=torch.float32).to(one.device, one.dtype)
+    x_TH = torch.randn(_ROWS, one.hidden, generator=generator, dtype=torch.float32, device="cpu")
+    x_TH = x_TH.to(one.device, one.dtype)
     expert_TK = torch.zeros(_ROWS, 1, dtype=torch.int64, device=one.device)
     routing = Routing(expert_TK, torch.ones(_ROWS, 1, dtype=torch.float32, device=one.device))
     wide = dequantise_experts(one).to(torch.float64)
