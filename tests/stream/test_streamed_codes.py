@@ -106,7 +106,7 @@ def test_codes_and_scales_are_those_of_the_resident_experts(name: str, which: st
                 store.read(layer, expert, blobs[expert])
             found = entry.weights(blobs)
             assert isinstance(found, QuantisedExperts) and isinstance(expected, QuantisedExperts)
-            assert found.constants() == expected.constants()
+            assert found.constants() == expected.with_products("bf16").constants()  # slots keep bf16 products
             for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
                 assert ours is theirs is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
             assert not any(blobs[:, begin:end].any() for begin, end in entry.gaps())
