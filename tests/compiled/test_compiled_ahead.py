@@ -79,6 +79,14 @@ def test_the_passes_of_commands_need_no_numbers(tmp_path: Path) -> None:
         assert not missing, (command, missing, set(names))
 
 
+def test_all_that_was_found_is_compiled_and_then_marked_as_done(tmp_path: Path) -> None:
+    """By one process at a time, so that most have to wait for it."""
+    (tmp_path / "cache").mkdir()
+    found, marked = program(tmp_path / "cache", "whole")
+    assert found["kernels"] > 10 and not found["failed"] and not found["left_out"]
+    assert marked
+
+
 # From here on: the programs.
 
 
@@ -142,6 +150,25 @@ def launch(what: str, library: str) -> list[tuple[str, bool]]:
     return found
 
 
+def whole() -> tuple[dict[str, Any], bool]:
+    """Of the preset tiny, with a look at the driver in place of the compiler."""
+    from dataclasses import asdict
+
+    from triton.runtime import driver
+
+    from amoeba.jobs.compile_beside import Work, mark_of
+    from amoeba.jobs.warm import warm
+    from amoeba.kernels.launch import ahead
+
+    def look(launch: ahead.Launch) -> None:
+        driver.active.get_current_target()
+
+    work = Work("generate", "tiny", prompt_lengths=(16, 512))
+    with mock.patch.object(ahead.Launch, "compile", look):
+        found = warm(work, ahead.GPUS["sm_90"], cores=1)
+    return asdict(found), mark_of(work).exists()
+
+
 def passes(model: str) -> dict[str, tuple[list[str], list[str], int]]:
     return {command: passes_of(command, model) for command in EXPECTED}
 
@@ -175,5 +202,5 @@ def passes_of(command: str, model: str) -> tuple[list[str], list[str], int]:
 
 
 if __name__ == "__main__":
-    programs = {"ahead": compile_ahead, "launch": launch, "passes": passes}
+    programs = {"ahead": compile_ahead, "launch": launch, "passes": passes, "whole": whole}
     print(json.dumps(programs[sys.argv[1]](*sys.argv[2:])))

@@ -73,6 +73,18 @@ def test_what_was_compiled_before_is_not_compiled_again(told: Path) -> None:
         assert lines(told)[1:] == ["end"]
 
 
+def test_one_that_has_ended_is_no_zombie_beside_a_long_run(told: Path) -> None:
+    (told.parent / "python").write_text("#!/bin/sh\nexit 0\n")
+    with compiling_beside() as compiler:
+        assert compiler._process is not None
+        compiler.begin(WORK)
+        for _ in range(500):
+            if not is_there(compiler._process.pid):
+                break
+            time.sleep(0.02)
+        assert not is_there(compiler._process.pid)
+
+
 def test_a_process_that_is_gone_or_cannot_start_is_no_error(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling_beside() as compiler:
         assert compiler._process is not None

@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -85,6 +86,7 @@ class Compiler:
         with suppress(OSError, ValueError), self._process.stdin as to:  # it has ended
             if work is not None and not work.experts.startswith(("cpu", "ranks")) and not mark_of(work).exists():
                 to.write(json.dumps(asdict(work)) + "\n")
+        threading.Thread(target=self._process.wait, daemon=True).start()  # no zombie beside a run of days
 
     def end(self) -> None:
         if self._process is not None:
