@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from amoeba.jobs.train.optimizer_files import GROUPS, _Parts
+from amoeba.jobs.train.optimizer_files import GROUPS, _Parts, load_optimizer, save_optimizer
+from amoeba.parallel.rank_zero import ALONE
 
 OWNED = ([0, 2, 4], [1, 3])  # experts of two ranks, as a table of one's own may have them
 
@@ -47,3 +48,28 @@ def test_a_rank_gets_its_rows_of_what_is_in_parts_and_of_what_is_whole(parts: _P
 def test_a_process_alone_gets_everything(parts: _Parts) -> None:
     assert parts.state_of("w", None)["exp_avg"].flatten().tolist() == [0, 1, 2, 3, 4]
     assert parts.state_of("dense", None)["exp_avg"].tolist() == [0, 1, 2, 3, 4]
+
+
+def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("written", ["parts", "optimizer.pt"])
+def test_a_process_alone_reads_what_it_writes_and_what_earlier_versions_wrote(written: str, tmp_path: Path) -> None:
+    model, optimizer = stepped()
+    if written == "parts":
+        save_optimizer(optimizer, model, tmp_path, ALONE)
+    else:
+        torch.save(optimizer.state_dict(), tmp_path / written)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    load_optimizer(fresh, model, tmp_path)
+    expected, found = optimizer.state_dict(), fresh.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    for place, state in expected["state"].items():
+        assert all(torch.equal(found["state"][place][key], value) for key, value in state.items())

@@ -237,10 +237,10 @@ class _Quantising:
 
     def _quantised(self, matrix: Tensor, parts: int = 1) -> QuantisedMatrix | None:
         """None where a number is not finite."""
-        format = self.format
-        if not matrix.is_cuda and matrix.numel() and (core := _core()) is not None:
+        format, core = self.format, None if matrix.is_cuda else _core()
+        bits, scale, block = format.element.bits, format.scale, format.block
+        if core is not None and matrix.numel() and is_compiled(torch.float32, bits, scale, block):
             found = empty_quantised(tuple(matrix.shape), format, parts)
-            bits, scale, block = format.element.bits, format.scale, format.block
             matrix = matrix if is_compiled(matrix.dtype, bits, scale, block) else matrix.float()
             tensors = found.data, found.scales, found.matrix_scale
             return found if core(matrix, bits, scale, block, parts, *tensors, threads=self.threads) else None
