@@ -328,3 +328,19 @@ def test_those_that_share_a_reason_are_told_in_one_line():
 def test_names_with_a_comma_can_be_told_apart_in_the_error():
     with pytest.raises(ValueError, match=r"--ours: expected one of: .*; fp8, weights unchanged; .*got 'fp9'"):
         bench_command.choose_ours(["fp8", "fp9"])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--for", "generate"), "name the GPU to compile for"),
+        (("--gpu", "sm_1"), "one of sm_80"),
+        (("--for", "tune"), "--for"),
+    ],
+)
+def test_warm_says_what_it_wants(monkeypatch, more, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = more if said.startswith(("name", "one")) else (*more, "--gpu", "sm_90")
+    result = invoke("warm", "tiny", *words)
+    assert result.exit_code == 2
+    assert said.lower() in result.output.lower()

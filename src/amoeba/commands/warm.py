@@ -40,7 +40,7 @@ def warm(
 ) -> None:
     """Compile the GPU kernels that a command will need for a model, on all cores and without reading weights."""
     output = start(verbose)
-    need("transformers")
+    need("transformers", "triton")
     from amoeba.jobs.settings import FinetuneSettings, TrainSettings
     from amoeba.jobs.train.resume import settings_of
     from amoeba.jobs.warm import warm as compile_for
