@@ -11,6 +11,8 @@ import torch
 
 from amoeba.jobs.train import manifest
 from amoeba.jobs.train.manifest import MANIFEST, damages, save_file, seal, with_digest
+from amoeba.jobs.train.saved_model import WholeModel
+from tiny_models import build
 
 
 @pytest.fixture
@@ -97,3 +99,15 @@ def test_a_file_of_tensors_of_a_gpu_has_the_bytes_of_those_of_a_cpu(tmp_path: Pa
     save_file(tensors, tmp_path / "cpu")
     save_file({name: tensor.cuda() for name, tensor in tensors.items()}, tmp_path / "cuda")
     assert (tmp_path / "cpu").read_bytes() == (tmp_path / "cuda").read_bytes()
+
+
+def test_a_model_is_saved_with_the_same_bytes_and_hashed_on_the_way(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path / "theirs")
+    WholeModel().save(model, tmp_path / "ours")
+    assert manifest._hashes_of_written, "this version of transformers does not save by safe_save_file"
+    for path in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes(), path.name
+    seal(tmp_path / "ours")
+    assert damages(tmp_path / "ours") == []

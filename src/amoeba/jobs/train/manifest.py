@@ -48,10 +48,14 @@ def save_file(tensors: Mapping[str, Tensor], path: str | Path, metadata: Mapping
 
 @contextmanager
 def saves_fast() -> Iterator[None]:
-    """Inside, transformers' save_pretrained writes its files with `save_file`."""
+    """Inside, transformers' save_pretrained writes its files with `save_file`; with its own where a version calls that
+    something else."""
     from transformers import modeling_utils
 
-    theirs = modeling_utils.safe_save_file
+    theirs = getattr(modeling_utils, "safe_save_file", None)
+    if theirs is None:
+        yield
+        return
     modeling_utils.safe_save_file = save_file
     try:
         yield
