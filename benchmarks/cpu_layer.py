@@ -25,10 +25,10 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.core.problem import Needs
 from amoeba.core.weights import LORA_NAMES, LoraFactors
-from amoeba.cpu import packed_weights as packed
+from amoeba.cpu import weights as packed
 from amoeba.cpu.node_passes import NodeExperts, NodeFactors, backward, forward
-from amoeba.cpu.packed_weights import PackedKind, PackedWeights
-from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.numa import WorkerPool
+from amoeba.cpu.weights import PackedKind, PackedWeights
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command line: registers the commands, each of which is a file in `commands/`.
+"""The command line: registers the commands, which are in `commands/`.
 
 Exit codes: 0 all is well, 1 a check failed or the reader of stdout went away, 2 the command was used wrongly,
 70 a bug, 75 another rank was lost (start it again), 130 interrupted, 143 stopped by SIGTERM.
@@ -13,13 +13,11 @@ import typer
 from amoeba._version import __version__
 from amoeba.commands import exits
 from amoeba.commands.bench import bench
+from amoeba.commands.convert import merge, pack, quantise
 from amoeba.commands.doctor import doctor
 from amoeba.commands.finetune import finetune
 from amoeba.commands.generate import generate
-from amoeba.commands.merge import merge
 from amoeba.commands.options import Verbose
-from amoeba.commands.pack import pack
-from amoeba.commands.quantise import quantise
 from amoeba.commands.report import report
 from amoeba.commands.start import speak_up
 from amoeba.commands.trace import trace

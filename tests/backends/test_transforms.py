@@ -14,7 +14,7 @@ from amoeba.core.config import RouterConfig
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.cpu.packed_weights import load_packed
+from amoeba.cpu.weights import load_packed
 from amoeba.proof.reference.experts import activate
 from amoeba.routing.fused_router import fused_route
 from amoeba.routing.router import load_balance_loss

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from amoeba.bench.ceilings import Ceilings, Product
-from amoeba.integrations import attention
+from amoeba.integrations import fused_attention
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train import trainer as fast_trainer
@@ -84,8 +84,8 @@ def documents_seen(monkeypatch):
         return torch.cat(parts, 1).transpose(0, 1)
 
     monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
-    monkeypatch.setattr(attention, "why_not", lambda *heads: None)
-    monkeypatch.setattr(attention, "document_attention", by_documents)
+    monkeypatch.setattr(fused_attention, "why_not", lambda *heads: None)
+    monkeypatch.setattr(fused_attention, "document_attention", by_documents)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)  # so nothing is captured
     monkeypatch.setattr(fast_trainer, "on_stream", lambda stream: contextlib.nullcontext())
     return seen

@@ -25,7 +25,7 @@ pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 from amoeba import ExpertWeights, Request, Routing
 from amoeba.bench.document import make_document
 from amoeba.cpu import placements as cpu_placements
-from amoeba.integrations import attention
+from amoeba.integrations import fused_attention
 from amoeba.jobs.generate import prompt_batches, token_steps
 from amoeba.jobs.sharded_model import load_share
 from amoeba.jobs.train import fast_paths
@@ -141,7 +141,7 @@ class TestWithASimulatedGpu:
         monkeypatch.setattr(prompt_batches, "continuous", in_pages)
         monkeypatch.setattr("amoeba.jobs.generate.generate_prompts.continuous", in_pages)
         monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
-        monkeypatch.setattr(attention, "why_not", lambda *heads: "there is no kernel for them here")
+        monkeypatch.setattr(fused_attention, "why_not", lambda *heads: "there is no kernel for them here")
         monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
         monkeypatch.setattr(fast_trainer, "on_stream", beside)
         monkeypatch.setattr(CapturedStep, "__init__", capture)

@@ -26,9 +26,8 @@ from amoeba.cpu import core, pointers
 from amoeba.cpu.core import load_core
 from amoeba.cpu.node_passes import NodeExperts, NodeFactors, forward
 from amoeba.cpu.node_passes import combine as combine_rows
-from amoeba.cpu.packed_weights import PackedWeights
-from amoeba.cpu.pool import WorkerPool
-from amoeba.cpu.quantised_weights import ScaledCodes
+from amoeba.cpu.numa import WorkerPool
+from amoeba.cpu.weights import PackedWeights, ScaledCodes
 from laid_layer import LAYOUTS, SENTINELS, TOLERANCE, Laid, check, contiguous
 
 FORMATS = ("fp8-16x32", "mxfp8", "mxfp4", "nvfp4")  # several blocks, some of them cut

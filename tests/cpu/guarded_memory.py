@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from amoeba.cpu import build, core, node_library, pointers
-from amoeba.cpu import packed_weights as packed
+from amoeba.cpu import weights as packed
 
 _CACHE_LINE = 64
 _WITHOUT_TENSORS = ("amoeba_pool_", "amoeba_packed_bytes")

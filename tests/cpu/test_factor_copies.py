@@ -10,9 +10,9 @@ from packed_layer import E, H, PackedLayer, R
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_passes import NodeFactors
+from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.packed_experts import FactorMemory
-from amoeba.cpu.packed_weights import load_packed
-from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.weights import load_packed
 from selection import each_value_once
 
 try:

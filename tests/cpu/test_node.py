@@ -21,8 +21,8 @@ from amoeba.core.problem import Needs
 from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from amoeba.cpu import build
 from amoeba.cpu.node_passes import NodeCache, NodeExperts, NodeFactors, backward, forward
-from amoeba.cpu.packed_weights import PackedWeights
-from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.numa import WorkerPool
+from amoeba.cpu.weights import PackedWeights
 from amoeba.proof.reference.experts import experts_backward, experts_forward
 from selection import each_value_once
 

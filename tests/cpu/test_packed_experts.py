@@ -21,7 +21,7 @@ from amoeba.backends.registry import backends_of
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
-from amoeba.cpu.packed_weights import load_packed
+from amoeba.cpu.weights import load_packed
 from amoeba.proof.reference.experts import activate
 from selection import each_value_once
 

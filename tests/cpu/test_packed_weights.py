@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from amoeba.cpu import build
-from amoeba.cpu import packed_weights as packed
-from amoeba.cpu.packed_weights import PackedWeights, Path, _Packing
+from amoeba.cpu import weights as packed
+from amoeba.cpu.weights import PackedWeights, Path, _Packing
 from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(

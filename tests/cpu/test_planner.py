@@ -12,8 +12,8 @@ from packed_layer import INTERLEAVED, PLAIN, E, H, I, K, PackedLayer
 
 from amoeba import Activation
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.packed_weights import load_packed
 from amoeba.cpu.planner import LayerSizes, check_memory, plan
+from amoeba.cpu.weights import load_packed
 
 try:
     load_packed()

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from amoeba.core.config import Activation
-from amoeba.cpu import pool as pool_module
+from amoeba.cpu import numa as pool_module
 from amoeba.cpu.node_passes import NodeExperts, forward
-from amoeba.cpu.packed_weights import PackedWeights
-from amoeba.cpu.pool import WorkerPool, own_cores
+from amoeba.cpu.numa import WorkerPool, own_cores
+from amoeba.cpu.weights import PackedWeights
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.problem import Needs
-from amoeba.cpu import packed_weights as packed
+from amoeba.cpu import weights as packed
 from amoeba.cpu.node_passes import NodeExperts, backward, forward
-from amoeba.cpu.packed_weights import PackedWeights, Path
-from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.numa import WorkerPool
+from amoeba.cpu.weights import PackedWeights, Path
 from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(

@@ -22,9 +22,8 @@ from amoeba.core.config import Activation
 from amoeba.core.problem import Needs
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.node_passes import NodeExperts, NodeFactors, backward, forward
-from amoeba.cpu.packed_weights import PackedWeights
-from amoeba.cpu.pool import WorkerPool
-from amoeba.cpu.unpacked_weights import StoredWeights
+from amoeba.cpu.numa import WorkerPool
+from amoeba.cpu.weights import PackedWeights, StoredWeights
 from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(

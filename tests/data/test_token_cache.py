@@ -13,11 +13,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from amoeba.data import token_cache, token_rows, tokenizer
+from amoeba.data import token_rows, tokenizer
 from amoeba.data.documents import Completion, Conversation, Message, Text
-from amoeba.data.token_cache import kept, key_of
 from amoeba.data.token_rows import PackedDataset
-from amoeba.data.tokenizer import train_tokenizer
+from amoeba.data.tokenizer import kept, key_of, train_tokenizer
 
 TEXTS = ["one two three four", "five six", "seven"]
 KINDS = {
@@ -74,11 +73,11 @@ def test_whatever_changes_it_is_another_key(other: str) -> None:
 
 def test_other_code_and_other_packages_are_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of("tokens", ["ab"])
-    for place in range(1 + len(token_cache._PACKAGES)):
-        code = list(token_cache._code())
+    for place in range(1 + len(tokenizer._PACKAGES)):
+        code = list(tokenizer._code())
         code[place] = "other"
         with monkeypatch.context() as patched:
-            patched.setattr(token_cache, "_code", lambda code=code: code)
+            patched.setattr(tokenizer, "_code", lambda code=code: code)
             assert key_of("tokens", ["ab"]) != before
 
 
@@ -101,7 +100,7 @@ def test_a_damaged_file_is_made_anew_with_a_warning(
 
 
 def test_those_not_used_for_longest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_cache, "MOST_BYTES", 3 * (32 + 4))
+    monkeypatch.setattr(tokenizer, "MOST_BYTES", 3 * (32 + 4))
     for age, key in enumerate(("third", "second", "first")):
         kept(key, made())
         os.utime(tmp_path / "data" / key, (1000 - age, 1000 - age))
@@ -122,7 +121,7 @@ def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_cache.os, "replace", full)
+    monkeypatch.setattr(tokenizer.os, "replace", full)
     assert kept("key", made()) == b"made"
     assert files(tmp_path) == []
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from amoeba.cpu.packed_weights import Path, current_path
+from amoeba.cpu.weights import Path, current_path
 
 from . import attempt as attempts
 from .case import Case, describe

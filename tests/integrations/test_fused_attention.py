@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.data.token_rows import document_arguments
-from amoeba.integrations.attention import NAME
-from amoeba.integrations.fused_attention import _Form, fused_attention, recognise
+from amoeba.integrations.fused_attention import NAME, _Form, fused_attention, recognise
 from amoeba.ops import rotary_attention
 from tiny_models import build
 

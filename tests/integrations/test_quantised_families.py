@@ -18,7 +18,7 @@ import amoeba
 from amoeba import lora
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
-from amoeba.stream.store.quantised import CodedCheckpoint
+from amoeba.stream.store.mapping import CodedCheckpoint
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 from quantised_checkpoints import FP8, quantise_saved
 from selection import quick

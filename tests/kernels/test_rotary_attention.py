@@ -132,8 +132,7 @@ def test_a_layer_of_transformers_on_a_gpu(size, shared):
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRotaryEmbedding
 
-    from amoeba.integrations.attention import NAME
-    from amoeba.integrations.fused_attention import fused_attention
+    from amoeba.integrations.fused_attention import NAME, fused_attention
 
     config = transformers.Qwen3MoeConfig(
         hidden_size=256, head_dim=size, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import masking_utils
 
 from amoeba.data.token_rows import document_arguments
-from amoeba.integrations.attention import NAME
+from amoeba.integrations.fused_attention import NAME
 from amoeba.ops.attention import document_attention
 from tiny_models import build
 

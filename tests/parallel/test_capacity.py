@@ -15,9 +15,9 @@ import rank_jobs
 from amoeba import LoraFactors, Routing, experts
 from amoeba.parallel import ShardedExperts
 from amoeba.parallel.processes import LocalRanks
-from amoeba.parallel.transports import capacity as rooms
 from amoeba.parallel.transports import symmetric_buffer as buffer
-from amoeba.parallel.transports.capacity import CapacityEstimate, layer_of, rounded_up
+from amoeba.parallel.transports import symmetric_buffer as rooms
+from amoeba.parallel.transports.symmetric_buffer import CapacityEstimate, layer_of, rounded_up
 from selection import quick
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")

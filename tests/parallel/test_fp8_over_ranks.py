@@ -131,8 +131,8 @@ def with_stand_ins(
 ) -> tuple[list[bool], int]:
     """The same by our kernels, whose products torch stands in for; and how often there was too little room."""
     from amoeba.kernels import peer_rows
-    from amoeba.parallel.transports import capacity as rooms
     from amoeba.parallel.transports import symmetric_buffer as buffer
+    from amoeba.parallel.transports import symmetric_buffer as rooms
 
     again, put_back = [], peer_rows.put_back
     with pytest.MonkeyPatch.context() as patch:

@@ -26,8 +26,7 @@ from amoeba.kernels.hopper import fp8_gemm
 from amoeba.kernels.launch import plan as launch_plan
 from amoeba.precision import FP8_TRAINING, UnchangedWeights, quantise
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
-from amoeba.proof.conformance import verify_case
-from amoeba.proof.stages import STAGES, stage_errors
+from amoeba.proof.conformance import STAGES, stage_errors, verify_case
 from fp8_stand_ins import stand_in
 from selection import each_value_once, quick
 from small_layer import E, Layer, kernel_device

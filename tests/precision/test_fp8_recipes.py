@@ -20,10 +20,9 @@ from amoeba.parallel.sharded import ShardedExperts
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, FP8_TRAINING_ROWS, Format
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
-from amoeba.proof.conformance import verify_case
+from amoeba.proof.conformance import STAGE_TOLERANCE, STAGES, verify_case
 from amoeba.proof.reference import experts as reference
 from amoeba.proof.reference import recipes as recipe_reference
-from amoeba.proof.stages import STAGE_TOLERANCE, STAGES
 from selection import quick
 from small_layer import E, Layer
 

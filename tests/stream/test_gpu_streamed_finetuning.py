@@ -29,7 +29,6 @@ from amoeba.jobs.finetune.finetune import FinetuneReport, finetune
 from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.jobs.train import fast_paths
 from amoeba.stream import attaching
-from amoeba.stream.gpu import budgets
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
@@ -154,11 +153,11 @@ def test_captured_passes_of_resident_experts_train_alike(streamed, inputs, tmp_p
 
 @without_a_gpu_thorough  # with streaming to the CPU: tests/jobs/test_streaming_report.py
 def test_a_run_that_goes_on_with_another_budget_ends_as_it_would_have(streamed, inputs, tmp_path) -> None:
-    run, budgets = tmp_path / "run", ["--vram", vram(inputs, EXPERTS), "--ram", "1MiB"]
+    run, attaching = tmp_path / "run", ["--vram", vram(inputs, EXPERTS), "--ram", "1MiB"]
     shutil.copytree(streamed.folder, run)
-    done = CliRunner().invoke(app, ["finetune", "--resume", str(run), "--from", "checkpoint-1", *budgets])
+    done = CliRunner().invoke(app, ["finetune", "--resume", str(run), "--from", "checkpoint-1", *attaching])
     assert done.exit_code == 0, done.output
-    assert " ".join(budgets) in " ".join(done.output.split())  # where it says how to try the adapter
+    assert " ".join(attaching) in " ".join(done.output.split())  # where it says how to try the adapter
     assert json.loads((run / "config.json").read_text())["vram"] == vram(inputs, EXPERTS)
     assert losses(run).tolist() == losses(streamed.folder).tolist()
     expected = adapter(Path(streamed.report.adapter))
@@ -208,7 +207,7 @@ def test_factors_that_have_no_room_beside_the_budget_are_refused_and_auto_leaves
     with open_store(inputs / "store") as store:
         rest = sum(entry.size for entry in store.rest.values())
     free, factors = 1 << 20, (1 << 20) - 2 * rest
-    monkeypatch.setattr(budgets, "available_memory", lambda device: free)
+    monkeypatch.setattr(attaching, "available_memory", lambda device: free)
     with pytest.raises(
         ValueError, match=r"^vram: expected no more than the 1 MiB that are free; .* needed for training"
     ):
@@ -217,7 +216,7 @@ def test_factors_that_have_no_room_beside_the_budget_are_refused_and_auto_leaves
         )
     beside = free - 2 * int(vram(inputs, 2))
     with attaching.attach(inputs / "store", vram="auto", ram="64KiB", reserved=lambda store: beside) as streamed:
-        assert streamed.vram_bytes == int(budgets.AUTO_SHARE * (free - beside)) < int(vram(inputs, EXPERTS))
+        assert streamed.vram_bytes == int(attaching.AUTO_SHARE * (free - beside)) < int(vram(inputs, EXPERTS))
 
 
 def test_a_gpu_without_a_budget_for_it_and_a_budget_without_a_gpu_are_refused(inputs, tmp_path, monkeypatch) -> None:

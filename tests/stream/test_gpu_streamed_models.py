@@ -31,7 +31,7 @@ from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching
 from amoeba.stream.cache.trace import read_trace
-from amoeba.stream.gpu import budgets, fast_path
+from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
@@ -296,7 +296,7 @@ def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores, monk
         amoeba.stream.attach(packed, vram=vram(packed, 1), ram=4096)
     for name, asked_before in (("vram", 1), ("ram", 3)):
         found = iter([1 << 40] * asked_before + [1])
-        monkeypatch.setattr(budgets, "available_memory", lambda device, found=found: next(found))
+        monkeypatch.setattr(attaching, "available_memory", lambda device, found=found: next(found))
         with pytest.raises(ValueError, match=f"^{name}: expected no more than the 1 B that are free"):
             amoeba.stream.attach(packed, vram=vram(packed, 1), ram="1MiB")
 

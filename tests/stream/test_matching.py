@@ -200,7 +200,7 @@ def test_an_index_that_says_another_activation_than_config_json_is_refused(store
 def test_comparing_reads_nothing_of_a_store_and_little_of_a_folder(tmp_path, monkeypatch) -> None:
     save(tmp_path / "folder", hidden_size=256, moe_intermediate_size=512, num_experts=4)
     pack(tmp_path / "folder", tmp_path / "store")
-    from amoeba.stream.matching import check_match
+    from amoeba.stream.attaching import check_match
     from amoeba.stream.store import reading
 
     model, read, read_once = resident(tmp_path / "folder"), [], reading._read_once

@@ -343,7 +343,7 @@ def test_a_store_is_not_packed_again(model, tmp_path):
 
 
 def test_interrupted_the_command_keeps_what_is_whole(model, tmp_path, monkeypatch):
-    from amoeba.commands import pack as command
+    from amoeba.commands import convert as command
 
     def interrupt(self: Any, now: Any) -> None:
         if now.layer == 1:

@@ -19,11 +19,11 @@ from amoeba import Routing
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
 from amoeba.core.weights import ExpertWeights
-from amoeba.cpu import build, node_library, pool
+from amoeba.cpu import build, node_library, numa
 from amoeba.cpu import node_passes as node
-from amoeba.cpu import packed_weights as packed
-from amoeba.cpu.packed_weights import Path, load_packed
-from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu import weights as packed
+from amoeba.cpu.numa import WorkerPool
+from amoeba.cpu.weights import Path, load_packed
 from amoeba.system.cpu_features import cpu_flags
 from selection import leave_the_rest_to_thorough, one_of_each_test
 from small_layer import Layer
@@ -110,7 +110,7 @@ def older_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         pytest.skip("names of x86 instruction sets")
     products, passes = (build.compiled_library(name, request.param) for name in ("packed", "node"))
     older = {"load_packed": packed.PackedLibrary(products), "load_node": node_library.NodeLibrary(passes)}
-    users = (packed, "load_packed"), (node, "load_packed"), (node, "load_node"), (pool, "load_node")
+    users = (packed, "load_packed"), (node, "load_packed"), (node, "load_node"), (numa, "load_node")
     for module, name in (*users, (node_library, "load_node")):
         monkeypatch.setattr(module, name, lambda name=name: older[name])
     monkeypatch.setenv("AMOEBA_CPU_PATH", "generic")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from amoeba.cli import app
 from amoeba.cpu import build
-from amoeba.cpu.packed_weights import Path, load_packed
+from amoeba.cpu.weights import Path, load_packed
 from amoeba.system import cpu_features, machine
 
 _AVX2 = {"sse2", "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}

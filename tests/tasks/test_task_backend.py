@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from amoeba import Activation, ExpertWeights, Routing, experts
-from amoeba.backends import measured_choice as measured
 from amoeba.backends import registry
+from amoeba.backends import registry as measured
 from amoeba.backends.backend import Request
 from amoeba.commands.verify_run import check_backends
 from amoeba.proof.cases import Case

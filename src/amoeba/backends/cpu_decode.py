@@ -20,7 +20,7 @@ from amoeba.backends.read_quantised import scaled_codes
 from amoeba.core.problem import Problem, Save
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU, has_lines
-from amoeba.cpu.quantised_weights import ScaledCodes
+from amoeba.cpu.weights import ScaledCodes
 from amoeba.precision.quantised_experts import ReadInBlocks
 
 

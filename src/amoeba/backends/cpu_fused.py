@@ -28,10 +28,8 @@ from amoeba.cpu.node_experts import NodeExperts, NodeFactors
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.node_passes import NodeCache
 from amoeba.cpu.numa import NumaNode, numa_nodes
-from amoeba.cpu.packed_weights import Path, current_path
 from amoeba.cpu.pointers import CPU, has_lines
-from amoeba.cpu.quantised_weights import ScaledCodes
-from amoeba.cpu.unpacked_weights import StoredWeights
+from amoeba.cpu.weights import Path, ScaledCodes, StoredWeights, current_path
 from amoeba.precision.quantised_experts import ReadInBlocks
 
 logger = logging.getLogger("amoeba")

@@ -184,7 +184,7 @@ class Fp8Backend(PassesBackend):
         return None
 
     def rows(self, weights: Fp8Experts) -> type[sorted_rows.SortedRows]:
-        """By which `amoeba.proof.stages` proves one product after the other."""
+        """By which `amoeba.proof.conformance` proves one product after the other."""
         return _ROWS[weights.recipe]
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:

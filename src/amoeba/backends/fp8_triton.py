@@ -45,7 +45,7 @@ class Fp8TritonBackend(PassesBackend):
         return why_not_on(weights.device, weights)
 
     def rows(self, weights: Fp8Experts) -> type[StraightThroughKernelRows]:
-        """By which `amoeba.proof.stages` proves one product after the other."""
+        """By which `amoeba.proof.conformance` proves one product after the other."""
         from amoeba.backends.fp8_kernel_rows import ROWS
 
         return ROWS[weights.recipe]

@@ -17,7 +17,7 @@ from torch import Tensor
 from amoeba.core.weights import AnyExperts
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU
-from amoeba.cpu.quantised_weights import ScaledCodes, has_whole_experts, why_not_codes
+from amoeba.cpu.weights import ScaledCodes, has_whole_experts, why_not_codes
 from amoeba.precision.formats import E2M1, E4M3, E8M0, ScaleKind
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks
 from amoeba.system.cpu_features import compute_dtype

@@ -2,7 +2,7 @@
 
     y_TH = amoeba.experts(x_TH, routing, weights, backend="tasks")
 
-`auto` takes it where it was measured to be faster (`measured_choice.py`). Gradients have the bits of `triton`.
+`auto` takes it where it was measured to be faster (`registry.py`). Gradients have the bits of `triton`.
 Where the Gluon kernel for Hopper does not serve a layer that `triton` does (`amoeba.tasks.hopper.backward.why_not`),
 the plain kernel does, and the two differ by rounding.
 

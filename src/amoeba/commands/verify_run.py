@@ -18,6 +18,7 @@ from amoeba.core.errors import bad_value
 from amoeba.core.weights import LORA_NAMES
 from amoeba.proof.compiled_checks import compiled_beside
 from amoeba.proof.conformance import (
+    STAGES,
     Check,
     Result,
     backend_names,
@@ -28,7 +29,6 @@ from amoeba.proof.conformance import (
     worst,
 )
 from amoeba.proof.over_ranks import verify_over_ranks
-from amoeba.proof.stages import STAGES
 from amoeba.system.machine import commit, machine, versions
 
 # Columns of the table, in the order in which a token and its gradient meet them.

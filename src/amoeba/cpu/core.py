@@ -31,7 +31,7 @@ from amoeba.cpu.pointers import (
     has_lines,
     optional_address,
 )
-from amoeba.cpu.quantised_weights import CCoding, ScaledCodes
+from amoeba.cpu.weights import CCoding, ScaledCodes
 
 logger = logging.getLogger("amoeba")
 

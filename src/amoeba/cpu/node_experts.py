@@ -27,11 +27,17 @@ from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import LoraFactors
 from amoeba.cpu.node_library import FACTOR_MATRICES, CFactors, CNode, activation_number, load_node
-from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, empty_in_huge_pages, packing_address
+from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.pointers import address, address_at_strides, optional_address
-from amoeba.cpu.pool import WorkerPool
-from amoeba.cpu.quantised_weights import ScaledCodes
-from amoeba.cpu.unpacked_weights import StoredWeights
+from amoeba.cpu.weights import (
+    PackedKind,
+    PackedWeights,
+    ScaledCodes,
+    StoredWeights,
+    _Packing,
+    empty_in_huge_pages,
+    packing_address,
+)
 
 
 @dataclass(frozen=True, eq=False)

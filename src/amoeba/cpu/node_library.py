@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 
 from amoeba.core.config import unknown_kind
 from amoeba.cpu.build import load, with_library
-from amoeba.cpu.quantised_weights import CCoding
+from amoeba.cpu.weights import CCoding
 
 # `enum ActivationKind` in csrc/activation.h
 _ACTIVATION_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}

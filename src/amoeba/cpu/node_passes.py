@@ -23,11 +23,9 @@ from amoeba.core.problem import Gradients, Needs, Save
 from amoeba.core.weights import LORA_NAMES
 from amoeba.cpu.node_experts import NodeExperts, NodeFactors, describe_matrix, factor_shape, padded
 from amoeba.cpu.node_library import CBatch, CGradients, CNode, CWeightTarget, load_node
-from amoeba.cpu.packed_weights import PackedWeights, current_path, empty_in_huge_pages, load_packed
+from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.pointers import CPU, address, address_of_lines, address_to_write, optional_address
-from amoeba.cpu.pool import WorkerPool
-from amoeba.cpu.quantised_weights import ScaledCodes
-from amoeba.cpu.unpacked_weights import StoredWeights
+from amoeba.cpu.weights import PackedWeights, ScaledCodes, StoredWeights, current_path, empty_in_huge_pages, load_packed
 
 
 @dataclass(frozen=True, eq=False)

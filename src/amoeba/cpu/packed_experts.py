@@ -37,11 +37,10 @@ from amoeba.core.errors import bad_value
 from amoeba.core.weights import ExpertsByHandle, ExpertWeights, LoraFactors
 from amoeba.cpu.node_experts import NodeExperts, NodeFactors
 from amoeba.cpu.node_library import load_node
-from amoeba.cpu.numa import NumaNode, numa_nodes, run_on_nodes, run_one_by_one
-from amoeba.cpu.packed_weights import PackedKind, PackedWeights
+from amoeba.cpu.numa import NumaNode, WorkerPool, numa_nodes, run_on_nodes, run_one_by_one
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU, address, place_of
-from amoeba.cpu.pool import WorkerPool
+from amoeba.cpu.weights import PackedKind, PackedWeights
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
 from amoeba.cpu.numa import numa_cores
 from amoeba.cpu.packed_experts import pack_experts
-from amoeba.cpu.packed_weights import PackedKind, current_path, load_packed
 from amoeba.cpu.planner import Plan, check_memory, plan
 from amoeba.cpu.pointers import CPU
+from amoeba.cpu.weights import PackedKind, current_path, load_packed
 from amoeba.system.cpu_features import has_bf16_instructions
 
 # Share of a GPU's free memory that is kept for generation: keys, values and activations.

@@ -22,9 +22,9 @@ from amoeba.core.placement import LayerSizes
 from amoeba.core.problem import Save
 from amoeba.cpu.node_experts import NodeExperts
 from amoeba.cpu.node_passes import workspace_bytes
-from amoeba.cpu.packed_weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU
+from amoeba.cpu.weights import PackedKind, PackedWeights, _Packing, load_packed
 from amoeba.system.machine import available_memory
 
 _TILE = 32  # copies of factors are padded to whole tiles in both dimensions

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from amoeba.core.errors import bad_value
 from amoeba.data.chat_template import render
 from amoeba.data.documents import Document, characters
-from amoeba.data.token_cache import WORTH_KEEPING, kept, key_of
+from amoeba.data.tokenizer import WORTH_KEEPING, kept, key_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

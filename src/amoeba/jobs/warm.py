@@ -145,8 +145,7 @@ def _fuse_routers(model: Any, stack: ExitStack) -> None:
 def _of_training(model: Any, work: Work, stack: ExitStack) -> Iterator[Pass]:
     """As `jobs.train.fast_paths` and the trainer run them."""
     from amoeba.data.token_rows import document_arguments
-    from amoeba.integrations.attention import NAME
-    from amoeba.integrations.fused_attention import fused_attention
+    from amoeba.integrations.fused_attention import NAME, fused_attention
     from amoeba.integrations.fused_loss import fused_loss
     from amoeba.integrations.precision import set_precision
     from amoeba.integrations.text_model import text_decoder

@@ -166,7 +166,7 @@ def shard_experts(
 
 
 def own_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """A parameter that this rank has alone. Its gradient is whole: `amoeba.parallel.gradients` does not add it up."""
+    """A parameter that this rank has alone. Its gradient is whole: `amoeba.parallel.shards` does not add it up."""
     parameter = nn.Parameter(tensor, requires_grad)
     setattr(parameter, _OWN, True)
     return parameter

@@ -9,38 +9,61 @@
 The budget is for all of the model: what is not an expert stays in memory, the rest of the budget is slots, shared among
 the layers. On a GPU that budget is vram, and ram is for experts below it. What a pass needs in addition, activations
 and the cache of keys and values, comes on top.
+
+First it is checked that the store holds the experts of the model:
+
+    check_match(model, store)        # ValueError names the layer, the expert, what differs and what to do
+
+Sizes, activation, biases and number format are always compared. Weights are compared where the model has them: each
+expert is laid out as the store keeps it and checked against the store, by checksum (packed, exact, no read) or by
+samples (a folder, a few KB per expert). Experts on the meta device have no weights to compare.
+
+On a GPU the two budgets become slots there, next to everything but the experts, and in pinned memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.cpu.pointers import CPU
-from amoeba.integrations.experts_module import hand_over, router_matrix
+from amoeba.integrations.experts_module import (
+    described,
+    experts_modules,
+    hand_over,
+    layout_of,
+    placed_in,
+    resident,
+    router_matrix,
+)
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.integrations.quantised_models import unquantised
+from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.cache.budget import least_budget, share_budget
 from amoeba.stream.cache.trace import LayerShape, Recorder
 from amoeba.stream.cpu.memory import READS, ExpertMemory
-from amoeba.stream.gpu.budgets import AUTO_SHARE, share
+from amoeba.stream.experts import ExpertsInSlots
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.fast_path import spares_of
 from amoeba.stream.gpu.host_compute import check_miss
 from amoeba.stream.gpu.memory import DeviceMemory
-from amoeba.stream.matching import check_match
+from amoeba.stream.gpu.reads import PASSING
+from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.placement import MOST_IDS, STREAMED, STREAMED_TO_GPU
 from amoeba.stream.report import StreamReport
 from amoeba.stream.sizes import parse_size, show_size
-from amoeba.stream.store import Store, is_store, open_store
-from amoeba.stream.store.layers import LayerEntry
+from amoeba.stream.store import FolderStore, PackedStore, Store, aligned_buffer, is_store, open_store
+from amoeba.stream.store.layers import LayerEntry, StoredExperts
 from amoeba.stream.timeline import Timeline, time_calls
 from amoeba.system.files import model_folder
 from amoeba.system.machine import available_memory, total_memory
@@ -255,3 +278,176 @@ def _check_dtype(store: Store, dtype: torch.dtype | None, only_stored: bool) -> 
     of = "has its experts" if store.format is None else "says in config.json"
     wider = "" if only_stored or stored == torch.float32 else " (or torch.float32, for all but the experts)"
     raise bad_value("dtype", f"{stored}, as the checkpoint {of}{wider}", dtype, "leave it out")
+
+
+_OWN = "name the model's own store"
+_CHANGED = "save the changed model with save_pretrained and pack that (amoeba pack), or load the model that was packed"
+
+
+def check_match(model: nn.Module, store: PackedStore | FolderStore, dtype: torch.dtype | None = None) -> None:
+    """dtype: of the model; None: that of the store's experts."""
+    modules = experts_modules(model)
+    names = [entry.name for entry in store.layers]
+    if names != list(modules):
+        got = f"{names[0]}, ... ({len(names)}) in {store.folder}"
+        raise bad_value("store", f"the experts of this model ({len(modules)} layers)", got, _OWN)
+    in_memory: dict[int, StoredExperts] = {}
+    for number, entry in enumerate(store.layers):
+        module = modules[entry.name]
+        _check_sizes(entry, module)
+        if model.dtype != (dtype or entry.dtype):
+            remedy = f"load the model with dtype={entry.dtype}"
+            raise bad_value("dtype", f"{entry.dtype}, as the store has its experts", model.dtype, remedy)
+        experts = _experts_of(entry, module, store)
+        if experts is not None:
+            in_memory[number] = experts
+    _check_weights(in_memory, store)
+
+
+def _check_sizes(entry: LayerEntry, module: Any) -> None:
+    layout, found = layout_of(module), described(module)
+    sizes = entry.experts, entry.hidden, entry.intermediate
+    if layout is None or (layout.num_experts, layout.hidden, layout.intermediate) != sizes:
+        raise bad_value("store", f"{entry.name} with {layout}", sizes, _OWN)
+    if found.fused is None:
+        expected = "an activation that aMoEba computes itself"
+        raise bad_value(
+            "model", expected, f"that of {type(module).__name__} ({entry.name})", "keep the experts resident"
+        )
+    _check_activation(entry, found.fused)
+    if found.has_bias != entry.has_bias:
+        with_or_without = ("without biases", "with biases")
+        expected = f"experts {with_or_without[found.has_bias]} ({entry.name})"
+        raise bad_value("store", expected, with_or_without[entry.has_bias], _OWN)
+
+
+def _check_activation(entry: LayerEntry, activation: Activation) -> None:
+    if entry.format is None:  # a store puts plain rows of gate first, whatever the order in the model
+        activation = replace(activation, interleaved=False)
+    if activation == entry.activation:
+        return
+    ours, theirs = asdict(activation), asdict(entry.activation)
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    expected, got = (", ".join(f"{name}={each[name]}" for name in differing) for each in (ours, theirs))
+    remedy = "pack the model again as it is now, or correct config.json"
+    raise bad_value("store", f"the activation of the model ({entry.name}): {expected}", got, remedy)
+
+
+def _experts_of(entry: LayerEntry, module: Any, store: PackedStore | FolderStore) -> StoredExperts | None:
+    """Those in memory; None where there are none to compare."""
+    placed = placed_in(module)
+    if isinstance(placed, ExpertsInSlots):
+        before = getattr(placed.memory.store, "folder", None)  # experts that were streamed from memory have none
+        if before is None or before.resolve() != store.folder.resolve():
+            got = f"experts streamed from {before or 'memory'} ({entry.name})"
+            raise bad_value("model", f"experts in memory, or streamed from {store.folder}", got, "load the model again")
+        return None
+    if placed is None and module.down_proj.is_meta:
+        return None
+    experts = resident(module) if placed is None else placed
+    if not isinstance(experts, StoredExperts):
+        got = f"{experts.placement} ones ({entry.name})"
+        raise bad_value("model", "experts as the checkpoint has them", got, "load the model without a placement")
+    kept_as = (
+        experts.format.name if isinstance(experts, QuantisedExperts) else str(experts.dtype).removeprefix("torch.")
+    )
+    if kept_as != entry.numbers:
+        got = f"{entry.numbers} in {store.folder}"
+        raise bad_value("store", f"experts in {kept_as}, as the model has them ({entry.name})", got, _OWN)
+    if isinstance(experts, QuantisedExperts):
+        _check_activation(entry, experts.activation)
+        if experts.parts != entry.row_parts:
+            got = f"blocks of {entry.row_parts}"
+            raise bad_value("store", f"blocks of {experts.parts} parts of gate_up ({entry.name})", got, _OWN)
+    return experts
+
+
+def _check_weights(in_memory: dict[int, StoredExperts], store: PackedStore | FolderStore) -> None:
+    stacks = {layer: store.layers[layer].parts_of(experts) for layer, experts in in_memory.items()}
+    mine = threading.local()  # a blob for each thread
+
+    def is_same(place: tuple[int, int]) -> bool:
+        layer, expert = place
+        entry = store.layers[layer]
+        if getattr(mine, "size", None) != entry.expert_bytes:
+            mine.size, mine.blob = entry.expert_bytes, aligned_buffer(entry.expert_bytes)
+        for begin, end in entry.gaps():
+            mine.blob[begin:end] = 0
+        in_turns = entry.format is None and in_memory[layer].activation.interleaved
+        for name, view in entry.tensors(mine.blob).items():
+            part = stacks[layer][name][expert]
+            view.copy_(torch.cat((part[::2], part[1::2])) if in_turns and name.startswith("gate_up") else part)
+        return store.holds(layer, expert, mine.blob)
+
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        places = list(_places(in_memory, store))
+        for (layer, expert), same in zip(places, pool.map(is_same, places), strict=True):
+            if not same:
+                pool.shutdown(cancel_futures=True)
+                expected = f"the experts that the model has now ({store.layers[layer].name}, expert {expert})"
+                raise bad_value("store", expected, f"other weights in {store.folder}", _CHANGED)
+
+
+def _places(in_memory: dict[int, StoredExperts], store: PackedStore | FolderStore) -> Iterator[tuple[int, int]]:
+    for layer in in_memory:
+        yield from ((layer, expert) for expert in range(store.layers[layer].experts))
+
+
+# Of the memory that is free, `auto` takes this part: the rest is for activations, keys and values, and other programs.
+AUTO_SHARE = 0.7
+
+
+class Budgets(NamedTuple):
+    vram_bytes: int
+    ram_bytes: int
+    slots: list[int]
+    host_slots: list[int]
+
+
+def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torch.device, reserved: int = 0) -> Budgets:
+    """rest: bytes of everything but the experts, also on the GPU. reserved: bytes needed there that no budget
+    includes."""
+    on_gpu = [LayerShape(entry.experts, 1, LayerTiers.slot_bytes(entry)) for entry in store.layers]
+    once = [1] * len(on_gpu)
+    least, all_of_it = rest + least_budget(on_gpu, once), rest + _bytes(on_gpu)
+    vram_bytes = _budget("vram", vram, all_of_it, [available_memory(device)], reserved)
+    if vram_bytes < least:
+        needed = f"{show_size(rest)} for everything but the experts, {show_size(least - rest)} for one expert per layer"
+        expected = f"at least {show_size(least)} ({needed})"
+        raise bad_value("vram", expected, show_size(vram_bytes), f"raise it to {show_size(least)} or more")
+    slots = share_budget(vram_bytes - rest, on_gpu, least=once, name="vram")
+    _check_free("vram", rest + least_budget(on_gpu, slots), available_memory(device), reserved)
+
+    # nothing below a layer that is on the GPU as a whole
+    on_host = [
+        LayerShape(entry.experts if count < entry.experts else 0, 1, entry.expert_bytes)
+        for entry, count in zip(store.layers, slots, strict=True)
+    ]
+    passing = store.scratch_bytes(READS) + PASSING * max(shape.expert_bytes for shape in on_host)
+    # as many as there are experts at most: what is on the GPU need then not be written back
+    ram_bytes = _budget("ram", ram, passing + _bytes(on_host), [available_memory(CPU), total_memory()])
+    if ram_bytes < passing:
+        expected = f"at least {show_size(passing)}, through which experts are read"
+        raise bad_value("ram", expected, show_size(ram_bytes), "raise it, or leave it out")
+    host_slots = share_budget(ram_bytes - passing, on_host, least=[0] * len(on_host), name="ram")
+    _check_free("ram", passing + least_budget(on_host, host_slots), available_memory(CPU))
+    return Budgets(vram_bytes, ram_bytes, slots, host_slots)
+
+
+def _bytes(shapes: list[LayerShape]) -> int:
+    return sum(shape.experts * shape.expert_bytes for shape in shapes)
+
+
+def _check_free(name: str, needed: int, free: int | None, reserved: int = 0) -> None:
+    """Before it is allocated: pinned memory cannot be swapped out."""
+    if free is not None and needed + reserved > free:
+        got = f"{show_size(needed)} to allocate"
+        if reserved:
+            got += f", with {show_size(reserved)} needed for training"
+        raise bad_value(name, f"no more than the {show_size(free)} that are free", got, "lower it, or free memory")
+
+
+def _budget(name: str, asked: str | int, all_of_it: int, free: list[int | None], reserved: int = 0) -> int:
+    if asked != "auto":
+        return parse_size(name, asked) if isinstance(asked, str) else asked
+    return min([all_of_it, *(int(AUTO_SHARE * max(0, each - reserved)) for each in free if each is not None)])

@@ -22,7 +22,7 @@
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-enum Path { GENERIC, AVX512, AMX };  // the order of `Path` in packed_weights.py
+enum Path { GENERIC, AVX512, AMX };  // the order of `Path` in weights.py
 
 constexpr int64_t TILE = 16;                 // rows, words or columns of a tile
 constexpr int64_t TILE_WORDS = TILE * TILE;

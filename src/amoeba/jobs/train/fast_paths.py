@@ -84,7 +84,7 @@ def _is_on_a_gpu(trainer: Any) -> bool:
 def why_not_by_documents(model: Any) -> str | None:
     """Why attention by documents does not serve a model here, found out on a few tokens, for those who have to know it
     before there is a trainer. The model is moved to the GPU for that, where it will train."""
-    from amoeba.integrations.attention import NAME
+    from amoeba.integrations.fused_attention import NAME
 
     if not torch.cuda.is_available():
         return "there is no GPU"
@@ -123,7 +123,7 @@ def _tell(taken: list[str], what: str, reason: str | None, say: Callable[[str], 
 
 @contextmanager
 def _documents_apart(trainer: Any) -> Iterator[str | None]:
-    from amoeba.integrations.attention import NAME
+    from amoeba.integrations.fused_attention import NAME
 
     model = trainer.model
     text = text_decoder(model)  # vision and audio parts keep their own attention

@@ -25,10 +25,9 @@ from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.jobs.train.captured_step import CapturedStep, on_stream
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
-from amoeba.parallel.gradients import add_up_gradients, clip_gradients
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import ALONE, RankZero
-from amoeba.parallel.shards import hand_over_gradients, is_shard, local_parameter
+from amoeba.parallel.shards import add_up_gradients, clip_gradients, hand_over_gradients, is_shard, local_parameter
 
 logger = logging.getLogger("amoeba")
 

@@ -25,8 +25,13 @@ from amoeba.parallel.agreement import facts_of
 from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
-from amoeba.parallel.transports.capacity import layer_of, rounded_up
-from amoeba.parallel.transports.symmetric_buffer import SymmetricBuffer, plan_of, symmetric_buffer_of
+from amoeba.parallel.transports.symmetric_buffer import (
+    SymmetricBuffer,
+    layer_of,
+    plan_of,
+    rounded_up,
+    symmetric_buffer_of,
+)
 from amoeba.parallel.transports.topology import shares_its_gpu, why_not_between
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing.router import Routing

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from amoeba.core.torch_internals import why_not_nvshmem
-from amoeba.parallel.heap import SPARE
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.peers import REMOTE, PeerExchange, is_forced_remote, planned, why_not_kernels
-from amoeba.parallel.transports.symmetric_buffer import SymmetricBuffer, symmetric_buffer_of
+from amoeba.parallel.transports.symmetric_buffer import SPARE, SymmetricBuffer, symmetric_buffer_of
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing.router import Routing
 

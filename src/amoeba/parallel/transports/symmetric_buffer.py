@@ -5,24 +5,46 @@ W ranks
     buffer = symmetric_buffer_of(ranks, device)
     tokens = buffer.prepare(ranks, facts, x_TH, routing, most_tokens=None)      # on all ranks at once
     plan = plan_of(tuple(tokens), routing.num_tokens, buffer)
+
+Below it is the symmetric heap, memory of one rank that all ranks of its group reach:
+
+    heap = open_heap(ranks, device, nbytes)     # on all ranks at once
+    heap.addresses                              # of each rank's, as this process reaches it
+
+On GPUs it is torch's symmetric memory. Without one it is a file that the processes map, so that the same kernels run
+there in Triton's interpreter, over real processes. A group has one heap per device, which is never given back while it
+serves: making it takes seconds on a GPU, and must not happen while kernels wait.
+
+Capacity estimates say how many rows to allocate for a pass, before or after its rows are counted:
+
+    room = rounded_up(owned, slots)                 # `owned` of `slots` slots have an expert here
+    guess = estimate.guess(layer, slots)            # None: of this layer nothing is known yet
+    estimate.remember(layer, room, slots, guess)
+
+A guess is the room of the layer's last pass, in proportion to the slots, and one size more. After a pass that needed
+more than those behind it, it comes down by one size at a time. What becomes of a pass that has more rows than were
+guessed is said where guesses are made, in `PeerExchange.room`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
+from amoeba.core.torch_internals import symmetric_memory
+from amoeba.core.weights import AnyExperts
 from amoeba.parallel.agreement import agree
-from amoeba.parallel.heap import SPARE, Heap, open_heap
 from amoeba.parallel.ranks import Ranks, watch
-from amoeba.parallel.transports.capacity import CapacityEstimate
 from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
@@ -192,3 +214,92 @@ def plan_of(counts: tuple[int, ...], tokens: int, buffer: SymmetricBuffer) -> Pl
         tables = [table.pin_memory().to(buffer.device, non_blocking=True) for table in tables]
     places = tuple(slice(begin, begin + count) for begin, count in zip(first, counts, strict=True))
     return Plan(tables[0], tables[1], counts[buffer.ranks.rank], sum(counts), places)
+
+
+SPARE = 256  # bytes at the end of a remote heap that are never read, see `amoeba.kernels.shmem_put`
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, eq=False)
+class Heap:
+    addresses: Tensor  # int64 (W,), on the device
+    nbytes: int
+    bytes_of: tuple[Tensor, ...]  # the heap of each rank, uint8
+    kept: Any  # what the mappings need to last as long as this
+
+
+def open_heap(ranks: Ranks, device: torch.device, nbytes: int, *, remote: bool = False) -> Heap:
+    """Of zeros, before any rank goes on. remote: for NVSHMEM; of the others there are neither addresses nor bytes."""
+    make = (_by_nvshmem if remote else _on_gpus) if device.type == "cuda" else _in_files
+    heaps, places, kept = make(ranks, device, nbytes)
+    heaps[ranks.rank].zero_()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    ranks.gather([nbytes], torch.device("cpu"), "the others' heaps")
+    return Heap(torch.tensor(places, dtype=torch.int64, device=device), nbytes, tuple(heaps), kept)
+
+
+def _on_gpus(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:
+    own, handle = symmetric_memory(nbytes, device, ranks.group)
+    heaps = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(ranks.count)]
+    return heaps, list(handle.buffer_ptrs), (own, handle)
+
+
+def _by_nvshmem(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:
+    own, handle = symmetric_memory(nbytes, device, ranks.group, nvshmem=True)
+    heaps = [own if rank == ranks.rank else own[:0] for rank in range(ranks.count)]
+    return heaps, [own.data_ptr() if rank == ranks.rank else 0 for rank in range(ranks.count)], (own, handle)
+
+
+def _in_files(ranks: Ranks, device: torch.device, nbytes: int) -> tuple[list[Tensor], list[int], Any]:
+    file, name = tempfile.mkstemp(prefix="amoeba-heap-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+    try:
+        os.ftruncate(file, nbytes)
+        names = ranks.gather_texts(name, "the others' heaps")
+        maps = [torch.from_file(each, shared=True, size=nbytes, dtype=torch.uint8) for each in names]
+        ranks.gather([nbytes], device, "the others' heaps")
+    finally:
+        os.close(file)
+        os.unlink(name)
+    return maps, [each.data_ptr() for each in maps], None
+
+
+_SIZES = 64  # few, so that memory of the pass before serves again
+_TILE = 128  # rows
+_MOST_LAYERS = 4096
+
+
+def rounded_up(owned: int, slots: int) -> int:
+    """To one of the sizes."""
+    size = _size(slots)
+    return min(-(-max(owned, 1) // size) * size, slots)
+
+
+def _size(slots: int) -> int:
+    return max(-(-slots // (_SIZES * _TILE)), 1) * _TILE
+
+
+class CapacityEstimate:
+    """What layers needed. A layer is known by the place of its weights: should another one lie there some day, its
+    first guess is no good, and no harm is done."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, tuple[int, int]] = {}  # of a layer: rows, and of how many slots
+
+    def guess(self, layer: int, slots: int) -> int | None:
+        rows, before = self._next.get(layer, (0, 0))
+        if rows == 0 or slots == 0:
+            return None
+        return rounded_up(-(-rows * slots // before), slots)
+
+    def remember(self, layer: int, room: int, slots: int, guess: int | None) -> None:
+        if slots == 0:
+            return
+        if len(self._next) >= _MOST_LAYERS:
+            self._next.clear()
+        size = _size(slots)
+        self._next[layer] = min(max(room + size, (guess or 0) - size), slots), slots
+
+
+def layer_of(local: AnyExperts) -> int:
+    return next((tensor.data_ptr() for tensor in local.tensors() if tensor is not None), 0)

@@ -1,19 +1,23 @@
 """The products of the kernel for Hopper: a task's tiles of dA', of dx and of weights' gradients, and their stages.
 
-See `amoeba.tasks.hopper.kernel`. The tiles are the functions of the kernels that do nothing else.
+See `amoeba.tasks.hopper.kernel`. The tiles are the functions of the kernels that do nothing else. The row passes, also
+from the ring of stages, are the activation's backward and the sums over tokens.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma_wait
 
+from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.hopper.epilogue import column_parts, store_tile
 from amoeba.kernels.hopper.gemm_kernel import multiply_stage
+from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.wgrad import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.tiles import grouped_order
-from amoeba.tasks.hopper.queue import BLOCK_K, STAGES, is_there, receive, signal
+from amoeba.tasks.hopper.queue import BLOCK_K, BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, is_there, receive, signal
+from amoeba.tasks.triton.arrivals import COMES, numbers_at, room_for_sums
 from amoeba.tasks.triton.tickets import DOWN, DOWN_WEIGHTS
 
 # A warpgroup signals a finished task once this many stages of its next product have started: a release takes more than
@@ -116,3 +120,168 @@ def sum_tile(
         h, w = grouped_order(tile, PLAN.H_TILES, PLAN.J_TILES, PLAN.GROUP)
         store_gradient(acc, buffers, d_gate_up, d_gate_up_desc, expert, h, w, PLAN.H, PLAN.J, WARPGROUP, True, 2)
     return count, ahead, next_task
+
+
+@gluon.jit
+def fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, intermediate, PLAN: gl.constexpr):
+    """dA', gate and up of a row tile. Lines after the last row are another expert's and are not read.
+
+    intermediate: PLAN.I, which would have the loop unrolled, and more in registers than there is room for.
+    """
+    for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
+        for column in range(0, intermediate, PLAN.BLOCK):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, STAGE_BYTES)
+            bulk_load(da_desc, [line, column], bar, da_bufs.index(stage))
+            bulk_load(h_desc, [line, column], bar, h_bufs.index(stage * 2))
+            bulk_load(h_desc, [line, column + PLAN.I], bar, h_bufs.index(stage * 2 + 1))
+            async_copy.mbarrier_arrive(bar, increment_count=False)  # with the threads, though they copy nothing
+            count += 1
+    return count
+
+
+@gluon.jit
+def activate(
+    da, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row, end,
+    intermediate, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """dh, s·a and ds of this warpgroup's lines, half of each stage. Sums as `_activate_backward` makes them."""
+    # All rows' weights at once: one by one each would be waited for. They are on their way while the last task is told.
+    own_row = row + gl.arange(0, BLOCK_M, ONE)
+    slot = gl.load(order + own_row, mask=own_row < end, other=0)
+    own_scale = gl.load(weight + slot, mask=own_row < end, other=0.0)
+    signal(pending, counters, PLAN)
+    scales.store(own_scale.to(gl.float32))
+    scale_bufs = reinterpret(scales, gl.float32, [BLOCK_M // PLAN.OWN_LINES, PLAN.OWN_LINES], scales.layout)
+    barrier()
+    FIRST: gl.constexpr = WARPGROUP * PLAN.OWN_LINES
+    for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
+        scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
+        count = _activate_lines(
+            da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + FIRST, end, intermediate, FIRST,
+            WARPGROUP, PLAN,
+        )  # fmt: skip
+    return count
+
+
+@gluon.jit
+def _activate_lines(
+    da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, row, end, intermediate, FIRST: gl.constexpr,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Of the stages' lines those from FIRST on."""
+    layout: gl.constexpr = PLAN.LINE_LAYOUT
+    dtype: gl.constexpr = da.dtype.element_ty
+    n = row + gl.arange(0, PLAN.OWN_LINES, gl.SliceLayout(1, layout))
+    c = gl.arange(0, PLAN.BLOCK, gl.SliceLayout(0, layout))
+    own = n < end
+    scale = scale_buf.load(gl.SliceLayout(1, layout))[:, None]
+    n_64 = n.to(gl.int64)[:, None]
+    dot = gl.zeros((PLAN.OWN_LINES, PLAN.BLOCK), gl.float32, layout)
+    for first_column in range(0, intermediate, PLAN.BLOCK):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        d = da_bufs.index(stage).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
+        gate = h_bufs.index(stage * 2).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
+        up = h_bufs.index(stage * 2 + 1).slice(FIRST, PLAN.OWN_LINES, 0).load(layout)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        count += 1
+        column = (first_column + c)[None, :]
+        inside = own[:, None]
+        if PLAN.I % PLAN.BLOCK != 0:  # what a line's sum must not have in it; other lines may hold anything
+            inside = inside & (column < PLAN.I)
+            zero = gl.zeros_like(d)
+            d = gl.where(column < PLAN.I, d, zero)
+            gate = gl.where(column < PLAN.I, gate, zero)
+            up = gl.where(column < PLAN.I, up, zero)
+        d = d.to(gl.float32)
+        gate = gate.to(gl.float32)
+        up = up.to(gl.float32)
+        a, dgate, dup = gated_backward(
+            scale * d, gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
+        )
+        dh_at = dh + n_64 * PLAN.J + column
+        gl.store(dh_at, dgate.to(dtype), mask=inside)
+        gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)
+        dot += d * a
+        gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
+    gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
+    return count
+
+
+@gluon.jit
+def fill_tokens(block, dx, slot_row, token_bufs, full, empty, count, tokens, rows, PLAN: gl.constexpr):
+    """Of a block of tokens the rows of dx, a few tokens and 256 columns a stage: their first slots' rows, their
+    second slots', and so on; zeros for a slot without a row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    at = gl.arange(0, PLAN.STAGED_ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    first_token = block.to(gl.int64) * PLAN.TOKENS
+    for group in range(0, PLAN.TOKENS, PLAN.TOGETHER):
+        token = first_token + group + at % PLAN.TOGETHER
+        k = at // PLAN.TOGETHER
+        row = gl.load(slot_row + token * PLAN.TOP_K + k, mask=(token < tokens) & (k < PLAN.TOP_K), other=rows)
+        owned = (row < rows)[:, None]
+        pointers = dx + row.to(gl.int64)[:, None] * PLAN.H + c[None, :]
+        for column in range(0, PLAN.H, BLOCK_N):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(stage)
+            mbarrier.arrive(bar, count=1)  # in place of the copy engine
+            buffer = token_bufs.index(stage).slice(0, PLAN.STAGED_ROWS, 0)
+            if PLAN.H % BLOCK_N == 0:
+                gather(buffer, pointers, mask=owned)
+            else:
+                gather(buffer, pointers, mask=owned & (column + c < PLAN.H)[None, :])
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            pointers += BLOCK_N
+            count += 1
+    return count
+
+
+@gluon.jit
+def combine(
+    block, ds, slot_row, d_x, d_weight, peers, counters, pending, token_bufs, full, empty, count, tokens, rows,
+    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """d_x of a block of tokens, this warpgroup's half of each stage's columns; d_weight of its half of the tokens."""
+    HALF: gl.constexpr = PLAN.TOKENS // 2
+    lane = gl.arange(0, PLAN.HALF_SLOTS, ONE)
+    slot = (block.to(gl.int64) * PLAN.TOKENS + WARPGROUP * HALF) * PLAN.TOP_K + lane
+    inside = (lane < HALF * PLAN.TOP_K) & (slot < tokens * PLAN.TOP_K)
+    of_slot = gl.load(slot_row + slot, mask=inside, other=rows)
+    signal(pending, counters, PLAN)
+    gradient = gl.load(ds + of_slot, mask=of_slot < rows, other=0.0)
+
+    COLUMNS: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = PLAN.SUM_LAYOUT
+    c = WARPGROUP * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    sums = d_x
+    if PLAN.RANKS > 1:  # straight to the rank whose tokens they are
+        address = room_for_sums(peers, block, d_x, PLAN.TOKENS, PLAN.H)
+        sums = gl.multiple_of(address.to(gl.pointer_type(d_x.dtype.element_ty)), 16)
+        comes = numbers_at(peers, COMES, gl.uint8)
+    for group in range(0, PLAN.TOKENS, PLAN.TOGETHER):
+        token = block.to(gl.int64) * PLAN.TOKENS + group + gl.arange(0, PLAN.TOGETHER, gl.SliceLayout(1, layout))
+        mine = (token < tokens)[:, None]
+        if PLAN.RANKS > 1:
+            mine = mine & (gl.load(comes + token, mask=token < tokens, other=0) != 0)[:, None]
+        out = sums + token[:, None] * PLAN.H + c[None, :]
+        for column in range(0, PLAN.H, BLOCK_N):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            buffer = token_bufs.index(stage)
+            total = gl.zeros((PLAN.TOGETHER, COLUMNS), gl.float32, layout)
+            for k in gl.static_range(PLAN.TOP_K):
+                of_slots = buffer.slice(k * PLAN.TOGETHER, PLAN.TOGETHER, 0).slice(WARPGROUP * COLUMNS, COLUMNS, 1)
+                total += of_slots.load(layout).to(gl.float32)
+            barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+            within = mine & (column + c < PLAN.H)[None, :]
+            gl.store(out + column, total.to(d_x.dtype.element_ty), mask=within)
+    gl.store(d_weight + slot, gradient.to(d_weight.dtype.element_ty), mask=inside)
+    return count

@@ -1,4 +1,9 @@
-"""`amoeba pack MODEL`: a model's experts as a store from which each can be read by itself."""
+"""Commands that write a model's folder in another form.
+
+amoeba pack MODEL                               # its experts as a store from which each can be read by itself
+amoeba quantise MODEL --format FORMAT           # with its experts in eight or four bits
+amoeba merge MODEL --adapter DIR --out DIR      # the model and its adapter as one
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amoeba.commands.exits import finish, interrupted, need, usage
-from amoeba.commands.options import Json, TrustRemoteCode, Verbose
+from amoeba.commands.generate import parse_dtype
+from amoeba.commands.options import DTYPES, Json, TrustRemoteCode, Verbose
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import duration
-from amoeba.commands.start import start
+from amoeba.commands.start import hide_loading_bars, start
 from amoeba.core.errors import bad_value
 from amoeba.system.files import model_folder
-from amoeba.system.shell import shell_words
+from amoeba.system.shell import shell_command, shell_words
 
 if TYPE_CHECKING:
+    from amoeba.jobs.convert.quantise import Progress as QuantiseProgress
     from amoeba.stream.store.packing import Progress
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -127,3 +134,82 @@ class _Lines:
         left = duration((now.total - now.bytes) / max(rate, 1.0))
         sizes = f"{now.bytes / 2**30:.2f} of {now.total / 2**30:.2f} GiB"
         self._output.progress(f"{where}  {sizes}  {rate / 1e9:.2f} GB/s  {left} left")
+
+
+def quantise(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
+    format: Annotated[
+        str, typer.Option("--format", help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")
+    ] = "fp8",
+    out: Annotated[
+        str | None, typer.Option("--out", help="Folder to write or to resume (default: MODEL-FORMAT).")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Save a copy of a model with quantised experts. generate and finetune load it directly."""
+    output = start(verbose)
+    with usage():
+        folder = model_folder(model)
+        need("transformers")
+        target = Path(out or f"{str(folder).rstrip('/')}-{format}")
+        document = {"document": "amoeba quantise"} | _quantise(folder, target, format, trust_remote_code, output)
+    finish(output, document, True, json)
+
+
+def _quantise(folder: Path, out: Path, format: str, trust_remote_code: bool, output: Output) -> dict[str, Any]:
+    from amoeba.jobs.convert.quantise import quantise_folder
+    from amoeba.stream.sizes import show_size
+
+    shown = time.monotonic()
+
+    def show(now: QuantiseProgress) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            output.progress(f"layer {now.layer + 1}/{now.layers}")
+
+    try:
+        with output.working():
+            report = quantise_folder(folder, out, format, trust_remote_code=trust_remote_code, progress=show)
+    except KeyboardInterrupt:
+        raise interrupted("finished layers are kept; run the same command again to continue") from None
+    if report.resumed_layers:
+        output.line(f"{report.resumed_layers} of {report.layers} layers were already written")
+    size = f"{show_size(report.expert_bytes)}, {report.bytes_per_parameter:.3f} bytes per weight"
+    output.line(f"written to {report.out}: {report.experts} experts in {report.layers} layers in {format}, {size}")
+    if not report.read_by_transformers:
+        output.line("plain transformers cannot load this format; amoeba can")
+    return asdict(report)
+
+
+def merge(
+    model: Annotated[str, typer.Argument(help="Base model: a Hugging Face folder or a hub name.")],
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", help="PEFT adapter: its folder, or a run of amoeba finetune.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Folder to write. It must not exist yet.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Merge an adapter into its base model and save a folder that plain transformers can load."""
+    output = start(verbose)
+    with usage():
+        need("tokenizers", "safetensors", "transformers")
+        from amoeba.jobs.convert.merge import merge as merge_folders
+
+        hide_loading_bars(model, output)
+        if adapter is None or out is None:
+            missing = "--adapter" if adapter is None else "--out"
+            raise bad_value(missing, "a folder", "none", "write it as amoeba merge MODEL --adapter FOLDER --out FOLDER")
+        try:
+            report = merge_folders(model, adapter, out, parse_dtype(dtype), trust_remote_code=trust_remote_code)
+        except KeyboardInterrupt:
+            raise interrupted("nothing was written") from None
+    layers = f"{report.experts_layers} layers of experts and {report.linear_layers} linear layers"
+    output.line(f"written to {report.model} ({report.dtype}): {layers} changed")
+    output.line(f"try: {shell_command('generate', report.model, '...')}")
+    finish(output, {"document": "amoeba merge", **asdict(report)}, True, json)
