@@ -208,6 +208,8 @@ def _take_operands_that_agree(interpreter: Any) -> None:
                     return (lhs, numbers[key]) if of is lhs else (numbers[key], rhs)
         found = check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
         if key is not None and of.dtype.__class__ is scalar and found[of is rhs] is of:
+            if len(numbers) > 1000:  # those of a long loop come once each
+                numbers.clear()
             numbers[key] = found[of is lhs]
             numbers[key].handle.data.flags.writeable = False
         return found
