@@ -28,7 +28,7 @@ from torch.nn import functional
 from amoeba.core.config import MoEConfig, RouterConfig
 from amoeba.core.errors import bad_value
 from amoeba.core.operators import reverse_only
-from amoeba.core.torch_internals import transformed
+from amoeba.core.torch_internals import reshaped, transformed
 from amoeba.core.weights import ExpertWeights
 from amoeba.experts import experts
 from amoeba.precision.recipes import UNCHANGED, Precision, check_precision, with_precision
@@ -93,7 +93,7 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             y_TH = y_TH + self.shared_experts(x_TH)
         # No view: FSDP2 loses its hook on one that something is added to in place.
-        y = y_TH if x.dim() == 2 else torch.ops.aten._unsafe_view(y_TH.contiguous(), x.shape)
+        y = y_TH if x.dim() == 2 else reshaped(y_TH, x.shape)
         return (y, routing) if return_routing else y
 
     def update_balance(self, rate: float) -> None:

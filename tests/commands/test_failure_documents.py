@@ -87,7 +87,7 @@ def test_an_empty_value_is_refused_by_every_option_that_takes_text(words, option
 
 
 def test_there_are_such_options():
-    assert {option for _, option in TEXT_OPTIONS} >= {"--ram", "--vram", "--shape", "--budget", "--dtype", "--out"}
+    assert {option for _, option in TEXT_OPTIONS} >= {"--ram", "--vram", "--shape", "--dtype", "--out"}
 
 
 FAILURES = {

@@ -155,3 +155,12 @@ def test_the_compilers_hash_of_torch_is_made_beside_and_remembered(monkeypatch: 
     hashed.clear()
     codecache.torch_key()
     assert not hashed
+
+
+def test_another_shape_of_the_same_memory_is_no_view() -> None:
+    x = torch.arange(6.0, requires_grad=True)
+    y = 2 * x
+    found = torch_internals.reshaped(y, torch.Size((2, 3)))
+    assert found.data_ptr() == y.data_ptr() and not found._is_view()
+    found.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2.0] * 6

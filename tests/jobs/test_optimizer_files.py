@@ -73,3 +73,22 @@ def test_a_process_alone_reads_what_it_writes_and_what_earlier_versions_wrote(wr
     assert found["param_groups"] == expected["param_groups"]
     for place, state in expected["state"].items():
         assert all(torch.equal(found["state"][place][key], value) for key, value in state.items())
+
+
+def test_a_rank_reads_its_experts_of_what_a_process_alone_wrote(tmp_path: Path) -> None:
+    model = torch.nn.ParameterDict({"gate_up": torch.nn.Parameter(torch.zeros(4, 2))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model["gate_up"]] = {"exp_avg": torch.arange(8.0).view(4, 2), "step": torch.tensor(3.0)}
+    save_optimizer(optimizer, model, tmp_path, ALONE)
+    for experts in ([1, 3], [2, 3], []):
+        found = _Parts(tmp_path).state_of("gate_up", experts)
+        assert found["exp_avg"].tolist() == [[2.0 * each, 2.0 * each + 1] for each in experts]
+        assert found["step"].item() == 3
+
+
+def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model, optimizer = stepped()
+    save_optimizer(optimizer, model, tmp_path, ALONE)
+    model[1] = torch.nn.Linear(5, 3)
+    with pytest.raises(ValueError, match=r"got exp_avg of 1.weight in shape \(2, 5\)"):
+        load_optimizer(torch.optim.AdamW(model.parameters()), model, tmp_path)

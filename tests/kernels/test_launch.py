@@ -244,5 +244,5 @@ def test_a_kernel_that_does_not_fit_on_the_gpu_says_what_to_do(compiler: Compile
 
     kernel = Quick(TooLarge())
     launch = kernel.fixed((1,), (32,), BLOCK=8, NAME="a") if fixed else partial(kernel[(1,)], BLOCK=8, NAME="a")
-    with pytest.raises(RuntimeError, match=r"multiply: expected .* 131072 of shared memory where 101376 .* Take"):
+    with pytest.raises(RuntimeError, match=r"multiply: expected .* 131072 of shared memory where 101376 .* Use"):
         launch(rows()) if fixed else launch(rows(), 32)

@@ -339,7 +339,7 @@ def test_what_takes_plain_experts_alone_says_so(stored, tmp_path: Path) -> None:
         load_share(str(store), None, ranks=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected torch.float32"):
         amoeba.stream.attach(store, ram="1GiB", dtype=torch.bfloat16)
-    with open_store(store) as opened, pytest.raises(ValueError, match="codes of fp8-128"):
+    with open_store(store) as opened, pytest.raises(ValueError, match="quantised ones, in fp8-128"):
         opened.views(0, aligned_buffer(opened.expert_bytes(0)))
 
 

@@ -266,23 +266,22 @@ def see_folder(rank: int, count: int, folder: str) -> str:
 
 def fail_to_write(rank: int, told: dict[str, Any], whose: int = 1) -> str:
     """What each of two ranks says when the disk of one is full at the second checkpoint."""
-    import safetensors.torch
-    from transformers import modeling_utils
+    from amoeba.jobs.train import manifest
 
-    save_file = safetensors.torch.save_file
+    save_tensors = manifest.save_tensors
 
-    def fill_the_disk(tensors: Any, path: Any, **options: Any) -> None:
+    def fill_the_disk(path: Any, *about: Any) -> Any:
         if rank == whose and "checkpoint-8" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        save_file(tensors, path, **options)
+        return save_tensors(path, *about)
 
-    safetensors.torch.save_file = modeling_utils.safe_save_file = fill_the_disk
+    manifest.save_tensors = fill_the_disk
     try:
         run_job(rank, 2, "train", told)
     except (ValueError, RankLost) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        safetensors.torch.save_file = modeling_utils.safe_save_file = save_file
+        manifest.save_tensors = save_tensors
     return "nothing"
 
 

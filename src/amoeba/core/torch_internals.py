@@ -32,6 +32,7 @@ __all__ = [
     "is_view",
     "nvshmem_device_functions",
     "occupy_gpu",
+    "reshaped",
     "symmetric_memory",
     "transformed",
     "tree_leaves",
@@ -155,6 +156,11 @@ def has_dispatch_mode() -> bool:
 def is_view(operation: Any) -> bool:
     """Whether what an operator that a TorchDispatchMode sees gives back is memory of its argument."""
     return operation.is_view
+
+
+def reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """The same numbers in another shape, and to autograd no view of the tensor, which is not used any more."""
+    return torch.ops.aten._unsafe_view(tensor.contiguous(), shape)
 
 
 def writes_to_arguments(operation: Any) -> bool:

@@ -91,6 +91,9 @@ def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
             found = stored.state_of(name, rows_of[named[parameter]] if mine is None else mine.experts)
             if mine is not None:
                 found = {key: mine.in_other_layout(value) if value.dim() else value for key, value in found.items()}
+            for key, value in found.items():
+                if value.dim() and value.shape != parameter.shape:
+                    raise _another_model(folder, f"{key} of {name} in shape {tuple(value.shape)}")
             state[place] = found
             places.append(place)
             place += 1
@@ -133,9 +136,11 @@ class _Parts:
         lists = {place: self._entries[place].get(key) for place in holders}
         if None in lists.values():  # all of it in one file, or one number for all entries
             part = self._files[holders[0]].get_slice(key)
-            if isinstance(wanted, range) and part.get_shape():
+            if wanted is None or not part.get_shape():
+                return self._files[holders[0]].get_tensor(key)
+            if isinstance(wanted, range):
                 return part[wanted.start : wanted.stop]
-            return self._files[holders[0]].get_tensor(key)
+            return torch.cat([part[begin:end] for _, begin, end in _runs([(0, each) for each in wanted])] or [part[:0]])
         where = {each: (place, at) for place, ids in lists.items() for at, each in enumerate(ids or ())}
         slices = {place: self._files[place].get_slice(key) for place in holders}
         places = [where[each] for each in (sorted(where) if wanted is None else wanted)]

@@ -166,7 +166,7 @@ class WatchedTrainer(FastTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.mesh is None and not self.rank_zero.here:
             return
-        save_optimizer(self.optimizer, self.model, Path(output_dir), self.rank_zero)
+        save_optimizer(self.optimizer, self.model, Path(output_dir), ALONE if self.mesh is None else self.rank_zero)
         if self.rank_zero.here:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
