@@ -4,7 +4,7 @@
     python -m benchmarks.cold --tiny                          # on a CPU: that the script runs
 
 Each command is a process of its own, with a folder for all caches (Triton's, torch's compiler's, Python's bytecode, the
-driver's, ours) that is empty at first; then once more with what the first one left there. A file beside each process
+driver's, ours) that is empty at first; then once more with what the first one left there. A file for each process
 notes which kernels it had to compile itself, in place of those that it found compiled ahead. The last line is JSON.
 """
 

@@ -249,7 +249,7 @@ def walk(
     run: Callable[[list[str], int], Outcome] | None = None,
     gpu: bool | None = None,
 ) -> Iterator[Cell]:
-    """run: a command, in so many processes. gpu: whether the commands will find one."""
+    """run: a command, in this many processes. gpu: whether the commands will find one."""
     run, gpu = run or run_command, torch.cuda.is_available() if gpu is None else gpu
     for cell in cells:
         began = time.perf_counter()

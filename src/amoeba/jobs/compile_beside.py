@@ -1,4 +1,4 @@
-"""A process beside a command that compiles the kernels it will need, started before torch is imported.
+"""A second process that compiles, next to a command, the kernels it will need, started before torch is imported.
 
     with compiling_beside() as compiler:
         ...                                         # imports, settings
@@ -86,7 +86,7 @@ class Compiler:
         with suppress(OSError, ValueError), self._process.stdin as to:  # it has ended
             if work is not None and not work.experts.startswith(("cpu", "ranks")) and not mark_of(work).exists():
                 to.write(json.dumps(asdict(work)) + "\n")
-        threading.Thread(target=self._process.wait, daemon=True).start()  # no zombie beside a run of days
+        threading.Thread(target=self._process.wait, daemon=True).start()  # no zombie during a run of days
 
     def end(self) -> None:
         if self._process is not None:
