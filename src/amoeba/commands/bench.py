@@ -15,38 +15,32 @@ from amoeba.commands.start import start
 def bench(
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="Layer shape: a name (small, qwen3_30b, ...) or T,H,I,E,K. Can be repeated."),
+        typer.Option(help="Layer shape: a name (small, qwen3_30b, ...) or T,H,I,E,K. Can be repeated."),
     ] = None,
-    suite: Annotated[str | None, typer.Option("--suite", help="A set of shapes: small, cpu or gpu.")] = None,
+    suite: Annotated[str | None, typer.Option(help="A set of shapes: small, cpu or gpu.")] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
     passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Minimum number of timed rounds.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Minimum number of timed rounds.")] = 20,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            "--peer",
             help="Compare with eager, batched_mm, grouped_mm, sonicmoe, liger, loop or kt_kernel (default: all). "
-            "Can be repeated.",
+            "Can be repeated."
         ),
     ] = None,
     ours: Annotated[
         list[str] | None,
-        typer.Option(
-            "--ours", help='Measure only this amoeba backend, by its name in the table ("cpu-bf16"). Can be repeated.'
-        ),
+        typer.Option(help='Measure only this amoeba backend, by its name in the table ("cpu-bf16"). Can be repeated.'),
     ] = None,
     sustained: Annotated[
         float | None,
-        typer.Option(
-            "--sustained", help="On a GPU, also run back to back for this many seconds; shows clocks and joules."
-        ),
+        typer.Option(help="On a GPU, also run back to back for this many seconds; shows clocks and joules."),
     ] = None,
     graphs: Annotated[
-        bool,
-        typer.Option("--graphs", help="On a GPU, also measure our backends in CUDA graphs, with host time."),
+        bool, typer.Option("--graphs", help="On a GPU, also measure our backends in CUDA graphs, with host time.")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the JSON document.")] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:

@@ -33,9 +33,7 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 def pack(
     model: Annotated[str, typer.Argument(help="A Hugging Face model folder; with --check, a store works too.")],
-    out: Annotated[
-        str | None, typer.Option("--out", help="Store to write or to resume (default: MODEL.store).")
-    ] = None,
+    out: Annotated[str | None, typer.Option(help="Store to write or to resume (default: MODEL.store).")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only read the model's store and verify every checksum.")
     ] = False,
@@ -138,12 +136,8 @@ class _Lines:
 
 def quantise(
     model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
-    format: Annotated[
-        str, typer.Option("--format", help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")
-    ] = "fp8",
-    out: Annotated[
-        str | None, typer.Option("--out", help="Folder to write or to resume (default: MODEL-FORMAT).")
-    ] = None,
+    format: Annotated[str, typer.Option(help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")] = "fp8",
+    out: Annotated[str | None, typer.Option(help="Folder to write or to resume (default: MODEL-FORMAT).")] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
@@ -186,11 +180,9 @@ def _quantise(folder: Path, out: Path, format: str, trust_remote_code: bool, out
 
 def merge(
     model: Annotated[str, typer.Argument(help="Base model: a Hugging Face folder or a hub name.")],
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", help="PEFT adapter: its folder, or a run of amoeba finetune.")
-    ] = None,
-    out: Annotated[str | None, typer.Option("--out", help="Folder to write. It must not exist yet.")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
+    adapter: Annotated[str | None, typer.Option(help="PEFT adapter: its folder, or a run of amoeba finetune.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder to write. It must not exist yet.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,

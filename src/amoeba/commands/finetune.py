@@ -37,44 +37,35 @@ class FinetuneOptions:
 
     model: Annotated[str | None, ModelArgument] = None
     data: Annotated[
-        str | None,
-        typer.Option("--data", help="JSONL with `messages`, `prompt` and `completion`, or `text`; or a folder."),
+        str | None, typer.Option(help="JSONL with `messages`, `prompt` and `completion`, or `text`; or a folder.")
     ] = None
-    out: Annotated[str | None, typer.Option("--out", help="Run folder; the adapter goes to OUT/adapter.")] = None
+    out: Annotated[str | None, typer.Option(help="Run folder; the adapter goes to OUT/adapter.")] = None
     r: Annotated[
         int | None, typer.Option("--r", "--lora-rank", help="LoRA rank (default: 16). Use --lora-rank with torchrun.")
     ] = None
-    alpha: Annotated[
-        float | None, typer.Option("--alpha", help="LoRA alpha; the scaling is alpha / r (default: 32).")
-    ] = None
+    alpha: Annotated[float | None, typer.Option(help="LoRA alpha; the scaling is alpha / r (default: 32).")] = None
     targets: Annotated[
-        str | None,
-        typer.Option("--targets", help="What to adapt: experts (default), all-linear, or names: experts,q_proj."),
+        str | None, typer.Option(help="What to adapt: experts (default), all-linear, or names: experts,q_proj.")
     ] = None
     train_router: Annotated[bool, typer.Option("--train-router", help="Also train the routers in full.")] = False
     experts: Annotated[str | None, FrozenExperts] = None
     precision: FrozenPrecision = None
     ram: Ram = None
     vram: Vram = None
-    epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data (default: 3).")] = None
-    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps, instead of --epochs.")] = None
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data (default: 3).")] = None
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of --epochs.")] = None
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Rows per batch, in total over all ranks; packed on a GPU.")
+        int | None, typer.Option(help="Rows per batch, in total over all ranks; packed on a GPU.")
     ] = None
-    sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", help="Maximum tokens per row (default: 1024).")
-    ] = None
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", help="Peak learning rate (default: 2e-4).")
-    ] = None
+    sequence_length: Annotated[int | None, typer.Option(help="Maximum tokens per row (default: 1024).")] = None
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate (default: 2e-4).")] = None
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype",
-            help="auto (the checkpoint's, or float32 on a CPU without bf16 instructions), float32 or bfloat16.",
+            help="auto (the checkpoint's, or float32 on a CPU without bf16 instructions), float32 or bfloat16."
         ),
     ] = None
-    log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between log lines (default: 5).")] = None
+    log_every: Annotated[int | None, typer.Option(help="Steps between log lines (default: 5).")] = None
 
     def given(self) -> dict[str, Any]:
         """By the names of the settings; ValueError where --precision and --experts do not go together."""

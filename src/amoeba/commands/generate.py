@@ -52,16 +52,13 @@ _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 @dataclass(frozen=True)
 class ManyPrompts:
     prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="Prompts file: one per line, or JSONL with `prompt` (`messages` with --chat)."),
+        Path | None, typer.Option(help="Prompts file: one per line, or JSONL with `prompt` (`messages` with --chat).")
     ] = None
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Results file for --prompts. Prompts already in it are skipped.")
-    ] = None
-    batching: Annotated[str, typer.Option("--batching", help="Batching for --prompts: continuous, padded or auto.")] = (
-        "auto"
+    out: Annotated[Path | None, typer.Option(help="Results file for --prompts. Prompts already in it are skipped.")] = (
+        None
     )
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per padded batch.")] = None
+    batching: Annotated[str, typer.Option(help="Batching for --prompts: continuous, padded or auto.")] = "auto"
+    batch_size: Annotated[int | None, typer.Option(help="Rows per padded batch.")] = None
 
     def check(self, prompt: str | None) -> None:
         if (prompt is None) == (self.prompts is None):
@@ -80,23 +77,16 @@ class ManyPrompts:
 class Sampling:
     """Fields are named as those of `GenerationOptions`."""
 
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of new tokens.")] = 200
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 200
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", help="Sampling temperature; 0 is greedy (default: the model's generation_config)."
-        ),
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy (default: the model's generation_config).")
     ] = None
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Sample from the k most likely tokens; 0 keeps all of them.")
-    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 keeps all of them.")] = None
     top_p: Annotated[
-        float | None, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
+        float | None, typer.Option(help="Sample from the most likely tokens with this total probability.")
     ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option("--repetition-penalty", help="Values above 1 discourage repetition.")
-    ] = None
-    seed: Annotated[int | None, typer.Option("--seed", help="Random seed. The same seed gives the same text.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Values above 1 discourage repetition.")] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed. The same seed gives the same text.")] = None
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template: the prompt is a user message.")] = False
 
 
@@ -108,8 +98,7 @@ class Computing:
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype",
-            help=f"auto (the checkpoint's, or float32 on a CPU without bf16 instructions), {', '.join(DTYPES)}.",
+            help=f"auto (the checkpoint's, or float32 on a CPU without bf16 instructions), {', '.join(DTYPES)}."
         ),
     ] = "auto"
     experts: Annotated[str, FrozenExperts] = "auto"
@@ -119,8 +108,7 @@ class Computing:
     miss: Annotated[
         str,
         typer.Option(
-            "--miss",
-            help="With --vram, on a cache miss: move (copy it to the GPU), cpu (compute it on the CPU) or auto.",
+            help="With --vram, on a cache miss: move (copy it to the GPU), cpu (compute it on the CPU) or auto."
         ),
     ] = "move"
     prefetch: Annotated[
@@ -130,12 +118,10 @@ class Computing:
         ),
     ] = False
     record: Annotated[
-        Path | None,
-        typer.Option("--record", help="With --ram or --vram: save the routing, for `python -m benchmarks cache`."),
+        Path | None, typer.Option(help="With --ram or --vram: save the routing, for `python -m benchmarks cache`.")
     ] = None
     trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="With --ram or --vram: save a timeline of loads and waits for ui.perfetto.dev."),
+        Path | None, typer.Option(help="With --ram or --vram: save a timeline of loads and waits for ui.perfetto.dev.")
     ] = None
     compile: Annotated[
         bool | None,
@@ -166,7 +152,7 @@ def generate(
     *,
     many: ManyPrompts,
     adapter: Annotated[
-        str | None, typer.Option("--adapter", help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
+        str | None, typer.Option(help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
     ] = None,
     sampling: Sampling,
     computing: Computing,

@@ -68,47 +68,35 @@ Vram = Annotated[
 class RunOptions:
     """What `train` and `finetune` have in common. Fields are named as those of `RunSettings`. None: the default."""
 
-    config: Annotated[
-        str | None, typer.Option("--config", help="YAML file with any of these settings. Options override it.")
-    ] = None
-    resume: Annotated[str | None, typer.Option("--resume", help="Resume the run in this folder.")] = None
+    config: Annotated[str | None, typer.Option(help="YAML file with any of these settings. Options override it.")] = (
+        None
+    )
+    resume: Annotated[str | None, typer.Option(help="Resume the run in this folder.")] = None
     start_from: Annotated[
         str | None, typer.Option("--from", help="With --resume: start from this checkpoint instead of the last one.")
     ] = None
     held_out: Annotated[
-        str | None, typer.Option("--held-out", help="Evaluation data: a share of the data such as 0.05, or a file.")
+        str | None, typer.Option(help="Evaluation data: a share of the data such as 0.05, or a file.")
     ] = None
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Stop after this many minutes.")] = None
-    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Batches per optimizer step.")] = None
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes.")] = None
+    accumulation: Annotated[int | None, typer.Option(help="Batches per optimizer step.")] = None
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Save memory by recomputing activations in backward.")
     ] = False
-    expert_ranks: Annotated[
-        int | None, typer.Option("--expert-ranks", help="Expert-parallel group size (default: all ranks).")
-    ] = None
+    expert_ranks: Annotated[int | None, typer.Option(help="Expert-parallel group size (default: all ranks).")] = None
     dense: Annotated[
-        str | None,
-        typer.Option("--dense", help="Other parameters with --experts ranks: ddp (replicated) or fsdp (sharded)."),
+        str | None, typer.Option(help="Other parameters with --experts ranks: ddp (replicated) or fsdp (sharded).")
     ] = None
     compile: Annotated[
-        str | None,
-        typer.Option("--compile", help="Compile the decoder layers: auto (long runs on a GPU), on or off."),
+        str | None, typer.Option(help="Compile the decoder layers: auto (long runs on a GPU), on or off.")
     ] = None
     optimizer_states: Annotated[
-        str | None,
-        typer.Option(
-            "--optimizer-states", help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory."
-        ),
+        str | None, typer.Option(help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory.")
     ] = None
-    eval_every: Annotated[
-        int | None, typer.Option("--eval-every", help="Steps between evaluations (default: 100).")
-    ] = None
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", help="Steps between checkpoints (default: 100).")
-    ] = None
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations (default: 100).")] = None
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: 100).")] = None
     seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="Random seed for new weights, the held-out share and data order (default: 0)."),
+        int | None, typer.Option(help="Random seed for new weights, the held-out share and data order (default: 0).")
     ] = None
     trust_remote_code: TrustRemoteCode = False
 

@@ -15,7 +15,7 @@ from amoeba.commands.start import start
 
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Output file (default: RUN/report.html).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file (default: RUN/report.html).")] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:

@@ -33,20 +33,17 @@ GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
 
 
 def trace(
-    out: Annotated[Path, typer.Option("--out", help="Trace file, for ui.perfetto.dev.")] = Path("amoeba-trace.json"),
-    picture: Annotated[
-        Path | None, typer.Option("--picture", help="SVG picture to write (default: next to --out).")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="Trace file, for ui.perfetto.dev.")] = Path("amoeba-trace.json"),
+    picture: Annotated[Path | None, typer.Option(help="SVG picture to write (default: next to --out).")] = None,
     shape: Annotated[
         str | None,
         typer.Option(
-            "--shape",
-            help=f"A name (sonic_a, ...) or T,H,I,E,K (default: {GPU_SHAPE}; {INTERPRETED_SHAPE} without a GPU).",
+            help=f"A name (sonic_a, ...) or T,H,I,E,K (default: {GPU_SHAPE}; {INTERPRETED_SHAPE} without a GPU)."
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16 (default), float16, float32.")] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu (TRITON_INTERPRET=1) or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", help="Random seed for weights, tokens and routing.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 (default), float16, float32.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu (TRITON_INTERPRET=1) or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Random seed for weights, tokens and routing.")] = 0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:

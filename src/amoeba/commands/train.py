@@ -24,45 +24,30 @@ class TrainOptions:
     """Fields are named as those of `TrainSettings`. None: the default."""
 
     model: Annotated[
-        str | None, typer.Option("--model", help="A preset (demo, 120m, mixtral, ...) or a folder with config.json.")
+        str | None, typer.Option(help="A preset (demo, 120m, mixtral, ...) or a folder with config.json.")
     ] = None
     data: Annotated[
-        str | None,
-        typer.Option("--data", help="Training text: a file, folder or dataset name (default: the Python manual)."),
+        str | None, typer.Option(help="Training text: a file, folder or dataset name (default: the Python manual).")
     ] = None
-    out: Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/MODEL).")] = None
-    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps (default: 400, or the preset's).")] = (
-        None
-    )
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows per batch, in total over all ranks.")] = (
-        None
-    )
-    sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", help="Tokens per row (default: 256, or the preset's).")
-    ] = None
+    out: Annotated[str | None, typer.Option(help="Run folder (default: runs/MODEL).")] = None
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps (default: 400, or the preset's).")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Rows per batch, in total over all ranks.")] = None
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per row (default: 256, or the preset's).")] = None
     learning_rate: Annotated[
-        float | None,
-        typer.Option("--learning-rate", help="Peak learning rate after warm-up (default: 2e-3, or the preset's)."),
+        float | None, typer.Option(help="Peak learning rate after warm-up (default: 2e-3, or the preset's).")
     ] = None
-    vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", help="Vocabulary size of the tokenizer trained on the data.")
-    ] = None
-    balance: Annotated[str | None, typer.Option("--balance", help="Load balancing: aux, bias or none.")] = None
-    experts: Annotated[
-        str | None, typer.Option("--experts", help="Expert placement: resident, or ranks (with torchrun).")
-    ] = None
-    dtype: Annotated[str | None, typer.Option("--dtype", help="auto (whichever is faster), float32 or bfloat16.")] = (
-        None
-    )
+    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size of the tokenizer trained on the data.")] = None
+    balance: Annotated[str | None, typer.Option(help="Load balancing: aux, bias or none.")] = None
+    experts: Annotated[str | None, typer.Option(help="Expert placement: resident, or ranks (with torchrun).")] = None
+    dtype: Annotated[str | None, typer.Option(help="auto (whichever is faster), float32 or bfloat16.")] = None
     precision: Annotated[
         str | None,
         typer.Option(
-            "--precision",
             help="Recipe for the experts' matrix products: bf16 (same as --dtype), fp8, fp8-ste, fp8-saved, fp8-all "
-            "or auto.",
+            "or auto."
         ),
     ] = None
-    log_every: Annotated[int | None, typer.Option("--log-every", help="Steps between log lines (default: 10).")] = None
+    log_every: Annotated[int | None, typer.Option(help="Steps between log lines (default: 10).")] = None
 
 
 def train(own: TrainOptions, shared: RunOptions, json: Json = False, verbose: Verbose = False) -> None:

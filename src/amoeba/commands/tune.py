@@ -26,18 +26,16 @@ MOST_MINUTES = 24 * 60.0
 
 def tune(
     shape: Annotated[
-        list[str] | None,
-        typer.Option("--shape", help="Shape: a name (qwen3_30b, ...) or T,H,I,E,K. Can be repeated."),
+        list[str] | None, typer.Option(help="Shape: a name (qwen3_30b, ...) or T,H,I,E,K. Can be repeated.")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Tune for a preset (120m, ...) or a folder with config.json."),
+        str | None, typer.Option(help="Tune for a preset (120m, ...) or a folder with config.json.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="With --model: tokens per pass.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="With --model: tokens per pass.")] = 8192,
     dtype: Annotated[
-        list[str] | None, typer.Option("--dtype", help=f"{', '.join(SERVED)} (default: bfloat16). Can be repeated.")
+        list[str] | None, typer.Option(help=f"{', '.join(SERVED)} (default: bfloat16). Can be repeated.")
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", help="Total time budget for all kernels.")] = 5.0,
+    minutes: Annotated[float, typer.Option(help="Total time budget for all kernels.")] = 5.0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:

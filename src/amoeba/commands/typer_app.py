@@ -4,7 +4,7 @@
 
     @dataclass(frozen=True)
     class Sampling:
-        top_k: Annotated[int, typer.Option("--top-k", help="...")] = 0
+        top_k: Annotated[int, typer.Option(help="...")] = 0
 
     @app.command()
     def generate(sampling: Sampling, json: Json = False) -> None: ...     # amoeba generate --top-k 4
@@ -26,6 +26,7 @@ from inspect import Parameter
 from typing import Any
 
 import typer
+from typer.models import OptionInfo
 
 from amoeba.commands.exits import usage
 from amoeba.core.errors import bad_value
@@ -88,5 +89,7 @@ def _options_of(group: Any) -> list[Parameter]:
 def _name_of(option: Parameter) -> str | None:
     """`--option`; None where it is told by its place."""
     about = typing.get_args(option.annotation)[1]
-    names = (about.default, *(about.param_decls or ()))
-    return next((name for name in names if isinstance(name, str) and name.startswith("--")), None)
+    if not isinstance(about, OptionInfo):
+        return None
+    names = (about.default, *(about.param_decls or ()), f"--{option.name.replace('_', '-')}")
+    return next(name for name in names if isinstance(name, str) and name.startswith("--"))

@@ -14,13 +14,10 @@ from amoeba.commands.start import start
 def verify(
     device: Device = "auto",
     dtype: Dtypes = None,
-    backend: Annotated[
-        list[str] | None, typer.Option("--backend", help="Check only this backend. Can be repeated.")
-    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Check only this backend. Can be repeated.")] = None,
     thorough: Annotated[bool, typer.Option("--thorough", help="Check every case, with no time limit.")] = False,
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=2, help="Check expert parallelism instead, over this many CPU processes."),
+        int | None, typer.Option(min=2, help="Check expert parallelism instead, over this many CPU processes.")
     ] = None,
     json: Json = False,
     verbose: Verbose = False,

@@ -23,17 +23,14 @@ def warm(
         typer.Option("--for", help="The command to prepare: generate (default), finetune or train. Can be repeated."),
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", help="Compile for this GPU, for example sm_90, on a machine without it."),
+        str | None, typer.Option(help="Compile for this GPU, for example sm_90, on a machine without it.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="As the command will have it (default: its default).")
+        int | None, typer.Option(min=1, help="As the command will have it (default: its default).")
     ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", min=1, help="As train and finetune will have it.")
-    ] = None,
-    precision: Annotated[str, typer.Option("--precision", help="As train will have it.")] = "bf16",
-    r: Annotated[int, typer.Option("--r", min=1, help="LoRA rank, as finetune will have it.")] = 16,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="As train and finetune will have it.")] = None,
+    precision: Annotated[str, typer.Option(help="As train will have it.")] = "bf16",
+    r: Annotated[int, typer.Option(min=1, help="LoRA rank, as finetune will have it.")] = 16,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
