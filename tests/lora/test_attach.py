@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from amoeba import lora
 from amoeba.integrations.experts_module import LORA
+from amoeba.integrations.place_experts import place_experts
 from amoeba.lora.factors import ExpertsLora
 from amoeba.lora.targets import in_one_line
 from selection import quick
@@ -160,6 +161,16 @@ def test_factors_beside_bf16_weights_are_fp32_and_get_gradients() -> None:
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
     assert all(parameter.grad is not None for parameter in trained.values())
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(("experts", "moved"), [("mxfp4-weights", True), ("cpu-bf16", False)])
+def test_factors_move_with_the_model_if_their_experts_do(experts: str, moved: bool) -> None:
+    """Else each pass would copy them to the GPU, and no CUDA graph could capture it."""
+    model = tiny("qwen3_moe")
+    place_experts(model, experts)
+    lora.attach(model, r=2, targets=["experts"])
+    model.to("meta")
+    assert {p.is_meta for name, p in model.named_parameters() if "lora" in name} == {moved}
 
 
 def test_a_is_drawn_as_peft_draws_it_and_b_is_zero() -> None:

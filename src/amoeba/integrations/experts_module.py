@@ -258,6 +258,11 @@ def home_of_factors(module: Any) -> tuple[torch.dtype, torch.device]:
     return dtype, weights.device
 
 
+def stays(module: Any) -> bool:
+    """Whether its experts remain where they are when the model is moved: they are none of its parameters."""
+    return placed_in(module) is not None and not any(name.startswith("placed_") for name in module._parameters)
+
+
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     adapter = "save the adapter (amoeba.lora.save, and a Trainer with save_strategy='no')"
     remedy = f"{adapter}, or load the unquantised model without a placement and save that"

@@ -28,6 +28,7 @@ from amoeba.integrations.experts_module import (
     home_of_factors,
     layouts_of,
     placed_in,
+    stays,
 )
 from amoeba.lora import targets as linears
 from amoeba.lora.factors import ExpertsLora, fresh_factors
@@ -164,7 +165,7 @@ def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFacto
     layer = ExpertsLora(
         share_of(experts, factors),
         *home_of_factors(experts),
-        stays=placed is not None,
+        stays=stays(experts),
         own=isinstance(placed, ShardedExperts),
     ).train(experts.training)
     state.experts[name] = layer
