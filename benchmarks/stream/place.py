@@ -207,7 +207,7 @@ class GpuPlace(LinkedPlace):
             occupy_gpu(_IDLE)
             ahead = torch.cuda.Event()
             ahead.record()
-            replays.ask(0, nobody)
+            replays.request(0, nobody)
             while not ahead.query():
                 pass
             began = time.perf_counter()
