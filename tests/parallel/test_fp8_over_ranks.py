@@ -6,6 +6,7 @@ T tokens · K experts per token · E experts · H hidden
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,11 @@ import rank_jobs
 from amoeba import Request, Routing, experts, with_precision
 from amoeba.backends import fp8_choice
 from amoeba.core.weights import ExpertWeights, LoraFactors
-from amoeba.parallel import ShardedExperts, shard_experts
-from amoeba.parallel.processes import LocalRanks
+from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_experts
+from amoeba.parallel.processes import LocalRanks, first_processes
+from amoeba.parallel.transports.peers import PeerExchange
+from amoeba.parallel.transports.transport import CollectiveExchange
+from amoeba.placements import placement_named
 from amoeba.precision.recipes import Fp8Experts
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, verify_divided
@@ -206,3 +210,114 @@ def test_what_the_recipe_does_not_serve_is_refused_with_its_reason() -> None:
     reason = amoeba.explain(Request(x_TH, routing, layer, lora)).refused["ranks"]
     assert reason.startswith("has no backend for its own experts: ") and "with LoRA factors" in reason
     experts(x_TH, routing, in_precision(layer, "auto"), lora=lora)  # which takes no recipe then
+
+
+@pytest.mark.parametrize(
+    ("transport", "recipe"),
+    [*(("collective", recipe) for recipe in (*RECIPES, "w8a8")), pytest.param("peers", "fp8", marks=interpreted)],
+)
+def test_rows_that_are_sent_quantised_have_the_bits_of_rows_that_are_quantised_on_arrival(
+    processes: LocalRanks, transport: str, recipe: str
+) -> None:
+    """Of three ranks the last one has no experts, and with w8a8 does not know that rows are wanted quantised."""
+    ranks = 2 if transport == "peers" else 3
+    for same, quantised, as_they_are in processes.run(
+        sent_both_ways, [(rank, ranks, transport, recipe) for rank in range(ranks)]
+    ):
+        assert len(same) == (1 if recipe == "w8a8" else 9) and all(same)
+        assert quantised == [144 + 4 * 2 + 8] * len(quantised)  # codes, two scales, and what fills up 16 bytes
+        assert as_they_are == [144 * 2 if recipe == "w8a8" else 144 * 4] * len(quantised) and quantised
+
+
+@interpreted
+def test_kernels_take_rows_as_they_were_sent(processes: LocalRanks) -> None:
+    job = functools.partial(sent_both_ways, straight=True, overlap=True)
+    for same, quantised, as_they_are in processes.run(job, [(rank, 2, "peers", "fp8-saved") for rank in range(2)]):
+        assert len(same) == 9 and all(same)
+        assert set(quantised) == {64 + 4 + 12} and set(as_they_are) == {64 * 4}
+
+
+def sent_both_ways(
+    rank: int, ranks: int, transport: str, recipe: str, **options: Any
+) -> tuple[list[bool], list[int], list[int]]:
+    """Whether passes with gate_up frozen have the same bits; and the bytes of each row of x that was sent. options:
+    of a layer that our kernels compute, whose products torch stands in for."""
+    from amoeba.parallel import sharded_backend
+
+    owners = Owners((0, 1, 1, 0, 1), ranks)
+    found, sizes = [], []
+    for asked in (sharded_backend._row_format, lambda request: 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded_backend, "_row_format", asked)
+            sizes.append(bytes_of_rows(patch))
+            layer = sharded_in(recipe, owners, transport)
+            if options:
+                stand_in(patch)
+                layer = replace(sharded_in(recipe, owners, transport, 64, 64), local_backend="triton", **options)
+            found.append(passes_without_gate_up(layer, rank))
+    return equal(*found), *sizes
+
+
+def sharded_in(
+    recipe: str, owners: Owners, transport: str = "auto", hidden: int = 144, inner: int = 24
+) -> ShardedExperts:
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (
+        torch.randn(*shape, generator=generator) / 4 for shape in ((E, 2 * inner, hidden), (E, hidden, inner))
+    )
+    ranks = Ranks(first_processes(owners.ranks), 30.0)
+    if recipe == "w8a8":
+        weights = ExpertWeights(gate_up.bfloat16(), down.bfloat16())
+        make = placement_named(recipe).make
+        return shard_experts(weights, ranks, owners, make_local=make, transport=transport)
+    weights = with_precision(ExpertWeights(gate_up, down.requires_grad_()), recipe)
+    return shard_experts(weights, ranks, owners, transport=transport)
+
+
+def passes_without_gate_up(layer: ShardedExperts, rank: int) -> list[Tensor]:
+    """The output of a pass without gradients; and where experts train, output and gradients of x, routing weights and
+    down, of a step that computes h again from rows as they came, and of one that does not."""
+    x_TH, routing, dy_TH = drawn(rank, (9, 0, 5)[rank], hidden=layer.hidden)
+    with torch.no_grad():
+        found = [experts(x_TH.to(layer.dtype), routing, layer)]
+    if layer.dtype == torch.bfloat16:  # w8a8: only passes without gradients quantise rows
+        return found
+    down_EHI = layer.local.tensors()[1]
+    for recompute in (True, False):
+        y_TH = experts(x_TH, routing, layer, recompute=recompute)
+        found += [y_TH.detach(), *torch.autograd.grad(y_TH, [x_TH, routing.weight_TK, down_EHI], dy_TH)]
+    return found
+
+
+def bytes_of_rows(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that each row of x adds its size to as it is sent, by whatever carries it."""
+    sizes: list[int] = []
+    for kind in (PeerExchange, CollectiveExchange):
+        patch.setattr(kind, "dispatch", _noting(kind.dispatch, sizes))
+    return sizes
+
+
+def _noting(dispatch: Any, sizes: list[int]) -> Any:
+    def noted(exchange: Any, rows_TH: Tensor, weight_TK: Tensor) -> Any:
+        sizes.append(rows_TH.shape[1] * rows_TH.element_size())
+        return dispatch(exchange, rows_TH, weight_TK)
+
+    return noted
+
+
+def test_rows_stay_as_they_are_where_something_else_reads_them(processes: LocalRanks) -> None:
+    """A gradient of gate_up is a sum over x itself; "auto" is settled too late; narrow rows would not be smaller."""
+    asked = [("fp8", True, 144), ("auto", False, 144), ("bf16", False, 144), ("fp8", False, 4)]
+    for found in processes.run(formats_asked_for, [(rank, [*asked, ("fp8-saved", False, 144)]) for rank in range(2)]):
+        assert found == [0, 0, 0, 0, 1]
+
+
+def formats_asked_for(rank: int, cases: list[tuple[str, bool, int]]) -> list[int]:
+    from amoeba.parallel.sharded_backend import _row_format
+
+    found = []
+    for recipe, trains, hidden in cases:
+        layer, (x_TH, routing, _) = sharded_in(recipe, Owners.even(E, 2), hidden=hidden), drawn(rank, 3, 0, hidden)
+        layer.local.tensors()[0].requires_grad_(trains)
+        found.append(_row_format(Request(x_TH, routing, layer)))
+    return found

@@ -23,6 +23,8 @@ from torch import Tensor
 from amoeba.backends.experts_operator import ExpertsOperator, SavedRows
 from amoeba.core.problem import Gradients, Needs, OverlappedDispatch, Problem, Save
 from amoeba.core.weights import AnyExperts, LoraFactors
+from amoeba.precision.formats import Format
+from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.routing.router import Routing
 
 
@@ -33,6 +35,7 @@ class Request:
     lora:      low-rank updates of the projections.
     recompute: save x alone for backward and compute the up projection again there.
     overlapped:    the dispatch, if rows of x are still arriving.
+    quantised_x:   x, if it arrived quantised; x_TH then has its shape, and no numbers.
     """
 
     x_TH: Tensor
@@ -41,6 +44,7 @@ class Request:
     lora: LoraFactors | None = None
     recompute: bool = False
     overlapped: OverlappedDispatch | None = None
+    quantised_x: QuantisedMatrix | None = None
 
 
 class RowsApart(NamedTuple):
@@ -98,6 +102,11 @@ class Backend(ABC):
             return "are computed one after another, and the host waits for the number of rows of each"
         return None
 
+    def row_format(self, request: Request) -> Format | None:
+        """The format that x is quantised to, if nothing in this pass and its backward reads x otherwise: then x may
+        arrive quantised (`Request.quantised_x`)."""
+        return None
+
     @abstractmethod
     def run(self, request: Request) -> Tensor:
         """y_TH, differentiable."""
@@ -152,7 +161,7 @@ class PassesBackend(Backend):
         routing = request.routing
         problem = Problem(
             request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora, routing.most_rows,
-            overlapped=request.overlapped,
+            overlapped=request.overlapped, quantised_x=request.quantised_x,
         )  # fmt: skip
         gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in problem.tensors())
         save: Save = "nothing" if not gradient else "inputs" if request.recompute else "h"

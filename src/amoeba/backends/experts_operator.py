@@ -240,7 +240,8 @@ class _Direct(torch.autograd.Function):
             ctx.saved_structure = Saved
             kept += saved
         else:
-            ctx.saved_structure = _without_tensors(saved, kept)
+            quantised_x = problem.quantised_x if save == "inputs" else None  # forward reads it again
+            ctx.saved_structure = _without_tensors((saved, quantised_x), kept)
         weights, lora = problem.weights, problem.lora
         ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
         ctx.scaling = None if lora is None else lora.scaling
@@ -261,9 +262,9 @@ class _Direct(torch.autograd.Function):
         kept = ctx.saved_tensors  # activation checkpointing gives them out once
         tensors = kept[: ctx.inputs]
         structure, rest = ctx.saved_structure, kept[ctx.inputs :]
-        saved = Saved(*rest) if structure is Saved else _with_tensors(structure, rest)
+        saved, quantised_x = (Saved(*rest), None) if structure is Saved else _with_tensors(structure, rest)
         problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
-        problem = problem._replace(most_rows=ctx.most_rows, overlapped=ctx.overlapped)
+        problem = problem._replace(most_rows=ctx.most_rows, overlapped=ctx.overlapped, quantised_x=quantised_x)
         needs = operator.needs(ctx.needs_input_grad[others:])
         if problem.overlapped is not None:
             needs = _that_are_taken(ctx, needs)

@@ -30,7 +30,7 @@ from amoeba.precision.formats import (
 )
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.quantised_experts import ReadInBlocks
-from amoeba.precision.recipes import Fp8Experts
+from amoeba.precision.recipes import AUTO, Fp8Experts
 from amoeba.precision.weight_cache import quantised_weight
 
 
@@ -46,7 +46,9 @@ class StraightThroughRows(TorchRows):
     def hidden(self) -> Tensor:
         weights = self.problem.weights
         h_NJ = self.new_rows(weights.gate_up_EJH.shape[1])
-        x_NH = _rounded(self.problem.x_TH, self.row_format).index_select(0, self.token_N)
+        x = self.problem.quantised_x
+        x_TH = _rounded(self.problem.x_TH, self.row_format) if x is None else x.dequantise()
+        x_NH = x_TH.index_select(0, self.token_N)
         self._multiply(x_NH, self.codes(weights.gate_up_EJH), h_NJ, bias_EO=weights.gate_up_bias_EJ)
         return h_NJ
 
@@ -182,6 +184,12 @@ class Fp8Backend(PassesBackend):
         if request.lora is not None:
             return "trains the experts themselves; with LoRA factors, keep them frozen as fp8-weights"
         return None
+
+    def row_format(self, request: Request) -> Format | None:
+        weights = request.weights
+        assert isinstance(weights, Fp8Experts)
+        has_gradient = torch.is_grad_enabled() and weights.gate_up_EJH.requires_grad  # which is a sum over x as it is
+        return None if has_gradient or weights.recipe == AUTO else FP8_TRAINING_ROWS
 
     def rows(self, weights: Fp8Experts) -> type[sorted_rows.SortedRows]:
         """By which `amoeba.proof.conformance` proves one product after the other."""

@@ -17,14 +17,17 @@ products in the dtype of x.
 
 from __future__ import annotations
 
+import torch
+
 from amoeba.backends.backend import Request
 from amoeba.backends.fp8_triton import BACKEND, why_not_sized, why_not_there
 from amoeba.backends.triton import DECODE_TOKENS
 from amoeba.core.problem import Problem, Save
 from amoeba.core.weights import AnyExperts
 from amoeba.cpu.pointers import place_of
+from amoeba.precision.formats import FP8_128_ROWS, Format
 from amoeba.precision.quantised_experts import QuantisedExperts
-from amoeba.precision.recipes import AUTO, UNCHANGED, Fp8Experts, with_precision
+from amoeba.precision.recipes import AUTO, UNCHANGED, W8A8, Fp8Experts, with_precision
 from amoeba.precision.unchanged_weights import promise
 
 RECIPE = "fp8"
@@ -96,6 +99,15 @@ def takes_w8a8(problem: Problem, save: Save) -> bool:
     if weights.products == AUTO and why_not_w8a8(weights) is not None:
         return False
     return slots > 0
+
+
+def row_format(request: Request) -> Format | None:
+    """As `Backend.row_format`, of frozen experts. "auto" is settled by the rows that a process gets, so too late."""
+    weights, factors = request.weights, () if request.lora is None else request.lora.six()
+    assert isinstance(weights, QuantisedExperts)
+    read = (request.x_TH, request.routing.weight_TK, *weights.tensors(), *factors)
+    gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in read)
+    return FP8_128_ROWS if weights.products == W8A8 and request.lora is None and not gradient else None
 
 
 def why_not_w8a8(weights: QuantisedExperts) -> str | None:

@@ -43,8 +43,10 @@ class StraightThroughKernelRows(HopperRows):
     def hidden(self) -> Tensor:
         weights, top_k = self.problem.weights, self.top_k
         h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), self.written(weights.gate_up_EJH, self.goes_back)
-        rows, bias_EJ = quantise_rows(self.problem.x_TH, format=self.row_format), weights.gate_up_bias_EJ
-        fp8_gemm.multiply(rows, gate_up, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ)
+        bias_EJ = weights.gate_up_bias_EJ
+        fp8_gemm.multiply(
+            self.quantised_x, gate_up, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ
+        )
         return h_NJ
 
     def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
@@ -55,7 +57,7 @@ class StraightThroughKernelRows(HopperRows):
         gate_up = self.written(weights.gate_up_EJH, both)
         self.written(weights.down_EHI, both)
         fp8_gemm.up(
-            quantise_rows(self.problem.x_TH, format=self.row_format),
+            self.quantised_x,
             self.order_N,
             self.top_k,
             gate_up,
@@ -66,6 +68,11 @@ class StraightThroughKernelRows(HopperRows):
             bias_EJ=weights.gate_up_bias_EJ,
         )
         return h_NJ, a_NI
+
+    @property
+    def quantised_x(self) -> QuantisedMatrix:
+        x = self.problem.quantised_x
+        return quantise_rows(self.problem.x_TH, format=self.row_format) if x is None else x
 
     @property
     def rows(self) -> int:

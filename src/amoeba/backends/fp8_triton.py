@@ -16,6 +16,7 @@ from amoeba.backends.experts_operator import SavedRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
 from amoeba.cpu.pointers import place_of
+from amoeba.precision.formats import Format
 from amoeba.precision.recipes import Fp8Experts
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Fp8TritonBackend(PassesBackend):
         if reason is not None:
             return reason
         return why_not_on(weights.device, weights)
+
+    def row_format(self, request: Request) -> Format | None:
+        return fp8.BACKEND.row_format(request)
 
     def rows(self, weights: Fp8Experts) -> type[StraightThroughKernelRows]:
         """By which `amoeba.proof.conformance` proves one product after the other."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import eager, sorted_rows
+from amoeba.backends import eager, fp8_choice, sorted_rows
 from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.fp8 import W8a8Rows
 from amoeba.backends.fp8_choice import takes_w8a8, with_products_for
 from amoeba.backends.torch_rows import TorchRows
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.precision.formats import Format
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 
@@ -33,6 +34,9 @@ class QuantisedEagerBackend(PassesBackend):
 
     def why_not(self, request: Request) -> str | None:
         return eager.BACKEND.why_not(request)
+
+    def row_format(self, request: Request) -> Format | None:
+        return fp8_choice.row_format(request)
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         return super().prepared(with_products_for(problem, gradient), gradient)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import sorted_rows, triton
+from amoeba.backends import fp8_choice, sorted_rows, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.fp8_choice import takes_w8a8, why_no_w8a8_kernel, with_products_for
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
+from amoeba.precision.formats import Format
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 # Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
@@ -44,6 +45,9 @@ class QuantisedTritonBackend(PassesBackend):
             return reason
         asked = weights.products == "w8a8" and request.lora is None
         return why_no_w8a8_kernel(weights) if asked else None
+
+    def row_format(self, request: Request) -> Format | None:
+        return fp8_choice.row_format(request)
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         return with_products_for(problem, gradient)  # factors are rounded where they are read

@@ -107,7 +107,8 @@ def _rows_of(problem: Problem) -> type[TritonRows]:
 
 def pass_tensors(problem: Problem) -> tuple[Tensor | None, ...]:
     """All that a pass reads."""
-    return *problem.tensors(), problem.onto_TH
+    x = problem.quantised_x
+    return *problem.tensors(), problem.onto_TH, *(() if x is None else (x.data, x.scales))
 
 
 def pass_constants(problem: Problem) -> tuple:

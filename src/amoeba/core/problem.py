@@ -81,6 +81,8 @@ class Problem(NamedTuple):
     most_rows: int | None = None  # see `Routing`
     onto_TH: Tensor | None = None  # y is this and the experts' sum; for operators that have it, and without a gradient
     overlapped: OverlappedDispatch | None = None  # of rows that are not there yet; for backends that overlap
+    # x as it arrived from other processes, a QuantisedMatrix; x_TH then has its shape, and no numbers
+    quantised_x: Any = None
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,11 @@ from torch import Tensor
 from amoeba.core.errors import bad_value
 from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.ranks import Ranks
+from amoeba.precision.formats import FP8_128_ROWS, FP8_TRAINING_ROWS, Format
 
+# In which rows of x are sent. A rank says it by its place here, which ANY of them can be for a rank without experts.
+ROW_FORMATS: tuple[Format | None, ...] = (None, FP8_TRAINING_ROWS, FP8_128_ROWS)
+ANY = -1
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,6 +33,12 @@ def facts_of(owners: Owners, x_TH: Tensor, weight_TK: Tensor, gradients: bool) -
         "gradient of x": int(gradients and x_TH.requires_grad),
         "gradient of the routing weights": int(gradients and weight_TK.requires_grad),
     }
+
+
+def agreed_format(told: Sequence[int]) -> Format | None:
+    """told: by each rank. Rows stay as they are unless all ranks with experts want them in the same format."""
+    wanted = set(told) - {ANY}
+    return ROW_FORMATS[wanted.pop()] if len(wanted) == 1 else None
 
 
 def agree(

@@ -7,11 +7,14 @@ recompute. Only the way there and back is here.
 
 The way, as autograd sees it:
 
-    x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, weight_TK)
+    x_RH, expert_RK, weight_RK, _ = dispatch(exchange, x_TH, weight_TK)
     y_TH = combine(exchange, y_RH)                        # y of the local experts over these rows
 
 A row that arrives holds the ids of its K experts as they are known here, -1 where another rank owns the expert. Such a
 slot is a sentinel: it adds nothing, and its weight gets gradient zero here, so that the sum over ranks is the owner's.
+
+Rows are sent quantised where the experts read them only so: half of the bytes, and the same numbers, since the scales
+of a row depend on that row alone.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ from torch.autograd.function import once_differentiable
 from amoeba.backends import fp8_choice
 from amoeba.backends.backend import Backend, Request
 from amoeba.backends.experts_operator import can_skip_dispatcher
+from amoeba.backends.fp8_triton import why_not_there
 from amoeba.backends.registry import backends_of, choose, explain
 from amoeba.core.torch_internals import transformed
+from amoeba.core.weights import ExpertWeights
+from amoeba.parallel.agreement import ANY, ROW_FORMATS
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
+from amoeba.precision.formats import Format
+from amoeba.precision.quantised import QuantisedMatrix, pack_rows, packed_bytes, quantise, unpack_rows
 from amoeba.precision.recipes import OF_ALL_TOKENS
 from amoeba.routing.router import Routing
 
@@ -76,8 +84,10 @@ class RanksBackend(Backend):
         sharded, x_TH, routing = _sharded(request), request.x_TH, request.routing
         transport, _ = choose_transport(sharded.transport, sharded.ranks, x_TH.device)
         assert transport is not None
-        exchange = transport.plan(sharded, x_TH, routing, _trains(request))
-        x_RH, expert_RK, weight_RK = dispatch(exchange, x_TH, routing.weight_TK)
+        exchange = transport.plan(sharded, x_TH, routing, _trains(request), _row_format(request))
+        x_RH, expert_RK, weight_RK, packed = dispatch(exchange, x_TH, routing.weight_TK)
+        if exchange.row_format is not None:
+            request = replace(request, quantised_x=unpack_rows(packed, x_TH.shape[1], exchange.row_format))
         # it may be a guess, see `OverlappedDispatch.room`
         most_rows = None if exchange.slots is None else max(exchange.slots, 1)
         mine = Routing(expert_RK, weight_RK, trusted=True, most_rows=most_rows)
@@ -125,8 +135,32 @@ def _share(request: Request, x_RH: Tensor, routing: Routing, tokens: int) -> Req
     """What is left for the experts that this rank owns. Where precision is "auto", the rows of all ranks decide, so
     that all of them compute as one process with these tokens would."""
     sharded = _sharded(request)
-    share = Request(x_RH, routing, sharded.local, request.lora, request.recompute)
+    share = replace(request, x_TH=x_RH, routing=routing, weights=sharded.local)
     return replace(share, weights=fp8_choice.settled(share, tokens * routing.top_k, sharded.num_experts))
+
+
+def _row_format(request: Request) -> int:
+    """What this rank says about the rows that it wants, see `agreed_format`: quantised where each backend that may take
+    them quantises them first, and nothing reads them otherwise."""
+    sharded, x_TH = _sharded(request), request.x_TH
+    share = replace(request, weights=sharded.local)
+    name = sharded.local_backend
+    serving = [each for each in backends_of(type(sharded.local), sharded.device) if name in ("auto", each.name)]
+    wanted: set[Format | None] = {each.row_format(share) for each in serving}
+    if wanted != {None}:
+        wanted = {each.row_format(share) for each in serving if each.why_not(share) is None}
+    format = wanted.pop() if len(wanted) == 1 and can_skip_dispatcher(*_tensors(share)) else None
+    if format is None or packed_bytes(x_TH.shape[1], format) >= x_TH.shape[1] * x_TH.element_size():
+        return ANY if sharded.own_experts == 0 and type(sharded.local) is ExpertWeights else 0
+    return ROW_FORMATS.index(format)
+
+
+def _quantised(x_TH: Tensor, format: Format) -> QuantisedMatrix:
+    if why_not_there(x_TH.device, x_TH) is not None:
+        return quantise(x_TH, format)
+    from amoeba.kernels.quantise import quantise_rows  # the same bits; needs Triton
+
+    return quantise_rows(x_TH.contiguous(), format=format)
 
 
 def _trains(request: Request) -> bool:
@@ -158,7 +192,9 @@ def _sharded(request: Request) -> ShardedExperts:
     return request.weights
 
 
-def dispatch(exchange: Exchange, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch(exchange: Exchange, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x_RH, expert_RK, weight_RK, and rows as they were sent. Where these are quantised, x_RH has their shape, their
+    gradient and no numbers."""
     return _Dispatch.apply(exchange, x_TH, weight_TK)
 
 
@@ -169,19 +205,27 @@ def combine(exchange: Exchange, y_RH: Tensor, early: bool = False) -> Tensor:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.exchange = exchange
-        x_RH, expert_RK, weight_RK = exchange.dispatch(x_TH, weight_TK)
+    def forward(ctx: Any, exchange: Exchange, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.exchange, format = exchange, exchange.row_format
+        rows_TH = x_TH if format is None else pack_rows(_quantised(x_TH, format))
+        sent_RH, expert_RK, weight_RK = exchange.dispatch(rows_TH, weight_TK)
+        x_RH, packed = sent_RH, sent_RH.new_empty(0)
+        if format is not None:
+            if exchange.under_way:
+                exchange.wait()
+            x_RH, packed = x_TH.new_zeros((1, x_TH.shape[1])).expand(sent_RH.shape[0], -1), sent_RH
         # a gradient that is not used here must not be requested there: it would be sent
         _, needs_x, needs_weight = ctx.needs_input_grad
         of_nothing = [] if needs_x else [x_RH]
         of_nothing += [] if needs_weight else [weight_RK]
-        ctx.mark_non_differentiable(expert_RK, *of_nothing)
-        return x_RH, expert_RK, weight_RK
+        ctx.mark_non_differentiable(expert_RK, packed, *of_nothing)
+        return x_RH, expert_RK, weight_RK, packed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx_RH: Tensor, _: Tensor, dweight_RK: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+    def backward(
+        ctx: Any, dx_RH: Tensor, _: Tensor, dweight_RK: Tensor, __: Tensor
+    ) -> tuple[None, Tensor | None, Tensor | None]:
         exchange, (_, needs_x, needs_weight) = ctx.exchange, ctx.needs_input_grad
         dx_TH = exchange.give_back(dx_RH, "gradients of tokens") if needs_x else None
         dweight_TK = exchange.give_back(dweight_RK, "gradients of routing weights") if needs_weight else None

@@ -102,6 +102,27 @@ class QuantisedMatrix:
         return (values * scales.repeat_interleave(block_columns, dim=-1)[..., : self.columns]).to(dtype)
 
 
+def packed_bytes(columns: int, format: Format) -> int:
+    """Of a row of `pack_rows`: its codes, its scales, and what fills up 16 bytes."""
+    return -(-(columns + 4 * -(-columns // format.block[1])) // 16) * 16
+
+
+def pack_rows(rows: QuantisedMatrix) -> Tensor:
+    """int32 (rows, packed_bytes / 4): for sending, each row with its scales. The format has one in fp32 for each block
+    of a row."""
+    data, scales = rows.data, rows.scales.contiguous().view(torch.uint8)
+    filler = packed_bytes(rows.columns, rows.format) - data.shape[1] - scales.shape[1]
+    return torch.cat((data, scales, data.new_zeros((data.shape[0], filler))), 1).view(torch.int32)
+
+
+def unpack_rows(packed: Tensor, columns: int, format: Format) -> QuantisedMatrix:
+    counts = block_counts(packed.shape[0], columns, format)
+    data, scales, _ = packed.view(torch.uint8).tensor_split((columns, columns + 4 * counts[1]), 1)
+    # a copy: of a single row .contiguous() would be the same bytes, which begin where a number of 4 bytes cannot
+    scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return QuantisedMatrix(data.contiguous(), scales, format, columns)
+
+
 def block_counts(rows: int, columns: int, format: Format, parts: int = 1) -> tuple[int, int]:
     """Scales of a matrix, down and across."""
     block_rows, block_columns = format.block

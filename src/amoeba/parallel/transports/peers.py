@@ -62,10 +62,11 @@ class Peers(Transport):
             return f"needs torch's symmetric memory: {reason}"
         return why_not_between(ranks, device)
 
-    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
-        exchange = planned(
-            PeerExchange, symmetric_buffer_of(sharded.ranks, x_TH.device), sharded, x_TH, routing, gradients
-        )
+    def plan(
+        self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool, row_format: int = 0
+    ) -> Exchange:
+        buffer = symmetric_buffer_of(sharded.ranks, x_TH.device)
+        exchange = planned(PeerExchange, buffer, sharded, x_TH, routing, gradients, row_format)
         exchange.under_way = sharded.overlap
         exchange.straight = _goes_straight(sharded.straight, exchange.plan.rows, x_TH)
         exchange.leaves_early = exchange.under_way or exchange.straight
@@ -102,6 +103,7 @@ def planned(
     x_TH: Tensor,
     routing: Routing,
     gradients: bool,
+    row_format: int,
 ) -> PeerExchange:
     """On all ranks at once."""
     if shares_its_gpu(sharded.ranks, x_TH.device):
@@ -109,11 +111,11 @@ def planned(
 
         share_the_gpu()
     facts = facts_of(sharded.owners, x_TH, routing.weight_TK, gradients)
-    tokens = buffer.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens)
+    tokens = buffer.prepare(sharded.ranks, facts, x_TH, routing, sharded.most_tokens, row_format)
     plan = plan_of(tuple(tokens), routing.num_tokens, buffer)
     exchange = kind(buffer, sharded.owners, routing.expert_TK, plan, sharded.most_rows)
     exchange.counts = gradients and sharded.most_rows is None and sharded.most_tokens is None
-    exchange.layer = layer_of(sharded.local)
+    exchange.layer, exchange.row_format = layer_of(sharded.local), buffer.row_format
     return exchange
 
 

@@ -48,9 +48,11 @@ class Shmem(Transport):
         reason = why_not_nvshmem()
         return None if reason is None else f"needs NVSHMEM: {reason}"
 
-    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
+    def plan(
+        self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool, row_format: int = 0
+    ) -> Exchange:
         buffer = symmetric_buffer_of(sharded.ranks, x_TH.device, remote=True)
-        return planned(ShmemExchange, buffer, sharded, x_TH, routing, gradients)
+        return planned(ShmemExchange, buffer, sharded, x_TH, routing, gradients, row_format)
 
 
 class Courier(ABC):

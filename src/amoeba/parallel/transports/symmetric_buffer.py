@@ -43,8 +43,9 @@ from torch import Tensor
 from amoeba.core.errors import bad_value
 from amoeba.core.torch_internals import symmetric_memory
 from amoeba.core.weights import AnyExperts
-from amoeba.parallel.agreement import agree
+from amoeba.parallel.agreement import agree, agreed_format
 from amoeba.parallel.ranks import Ranks, watch
+from amoeba.precision.formats import Format
 from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class SymmetricBuffer:
         self.ranks, self.device, self.remote = ranks, device, remote
         self.size = Size(0, 0, 0)
         self.agreed: tuple[Any, ...] | None = None
+        self.row_format: Format | None = None  # of the last pass
         self.capacity = CapacityEstimate()
         self.holds = False  # rows that have come are read where they lie, and have not all been read
         self._heap: Heap | None = None
@@ -92,20 +94,29 @@ class SymmetricBuffer:
         watch(self.check)
 
     def prepare(
-        self, ranks: Ranks, facts: dict[str, int], x_TH: Tensor, routing: Routing, most_tokens: int | None
+        self,
+        ranks: Ranks,
+        facts: dict[str, int],
+        x_TH: Tensor,
+        routing: Routing,
+        most_tokens: int | None,
+        row_format: int = 0,
     ) -> Sequence[int]:
-        """The numbers of tokens of all ranks, or the maximum; and a heap that holds that many."""
+        """The numbers of tokens of all ranks, or the maximum; and a heap that holds that many. Writes `row_format`."""
         self.ranks, tokens = ranks, routing.num_tokens
         if self._peers is not None and self._peers.seconds != ranks.deadline:
             self._peers = replace(self._peers, seconds=ranks.deadline)
         if most_tokens is not None and tokens > most_tokens:
             raise bad_value("x_TH", f"at most most_tokens={most_tokens} tokens", tokens, "raise most_tokens")
-        same = (most_tokens, *facts.values())
+        same = (most_tokens, row_format, *facts.values())
         if most_tokens is not None and same == self.agreed:
             return [most_tokens] * ranks.count
         facts = facts | {"most_tokens": -1 if most_tokens is None else most_tokens}
-        told = [count for (count,) in agree(ranks, facts, [tokens], _HOST, "the numbers of tokens to come")]
-        counts = told if most_tokens is None else [most_tokens] * ranks.count
+        told, formats = zip(
+            *agree(ranks, facts, [tokens, row_format], _HOST, "the numbers of tokens to come"), strict=True
+        )
+        self.row_format = agreed_format(formats)
+        counts = list(told) if most_tokens is None else [most_tokens] * ranks.count
         self.agreed = same
         needed = Size(max(*counts, 1), routing.top_k, x_TH.shape[1] * x_TH.element_size())
         if not self.size.holds(needed):

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amoeba.core.problem import OverlappedDispatch
-from amoeba.parallel.agreement import agree, facts_of
+from amoeba.parallel.agreement import agree, agreed_format, facts_of
 from amoeba.parallel.ranks import Ranks, as_bytes
 from amoeba.parallel.sharded import ShardedExperts
+from amoeba.precision.formats import Format
 from amoeba.routing.router import Routing
 
 
@@ -36,11 +37,13 @@ class Exchange(OverlappedDispatch):
     slots:   how many of the received rows have an expert here, at most; None if the host does not know.
     under_way: whether the others' rows are still under way when `dispatch` and `send` return, until `wait`.
     leaves_early: whether sums may leave before they are given back, on any of the ranks: the same on all of them.
+    row_format: in which rows of x are to be sent, the same on all ranks; None: as they are.
     """
 
     tokens: int
     slots: int | None = None
     under_way = straight = leaves_early = False
+    row_format: Format | None = None
 
     def wait(self) -> None:
         """Rows have come."""
@@ -80,8 +83,10 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
-        """gradients: whether there will be a backward."""
+    def plan(
+        self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool, row_format: int = 0
+    ) -> Exchange:
+        """gradients: whether there will be a backward. row_format: what this rank says to `agreed_format`."""
 
 
 class Route(NamedTuple):
@@ -107,7 +112,9 @@ class Collective(Transport):
             return "needs a torch that was built with torch.distributed"
         return None
 
-    def plan(self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool) -> Exchange:
+    def plan(
+        self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool, row_format: int = 0
+    ) -> Exchange:
         """Says to each rank how many rows will come, after all have agreed on what they look like."""
         ranks, owners, num_tokens = sharded.ranks, sharded.owners, routing.num_tokens
         count = ranks.count
@@ -116,12 +123,15 @@ class Collective(Transport):
         slots_W = torch.stack([(rank_TK == rank).sum() for rank in range(count)])
         rows, slots = torch.stack((goes_TW.sum(0), slots_W)).tolist()
         facts = facts_of(owners, x_TH, routing.weight_TK, gradients)
-        table = agree(ranks, facts, [*rows, *slots, num_tokens], x_TH.device, "the numbers of tokens to come")
+        numbers = [*rows, *slots, num_tokens, row_format]
+        table = agree(ranks, facts, numbers, x_TH.device, "the numbers of tokens to come")
         dest_S, token_S = goes_TW.t().nonzero(as_tuple=True)  # by destination, then by token
         local_SK = torch.where(rank_TK[token_S] == dest_S[:, None], local_TK[token_S], -1)
         route = Route(token_S, rows, [line[ranks.rank] for line in table], num_tokens)
         owned, tokens = (sum(line[place] for line in table) for place in (count + ranks.rank, 2 * count))
-        return CollectiveExchange(ranks, route, local_SK, owned, tokens)
+        exchange = CollectiveExchange(ranks, route, local_SK, owned, tokens)
+        exchange.row_format = agreed_format([line[-1] for line in table])
+        return exchange
 
 
 class CollectiveExchange(Exchange):
