@@ -20,7 +20,7 @@ from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.stream.store.packing import pack
-from tiny_composites import VOCABULARY, kinds, save_composite
+from tiny_composites import VOCABULARY, composite_config, kinds, save_composite
 from tiny_runs import Quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,11 +70,12 @@ def test_every_kind_with_a_vision_or_audio_part_goes_through_every_command(tmp_p
 
 
 def every_command(model_type: str, root: Path) -> None:
-    folder = save_composite(model_type, root / "model")
-    if model_type in REFUSED:
+    if model_type in REFUSED:  # by its configuration: some versions of transformers cannot make a small one
+        composite_config(model_type).save_pretrained(root)
         with pytest.raises(ValueError, match=REFUSED[model_type]):
-            load_model(str(folder), None)
+            load_model(str(root), None)
         return
+    folder = save_composite(model_type, root / "model")
     assert vocabulary(load_config(str(folder))) == VOCABULARY
     model = load_model(str(folder), None)
     expected = logits_of(model)
