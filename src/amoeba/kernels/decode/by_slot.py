@@ -274,13 +274,12 @@ def _quantised_row(tiles, x, scales, j, row_ok, TILE: tl.constexpr, MATRIX: tl.c
     """h of a slot, (rows of W1, 1)."""
     DEPTH: tl.constexpr = TILE.DEPTH
     HEIGHT: tl.constexpr = 2 * TILE.COLUMNS if ACTIVATION.GATED else TILE.COLUMNS
-    h = tl.zeros((HEIGHT, 1), tl.float32)
+    total = 0.0
     for piece in tl.static_range((MATRIX.REDUCTION + DEPTH - 1) // DEPTH):
         column = piece * DEPTH + tl.arange(0, DEPTH)
         value = tl.load(x + column, mask=column < MATRIX.REDUCTION, other=0.0)[None, :]
-        found = _sums(tiles[piece], value, scales, j, row_ok, piece, HEIGHT, HEIGHT, DEPTH, MATRIX)
-        h += tl.sum(found, axis=1, keep_dims=True)
-    return h
+        total += _sums(tiles[piece], value, scales, j, row_ok, piece, HEIGHT, HEIGHT, DEPTH, MATRIX)
+    return tl.sum(total, axis=1, keep_dims=True)  # across threads once, after all pieces
 
 
 @triton.jit
@@ -477,15 +476,15 @@ def _quantised_token(
             b = load_b(b_EHR, expert * H + h, row_ok, RANK)
         if TILE.OVERLAP:
             tl.extra.cuda.gdc_wait()
-        total = tl.zeros((HEIGHT,), tl.float32)
+        sums = 0.0
         for piece in tl.static_range(TILE.PIECES):
             column = piece * DEPTH + tl.arange(0, DEPTH)
             known = owned_S[:, None] & (column < MATRIX.REDUCTION)[None, :]
             rows_of_a = a_NI + slot_S.to(tl.int64)[:, None] * MATRIX.REDUCTION
             value = tl.load(rows_of_a + column[None, :], mask=known, other=0.0)
             of_expert = scales + (expert * MATRIX.STRIDE_SCALE_EXPERT)[:, None]
-            found = _sums(tiles[piece], value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
-            total += tl.sum(found, axis=1)
+            sums += _sums(tiles[piece], value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
+        total = tl.sum(sums, axis=1)  # across threads once
         if matrix_scale is not None:
             total *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
         if RANK > 0:
