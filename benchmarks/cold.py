@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Folder for the JSON document.")
     parser.add_argument("--limit", type=float, default=180.0, help="Seconds of a command at most.")
     given = parser.parse_args()
-    from amoeba.bench.document import result_path
+    from amoeba.commands.bench_run import result_path
     from amoeba.system.machine import commit, machine, versions
 
     path = None if given.out is None else result_path(given.out)

@@ -32,8 +32,7 @@ import torch
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
 from amoeba.jobs.convert.quantise import FORMATS, quantise_folder
-from amoeba.jobs.train.manifest import seal
-from amoeba.jobs.train.saved_model import WholeModel
+from amoeba.jobs.train.manifest import WholeModel, seal
 from amoeba.stream.store.packing import pack
 from amoeba.stream.store.tensor_files import SHARDS, save_tensors
 

@@ -85,7 +85,7 @@ def _step(
     stage: Stage,
 ) -> Step:
     from amoeba.jobs.train.fast_paths import fast_paths
-    from amoeba.jobs.train.saved_model import WholeModel
+    from amoeba.jobs.train.manifest import WholeModel
     from amoeba.jobs.train.trainer import Rows
     from amoeba.jobs.train.training_loop import make_trainer
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
-from amoeba.stream.cache.budget import share_budget
+from amoeba.stream.attaching import share_budget
 from amoeba.stream.cache.expert_cache import Counters, ExpertCache, Fetch
 from amoeba.stream.cache.trace import LayerShape, Trace, read_trace
 from amoeba.stream.sizes import parse_size

@@ -19,7 +19,6 @@ from amoeba.bench import implementations as implementations_module
 from amoeba.bench import suite as suite_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
-from amoeba.bench.document import make_document, result_path, write_document
 from amoeba.bench.implementations import (
     BY_BACKEND,
     LOOP,
@@ -31,6 +30,7 @@ from amoeba.bench.implementations import (
 from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.timing import Timing, peak_bytes, time_in_turns, watch_saved
 from amoeba.bench.workload import SHAPES, SUITES, Implementation, Shape, make_workload, parse_shape, relative_error
+from amoeba.commands.bench_run import make_document, result_path, write_document
 from amoeba.core import cost
 from amoeba.core.placement import Tolerance
 from amoeba.core.weights import LORA_NAMES, ExpertWeights

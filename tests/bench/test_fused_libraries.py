@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from amoeba.bench import peers, timing
-from amoeba.bench.document import make_document
 from amoeba.bench.implementations import PEERS, implementations
 from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.workload import Shape, make_workload
 from amoeba.commands.bench_layers import choose_peers
+from amoeba.commands.bench_run import make_document
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 12, 64, 32, 4, 2)

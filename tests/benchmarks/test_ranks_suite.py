@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rank_jobs
-from amoeba.bench.document import make_document
+from amoeba.commands.bench_run import make_document
 from amoeba.core import phase_timer as phases
 from amoeba.core.phase_timer import mark, watch_phases
 from amoeba.parallel.processes import LocalRanks

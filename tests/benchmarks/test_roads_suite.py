@@ -23,14 +23,14 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate"
 pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 from amoeba import ExpertWeights, Request, Routing
-from amoeba.bench.document import make_document
+from amoeba.commands.bench_run import make_document
 from amoeba.cpu import placements as cpu_placements
 from amoeba.integrations import fused_attention
 from amoeba.jobs.generate import prompt_batches, token_steps
 from amoeba.jobs.sharded_model import load_share
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train import trainer as fast_trainer
-from amoeba.jobs.train.captured_step import CapturedStep
+from amoeba.jobs.train.trainer import CapturedStep
 from amoeba.parallel import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.sharded_backend import RanksBackend

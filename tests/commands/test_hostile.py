@@ -24,11 +24,10 @@ pytest.importorskip("peft")
 
 from amoeba import cli
 from amoeba.commands import exits
-from amoeba.data import chat_template
-from amoeba.data.chat_template import by_template
-from amoeba.data.documents import Message
+from amoeba.data import documents as chat_template
+from amoeba.data.documents import Message, by_template
 from amoeba.jobs.convert.merge import merge
-from amoeba.system.shell import shell_command
+from amoeba.system.files import shell_command
 from hostile_folders import (
     POSITIONS,
     bring_code,
@@ -339,7 +338,7 @@ def test_every_command_that_is_printed_is_quoted():
     for path, text in texts(r"amoeba (?:train|finetune|generate|merge|report)\b|--(?:resume|adapter|out|data|model) "):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.JoinedStr):
-                assert not re.search(commands, ast.unparse(node)), f"{path}:{node.lineno}: use amoeba.system.shell"
+                assert not re.search(commands, ast.unparse(node)), f"{path}:{node.lineno}: use amoeba.system.files"
 
 
 # --- the machine

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from amoeba.data import corpus as data
 from amoeba.data import sources
-from amoeba.data.chat_template import render
 from amoeba.data.corpus import load_corpus
-from amoeba.data.documents import Completion, Conversation, Message, Text, characters
+from amoeba.data.documents import Completion, Conversation, Message, Text, characters, render
 
 CHAT = Conversation((Message("user", "Hello?"), Message("assistant", "Hello.")))
 PAGE = "\n\n".join(f"Paragraph {number}: " + "words and more words " * 20 for number in range(199))

@@ -12,9 +12,8 @@ pytest.importorskip("transformers")
 from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from amoeba.data.chat_template import render
 from amoeba.data.corpus import Corpus
-from amoeba.data.documents import Conversation, Message, Text
+from amoeba.data.documents import Conversation, Message, Text, render
 from amoeba.data.tokenizer import (
     END_OF_TEXT,
     SMALLEST_VOCABULARY,

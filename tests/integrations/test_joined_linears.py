@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from amoeba.integrations.compiled_layers import CompiledLayers
-from amoeba.integrations.joined_linears import JoinedLinears
+from amoeba.integrations.inductor_passes import JoinedLinears
 
 TOKENS, HIDDEN = 40, 8
 SIZES = 12, 4, 4

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 import amoeba
-from amoeba.decoding.refusal import why_not
+from amoeba.decoding.decoder import why_not
 from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.precision.recipes import Fp8Experts
 from selection import quick

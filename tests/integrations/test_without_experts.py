@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'amo
 
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from amoeba.integrations.without_experts import experts_left_out
+from amoeba.integrations.experts_module import experts_left_out
 from tiny_models import experts_of, tiny_config
 
 

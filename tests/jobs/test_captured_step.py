@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.jobs.train import trainer as fast_trainer
-from amoeba.jobs.train.captured_step import CapturedStep, on_stream
-from amoeba.jobs.train.trainer import FastTrainer
+from amoeba.jobs.train.trainer import CapturedStep, FastTrainer, on_stream
 from tiny_runs import Quiet, tiny_run, tiny_settings
 
 
@@ -132,7 +131,7 @@ class TestOnAGpu:
 COUNTS_REPLAYS = """
 import atexit
 from amoeba.cli import main
-from amoeba.jobs.train.captured_step import CapturedStep
+from amoeba.jobs.train.trainer import CapturedStep
 
 calls, replay = [], CapturedStep.__call__
 CapturedStep.__call__ = lambda *given: (calls.append(1), replay(*given))[1]

@@ -15,8 +15,7 @@ from amoeba.integrations import fused_attention
 from amoeba.integrations.compiled_layers import CompiledLayers
 from amoeba.jobs.finetune import finetune
 from amoeba.jobs.train import fast_paths
-from amoeba.jobs.train.captured_step import CapturedStep
-from amoeba.jobs.train.trainer import FastTrainer
+from amoeba.jobs.train.trainer import CapturedStep, FastTrainer
 from selection import quick
 from tiny_models import build
 from tiny_runs import Quiet, kept_weights, tiny_run, tiny_settings

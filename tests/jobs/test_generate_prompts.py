@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from amoeba.commands import generate as command
 from amoeba.commands.typer_app import Typer
-from amoeba.data.prompts import Prompt
+from amoeba.data.sources import Prompt
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate import prompt_batches, token_steps
 from amoeba.jobs.generate.generate import GenerationOptions, generate

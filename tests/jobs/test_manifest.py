@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from amoeba.jobs.train import manifest
-from amoeba.jobs.train.manifest import MANIFEST, damages, save_file, seal, with_digest
-from amoeba.jobs.train.saved_model import WholeModel
+from amoeba.jobs.train.manifest import MANIFEST, WholeModel, damages, save_file, seal, with_digest
 from tiny_models import build
 
 

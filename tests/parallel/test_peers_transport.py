@@ -19,7 +19,7 @@ from amoeba.kernels import peer_rows
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.parallel.transports import choice, peers, shmem
-from amoeba.parallel.transports import topology as places
+from amoeba.parallel.transports import peers as places
 from amoeba.parallel.transports.symmetric_buffer import symmetric_buffer_of
 from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, Share, check_divided, compute_share, joined, shares, whole

@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 
 import amoeba
 from amoeba.cli import app
-from amoeba.decoding.decoder import Outlet
-from amoeba.decoding.refusal import why_not
+from amoeba.decoding.decoder import Outlet, why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching

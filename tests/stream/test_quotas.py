@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from amoeba.stream.cache.budget import least_budget, share_budget
+from amoeba.stream.attaching import least_budget, share_budget
 from amoeba.stream.cache.trace import LayerShape
 from amoeba.stream.sizes import parse_size, show_size
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.parallel import Owners, Ranks, ShardedExperts, own_parameter, shard_experts
 from amoeba.parallel.mesh import make_mesh
-from amoeba.parallel.placement import RANKS
 from amoeba.parallel.processes import first_processes
+from amoeba.parallel.sharded_backend import RANKS
 from amoeba.parallel.shards import is_shard, local_part
 from rank_jobs import E, H, I
 

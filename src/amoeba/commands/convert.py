@@ -21,8 +21,7 @@ from amoeba.commands.output import Output
 from amoeba.commands.run_console import duration
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.core.errors import bad_value
-from amoeba.system.files import model_folder
-from amoeba.system.shell import shell_command, shell_words
+from amoeba.system.files import model_folder, shell_command, shell_words
 
 if TYPE_CHECKING:
     from amoeba.jobs.convert.quantise import Progress as QuantiseProgress

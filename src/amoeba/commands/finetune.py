@@ -25,7 +25,7 @@ from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.jobs.compile_beside import Work, compiling_beside
 from amoeba.system.fast_imports import loading
-from amoeba.system.shell import shell_command
+from amoeba.system.files import shell_command
 
 if TYPE_CHECKING:
     from amoeba.jobs.settings import FinetuneSettings

@@ -230,7 +230,7 @@ def _many(
     model: str, many: ManyPrompts, options: GenerationOptions, adapter: str | None, output: Output, rank_zero: RankZero
 ) -> PromptsReport:
     with loading():
-        from amoeba.data.prompts import read_prompts
+        from amoeba.data.sources import read_prompts
         from amoeba.jobs.generate.generate_prompts import BatchOptions, Results, generate_prompts
 
     assert many.prompts is not None

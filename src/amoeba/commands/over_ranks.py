@@ -30,7 +30,7 @@ from amoeba.parallel.launcher import (
 )
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.ranks import Ranks
-from amoeba.system.shell import shell_words
+from amoeba.system.files import shell_words
 
 Report = TypeVar("Report")
 

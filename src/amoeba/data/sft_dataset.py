@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from amoeba.core.errors import bad_value, counted
-from amoeba.data.chat_template import by_template
-from amoeba.data.documents import Completion, Conversation, Document, Text
+from amoeba.data.documents import Completion, Conversation, Document, Text, by_template
 from amoeba.data.token_rows import NO_LABEL, begin_tokens
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from amoeba.core.errors import bad_value
-from amoeba.data.chat_template import render
-from amoeba.data.documents import Document, characters
+from amoeba.data.documents import Document, characters, render
 from amoeba.data.tokenizer import WORTH_KEEPING, kept, key_of
 
 if TYPE_CHECKING:

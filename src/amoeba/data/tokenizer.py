@@ -36,9 +36,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from amoeba.core.errors import bad_value
 from amoeba.cpu.library_cache import prepared
-from amoeba.data.chat_template import render
 from amoeba.data.corpus import Corpus
-from amoeba.data.documents import Document, contents
+from amoeba.data.documents import Document, contents, render
 from amoeba.integrations.model_folder import has_tokenizer, has_weights, load_config, load_tokenizer
 from amoeba.integrations.text_model import vocabulary
 from amoeba.system.files import default_folder

@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return Sampling
     if name == "why_not":
-        from amoeba.decoding.refusal import why_not
+        from amoeba.decoding.decoder import why_not
 
         return why_not
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,8 +52,11 @@ class CompiledLayers:
 
 def graph_passes() -> dict[str, Any]:
     """What we change in the compiler's graphs, as its options."""
-    from amoeba.integrations.inductor_passes import KeptSums, SumsIntoExperts
-    from amoeba.integrations.joined_linears import JoinedLinears  # which imports the compiler
+    from amoeba.integrations.inductor_passes import (
+        JoinedLinears,  # which imports the compiler
+        KeptSums,
+        SumsIntoExperts,
+    )
 
     return {
         "pre_grad_custom_pass": JoinedLinears(),

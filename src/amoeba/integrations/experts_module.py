@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -285,3 +288,27 @@ def _announce(class_name: str, activation: Activation | None) -> None:
         logger.info("%s: calling the module's own activation (and norm), which is slower", class_name)
     else:
         logger.info("%s: activation %s, fused", class_name, activation)
+
+
+@contextmanager
+def experts_left_out() -> Iterator[None]:
+    """Models that this thread makes meanwhile have no expert parameters, only their shapes on the meta device.
+
+    transformers makes a model on the meta device and gives memory to every parameter that it finds then.
+    """
+    from transformers import PreTrainedModel
+
+    made, thread = PreTrainedModel.post_init, threading.get_ident()
+
+    @functools.wraps(made)
+    def post_init(self: Any) -> None:
+        if threading.get_ident() == thread:
+            for module in experts_modules(self).values():
+                leave_shapes(module)
+        made(self)
+
+    PreTrainedModel.post_init = post_init
+    try:
+        yield
+    finally:
+        PreTrainedModel.post_init = made

@@ -193,8 +193,8 @@ def load_rest(
     gets. tensors: all others of its checkpoint, which it takes over. dtype: None for the checkpoint's own."""
     from transformers import GenerationConfig
 
+    from amoeba.integrations.experts_module import experts_left_out
     from amoeba.integrations.transformers import register
-    from amoeba.integrations.without_experts import experts_left_out
 
     register()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from amoeba.integrations.experts_module import described, experts_modules, hand_over
+from amoeba.integrations.experts_module import described, experts_left_out, experts_modules, hand_over
 from amoeba.integrations.quantised_files import (
     QuantisedFiles,
     check_no_codes,
@@ -26,7 +26,6 @@ from amoeba.integrations.quantised_files import (
     format_of,
     products_for,
 )
-from amoeba.integrations.without_experts import experts_left_out
 from amoeba.precision.formats import E8M0, fp8_blocks
 from amoeba.precision.placements import placement_of
 from amoeba.precision.quantised import QuantisedMatrix, block_counts

@@ -37,9 +37,9 @@ from amoeba.integrations.model_folder import (
 from amoeba.integrations.own_tensors import own_tensors, sharded_modules
 from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.placement import RANKS
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_parameter, shard_experts
+from amoeba.parallel.sharded_backend import RANKS
 from amoeba.parallel.shards import copy_here, is_shard, local_part, whole
 from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, save_tensors, tensors_of

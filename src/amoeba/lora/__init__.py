@@ -12,7 +12,6 @@ nor transformers; peft is only needed for targets outside the experts.
 """
 
 from amoeba.lora.adapter_folder import load, save
-from amoeba.lora.attaching import attach, detach
-from amoeba.lora.merging import merge, unmerge
+from amoeba.lora.attaching import attach, detach, merge, unmerge
 
 __all__ = ["attach", "detach", "load", "merge", "save", "unmerge"]

@@ -15,6 +15,8 @@ slot is a sentinel: it adds nothing, and its weight gets gradient zero here, so 
 
 Rows are sent quantised where the experts read them only so: half of the bytes, and the same numbers, since the scales
 of a row depend on that row alone.
+
+Importing `amoeba.parallel` registers the backend and the placement `ranks`; nothing below knows of either.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,13 +34,15 @@ from amoeba.backends.backend import Backend, Request
 from amoeba.backends.experts_operator import can_skip_dispatcher
 from amoeba.backends.fp8_triton import why_not_there
 from amoeba.backends.registry import backends_of, choose, explain
+from amoeba.core.placement import Placement, Tolerance
 from amoeba.core.torch_internals import transformed
 from amoeba.core.weights import ExpertWeights
 from amoeba.parallel.agreement import ANY, ROW_FORMATS
 from amoeba.parallel.ranks import Ranks
-from amoeba.parallel.sharded import ShardedExperts
+from amoeba.parallel.sharded import ShardedExperts, shard_experts
 from amoeba.parallel.transports.choice import choose_transport
 from amoeba.parallel.transports.transport import Exchange
+from amoeba.placements import register_placement
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised import QuantisedMatrix, pack_rows, packed_bytes, quantise, unpack_rows
 from amoeba.precision.recipes import OF_ALL_TOKENS
@@ -283,3 +288,23 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient
+
+
+def _why_not() -> str | None:
+    if not dist.is_available():
+        return "needs a torch that was built with torch.distributed"
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return "needs several processes with torch.distributed set up, as torchrun starts them"
+    return None
+
+
+RANKS = Placement(
+    "ranks",
+    "over the ranks of torch.distributed",
+    make=shard_experts,
+    backends=(RanksBackend(),),
+    tolerances={dtype: Tolerance() for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
+    why_not=_why_not,
+    offered=False,  # to one process, which is all that doctor and bench have; over ranks the commands take it
+)
+register_placement(RANKS)

@@ -23,6 +23,7 @@ On a GPU the two budgets become slots there, next to everything but the experts,
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +50,6 @@ from amoeba.integrations.experts_module import (
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.integrations.quantised_models import unquantised
 from amoeba.precision.quantised_experts import QuantisedExperts
-from amoeba.stream.cache.budget import least_budget, share_budget
 from amoeba.stream.cache.trace import LayerShape, Recorder
 from amoeba.stream.cpu.memory import READS, ExpertMemory
 from amoeba.stream.experts import ExpertsInSlots
@@ -451,3 +451,35 @@ def _budget(name: str, asked: str | int, all_of_it: int, free: list[int | None],
     if asked != "auto":
         return parse_size(name, asked) if isinstance(asked, str) else asked
     return min([all_of_it, *(int(AUTO_SHARE * max(0, each - reserved)) for each in free if each is not None)])
+
+
+def least_budget(layers: Sequence[LayerShape], least: Sequence[int]) -> int:
+    """Bytes below which `share_budget` refuses."""
+    return sum(count * layer.expert_bytes for count, layer in zip(least, layers, strict=True))
+
+
+def share_budget(budget: int, layers: Sequence[LayerShape], *, least: Sequence[int], name: str = "budget") -> list[int]:
+    """Slots of each layer, no more than it has experts. Slots are given one by one to the layer that has the fewest
+    bytes, until none fits.
+
+    least: slots that a layer must have.
+    name:  of the budget, for the error.
+    """
+    wanted = least_budget(layers, least)
+    if budget < wanted:
+        remedy = f"raise it to {show_size(wanted)} or more"
+        raise bad_value(name, f"at least {show_size(wanted)} for {len(layers)} layers", show_size(budget), remedy)
+    for index, layer in enumerate(layers):
+        if layer.expert_bytes < 1:
+            raise bad_value(f"layer {index}", "a known size of an expert", layer.expert_bytes, "give expert_bytes")
+    slots, left = list(least), budget - wanted
+    queue = [(count * layers[i].expert_bytes, i) for i, count in enumerate(slots)]
+    heapq.heapify(queue)
+    while queue:
+        _, index = heapq.heappop(queue)
+        size = layers[index].expert_bytes
+        if slots[index] < layers[index].experts and size <= left:
+            slots[index] += 1
+            left -= size
+            heapq.heappush(queue, (slots[index] * size, index))
+    return slots

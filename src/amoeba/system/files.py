@@ -15,6 +15,7 @@ import errno
 import hashlib
 import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -219,3 +220,12 @@ def finite(value: Any, instead: Callable[[float], Any]) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner, instead) for inner in value]
     return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shell_command(command: str, *words: object) -> str:
+    """command: of aMoEba, with or without the name in front ("amoeba train")."""
+    return shell_words("amoeba", command.removeprefix("amoeba "), *words)
+
+
+def shell_words(*words: object) -> str:
+    return shlex.join(map(str, words))

@@ -5,11 +5,14 @@ report = merge("models/base", "runs/mine", "models/mine")
 The new folder is the base model's, file by file and tensor by tensor, with other numbers in the weights that the
 adapter changes. What the adapter has nothing to do with, such as a vision part or heads for speculative decoding, is
 copied bit for bit, whether or not it was loaded.
+
+It notes which adapters are in it, so that none is added twice (`check_not_merged`).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -25,14 +28,15 @@ from amoeba import lora
 from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import as_stored, sort_names
 from amoeba.integrations.model_folder import (
+    check_json,
     check_model,
     find_adapter,
     has_tokenizer,
     load_model,
     load_tokenizer_and_config,
 )
-from amoeba.jobs.convert.merged_adapters import check_not_merged, note_merged
 from amoeba.lora.attaching import Attached
+from amoeba.lora.peft_files import TENSORS_NAME
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import copy_small_files
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, TensorEntry, checkpoint_tensors, header_of
@@ -178,3 +182,43 @@ def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
     return {
         key: named if key in ("dtype", "torch_dtype") else _with_dtype(value, dtype) for key, value in config.items()
     }
+
+
+NAME = "merged_adapters.json"
+
+
+def note_merged(folder: Path, base: str, adapter: Path) -> None:
+    """What the base model had in it, and this one."""
+    entry = {"adapter": str(adapter), "base_model": base, "sha256": _digest(adapter)}
+    write_whole(folder / NAME, json.dumps({"adapters": [*_merged_into(base), entry]}, indent=1) + "\n")
+
+
+def check_not_merged(model: str, adapter: Path) -> None:
+    entries = _merged_into(model)
+    if not entries or not (adapter / TENSORS_NAME).is_file():
+        return
+    digest = _digest(adapter)
+    for entry in entries:
+        if entry.get("sha256") == digest:
+            raise bad_value(
+                "--adapter",
+                "an adapter that is not merged into the model yet",
+                f"{str(adapter)!r}, which is already merged into {model!r} ({NAME})",
+                f"use that model without the adapter, or the base model {entry.get('base_model')!r} with it",
+            )
+
+
+def _merged_into(model: str) -> list[dict[str, Any]]:
+    path = Path(model) / NAME
+    if not path.is_file():
+        return []
+    check_json(path)
+    entries = json.loads(path.read_bytes()).get("adapters")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise bad_value(str(path), '"adapters", a list of objects', repr(entries)[:60], "correct or remove the file")
+    return entries
+
+
+def _digest(adapter: Path) -> str:
+    with (adapter / TENSORS_NAME).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

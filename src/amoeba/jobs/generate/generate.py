@@ -30,7 +30,7 @@ from amoeba.jobs.generate.options import (
     seed_for,
     set_generation_config,
 )
-from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.generate.prompt_batches import most_new_tokens, tokenise
 from amoeba.jobs.generate.token_steps import Kind, Steps, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero

@@ -23,8 +23,7 @@ from typing import Any, Literal
 import torch
 
 from amoeba.core.errors import bad_value
-from amoeba.data.prompts import Prompt
-from amoeba.data.sources import parse_json, read_text
+from amoeba.data.sources import Prompt, parse_json, read_text
 from amoeba.integrations.precision import ProductsOfModel
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import (
@@ -35,8 +34,16 @@ from amoeba.jobs.generate.options import (
     seed_for,
     set_generation_config,
 )
-from amoeba.jobs.generate.prompt_batches import Answer, Row, batches_of, continuous, padded, why_not_continuous
-from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.generate.prompt_batches import (
+    Answer,
+    Row,
+    batches_of,
+    continuous,
+    most_new_tokens,
+    padded,
+    tokenise,
+    why_not_continuous,
+)
 from amoeba.jobs.generate.token_steps import Kind, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero

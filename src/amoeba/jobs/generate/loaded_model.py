@@ -24,7 +24,7 @@ from amoeba.core.errors import bad_value
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
 from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import ProductsOfModel, products_of, set_products
-from amoeba.jobs.convert.merged_adapters import check_not_merged
+from amoeba.jobs.convert.merge import check_not_merged
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.generate.options import GenerationOptions
 from amoeba.jobs.placed_model import attach_in, load_placed

@@ -77,7 +77,7 @@ def choose_steps(
 
 
 def why_plain(model: Any) -> str | None:
-    from amoeba.decoding.refusal import why_not, why_not_chosen
+    from amoeba.decoding.decoder import why_not, why_not_chosen
 
     return why_no_graphs(model.device) or why_not(model) or why_not_chosen(model, model.generation_config)
 

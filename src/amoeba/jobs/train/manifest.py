@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from amoeba.integrations.model_folder import MODEL_FOLDER
 from amoeba.stream.store.tensor_files import NAMES, save_tensors
 from amoeba.system.files import sync_folder, write_whole
 from amoeba.system.pipeline import CHUNK
@@ -156,3 +157,48 @@ def _blake2b(data: bytes) -> Any:
 def _identity(path: Path) -> tuple[int, ...]:
     about = path.stat()
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+class Artifact(Protocol):
+    """In the folder `name` of the run at its end.
+
+    Over ranks each calls all of these: `gather` first, which may send, then `save`, in which nothing is sent and each
+    writes its part, then the first rank `finish`.
+    """
+
+    name: str
+
+    def gather(self, model: Any) -> None: ...
+
+    def save(self, model: Any, folder: Path) -> None: ...
+
+    def finish(self, folder: Path) -> None: ...
+
+    def load(self, model: Any, folder: Path) -> None: ...
+
+
+class WholeModel:
+    name = MODEL_FOLDER
+
+    def __init__(self, first: bool = True) -> None:
+        """first: whether this is the rank that writes."""
+        self._first = first
+
+    def gather(self, model: Any) -> None:
+        """Nothing: the model is all here."""
+
+    def save(self, model: Any, folder: Path) -> None:
+        if self._first:
+            with saves_fast():
+                model.save_pretrained(folder)
+
+    def finish(self, folder: Path) -> None:
+        """Nothing: the folder is whole."""
+
+    def load(self, model: Any, folder: Path) -> None:
+        """Through from_pretrained: on disk experts lie one by one, and only it puts them together again.
+
+        (Trainer's own way reads the file as it is, finds no stacked experts and leaves them as initialised.)
+        """
+        stored = type(model).from_pretrained(folder, dtype=model.dtype, trust_remote_code=False)
+        model.load_state_dict(stored.state_dict())

@@ -33,8 +33,7 @@ from amoeba.jobs.train.optimizer_files import GROUPS, WHOLE, has_optimizer
 from amoeba.jobs.train.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.store.index import INDEX, is_store
-from amoeba.system.files import sampled_hash
-from amoeba.system.shell import shell_command, shell_words
+from amoeba.system.files import sampled_hash, shell_command, shell_words
 
 Report = TypeVar("Report", bound=RunReport)
 

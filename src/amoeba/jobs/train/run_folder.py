@@ -24,8 +24,7 @@ from amoeba.core.errors import bad_value
 from amoeba.jobs.train.manifest import with_digest
 from amoeba.parallel.launcher import may_restart
 from amoeba.parallel.rank_zero import ALONE, RankZero
-from amoeba.system.files import put_back, write_whole
-from amoeba.system.shell import shell_words
+from amoeba.system.files import put_back, shell_words, write_whole
 
 _UNFINISHED = "writing"  # the checkpoint that is being written
 _SET_ASIDE = "set-aside-"

@@ -48,7 +48,7 @@ from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.precision.formats import FP8_TRAINING
 from amoeba.precision.recipes import AUTO, UNCHANGED, summary_of
-from amoeba.system.shell import shell_command, shell_words
+from amoeba.system.files import shell_command, shell_words
 
 COMMAND = "amoeba train"
 # Of each kind of held-out text, to see which experts serve it.
@@ -102,7 +102,7 @@ def _train(
     from amoeba.integrations.coverage import check_coverage
     from amoeba.integrations.transformers import register
     from amoeba.jobs.sharded_model import ShardedModel, count_parameters, shard_model
-    from amoeba.jobs.train.saved_model import Artifact, WholeModel
+    from amoeba.jobs.train.manifest import Artifact, WholeModel
     from amoeba.jobs.train.trainer import Rows
     from amoeba.jobs.train.training_loop import make_trainer, run_to_end
 

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from amoeba.core.errors import bad_value
+from amoeba.core.torch_internals import end_failed_capture
 from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
 from amoeba.integrations.experts_module import ATTRIBUTE
 from amoeba.integrations.own_tensors import own_tensors, sharded_modules
 from amoeba.jobs.model_cost import training_flops_per_token
-from amoeba.jobs.train.captured_step import CapturedStep, on_stream
 from amoeba.observe.router_watch import RouterWatch
 from amoeba.optim import AdamW
 from amoeba.parallel.mesh import RankMesh
@@ -290,3 +291,84 @@ def shard_fully(model: Any, mesh: RankMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+_SPOILED = "previous error during capture"  # all that the end of a capture tells of an error inside
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Runs what is inside there, behind what was before and ahead of what follows."""
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+class CapturedStep:
+    """Forward and backward of one batch as a CUDA graph: the host starts a step with one call instead of thousands.
+
+    A capture holds the work of one stream. Gradients are added up on the stream on which a parameter was first used,
+    for as long as anything keeps the graph of that pass: hence the same stream for the pass before it (`on_stream`),
+    and a collection of what only circles of references keep. Everything has the address it had in the capture: a batch
+    is copied to where the graph reads it, and gradients are where it writes them.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[dict[str, Any], Tensor], Tensor],
+        inputs: dict[str, Any],
+        predicted: Tensor,
+        parameters: Iterable[nn.Parameter],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Parameters have no gradients now. What `run` compiles or allocates once, it did in a call before.
+        What it raises is raised here, and torch is as it was before."""
+        self._inputs = {name: _copy(value) for name, value in inputs.items()}
+        self._predicted = predicted.clone()
+        gc.collect()
+        torch.cuda.empty_cache()  # the graph has memory of its own
+        self._graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            # the outer one stays the current stream also where a capture fails to end
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"),
+            ):
+                self._loss = run(self._inputs, self._predicted)
+        except Exception as error:
+            end_failed_capture(pool)
+            if _SPOILED in str(error) and error.__context__ is not None:
+                raise error.__context__ from None
+            raise
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    def fits(self, inputs: dict[str, Any]) -> bool:
+        return inputs.keys() == self._inputs.keys() and all(
+            _kind(value) == _kind(self._inputs[name]) for name, value in inputs.items()
+        )
+
+    def __call__(self, inputs: dict[str, Any], predicted: Tensor) -> Tensor:
+        """The loss. Gradients are added to those that parameters have."""
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                self._inputs[name].copy_(value, non_blocking=True)
+        self._predicted.copy_(predicted, non_blocking=True)
+        # in a step of several passes: the gradients of the first are where those of the second will be
+        sums = [
+            _copy(parameter.grad) if parameter.grad is own else parameter.grad for parameter, own in self._gradients
+        ]
+        self._graph.replay()
+        for (parameter, gradient), earlier in zip(self._gradients, sums, strict=True):
+            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+        return self._loss.clone()
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _kind(value: Any) -> Any:
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value

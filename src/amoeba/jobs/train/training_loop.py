@@ -33,7 +33,7 @@ from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.text_model import draws_random_numbers
 from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.train.fast_paths import fast_paths
-from amoeba.jobs.train.manifest import seal
+from amoeba.jobs.train.manifest import Artifact, seal
 from amoeba.jobs.train.metrics import NotFinite, RunLog
 from amoeba.jobs.train.optimizer_files import SCHEDULER, has_optimizer, load_optimizer, save_optimizer
 from amoeba.jobs.train.resume import Earlier
@@ -45,15 +45,13 @@ from amoeba.jobs.train.run_folder import (
     step_of,
     unfinished_checkpoint,
 )
-from amoeba.jobs.train.saved_model import Artifact
 from amoeba.jobs.train.time_budget import TimeBudget
 from amoeba.jobs.train.trainer import FastTrainer, Rows
 from amoeba.parallel.launcher import hosts
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.shards import local_part
-from amoeba.system.files import replace_folder
-from amoeba.system.shell import shell_command, shell_words
+from amoeba.system.files import replace_folder, shell_command, shell_words
 
 if TYPE_CHECKING:
     from amoeba.jobs.train.metrics import RunLog
