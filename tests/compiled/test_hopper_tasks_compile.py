@@ -20,7 +20,7 @@ from test_hopper_compiles import CompileOnly
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
 SHAPES = {"qwen3_30b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8)}
-COMPILED = (*SHAPES, "small")  # the last one: qwen3_30b's sizes, as of a layer with few rows
+COMPILED = (*SHAPES, "small", "biases")  # the last two: qwen3_30b's sizes, as of a layer with few rows; with biases
 # What a thread may keep in memory between two tasks: predicates and addresses that are found once. Never a sum: Triton
 # 3.9 fetches one such number again in each step of a product, in three of the four loops, 3.6 none.
 MOST_STACK = 96
@@ -117,7 +117,7 @@ def main(names: list[str]) -> dict[str, dict]:
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
             Activation(), (numbers(N), numbers(N), numbers(E)), arrival=others if name == "over ranks" else None,
-            small=name == "small",
+            small=name == "small", biases=(empty(E, 2 * I), empty(E, H)) if name == "biases" else (None, None),
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}

@@ -36,14 +36,18 @@ def fresh() -> Iterator[LocalRanks]:
         yield found
 
 
-@quick(lambda ranks, slow: (ranks, slow) == (2, 1))
-@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 1)])
-def test_gradients_have_the_bits_of_collective_while_rows_come_late(fresh: LocalRanks, ranks: int, slow: int) -> None:
+@quick(lambda ranks, slow, biases: (ranks, slow) == (2, 1))
+@pytest.mark.parametrize(
+    ("ranks", "slow", "biases"), [(2, 0, False), (2, 1, False), (3, 1, False), (2, 1, True), (3, 0, True)]
+)
+def test_gradients_have_the_bits_of_collective_while_rows_come_late(
+    fresh: LocalRanks, ranks: int, slow: int, biases: bool
+) -> None:
     """Numbers of tokens change, cells are used again, and a rank may come without any."""
     steps = [(20, 5, 9)[:ranks], (0, 3, 32)[:ranks]]
-    jobs = [(rank, ranks, steps, 32, slow) for rank in range(ranks)]
+    jobs = [(rank, ranks, steps, 32, slow, biases) for rank in range(ranks)]
     for equal, early in fresh.run(rank_jobs.started_early, jobs):
-        assert len(equal) == 5 * len(steps) and all(equal)
+        assert len(equal) == (7 if biases else 5) * len(steps) and all(equal)
         assert early == len(steps)
 
 

@@ -45,12 +45,12 @@ def started(count: int) -> LocalRanks:
 
 
 def sharded_layer(
-    count: int, deadline: float = 30.0, hidden: int = H, inner: int = I, **options: Any
+    count: int, deadline: float = 30.0, hidden: int = H, inner: int = I, biases: bool = False, **options: Any
 ) -> ShardedExperts:
     generator = torch.Generator().manual_seed(0)
-    shapes = (E, 2 * inner, hidden), (E, hidden, inner)
-    gate_up, down = (torch.randn(*shape, generator=generator) / 4 for shape in shapes)
-    return shard_experts(ExpertWeights(gate_up, down), Ranks(first_processes(count), deadline), **options)
+    shapes = ((E, 2 * inner, hidden), (E, hidden, inner), (E, 2 * inner), (E, hidden))[: 4 if biases else 2]
+    weights = ExpertWeights(*(torch.randn(*shape, generator=generator) / 4 for shape in shapes))
+    return shard_experts(weights, Ranks(first_processes(count), deadline), **options)
 
 
 def tokens(top_k: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Routing]:
@@ -133,11 +133,17 @@ def with_and_without_checkpointing(
 
 
 def peers_as_collective(
-    rank: int, count: int, steps: list[tuple[int, ...]], local_backend: str = "auto", by: str = "peers", **options: Any
+    rank: int,
+    count: int,
+    steps: list[tuple[int, ...]],
+    local_backend: str = "auto",
+    by: str = "peers",
+    biases: bool = False,
+    **options: Any,
 ) -> tuple[list[bool], int]:
     """Whether output and gradients by `peers` have the bits of `collective`; and how often the hosts of the former
     talked. steps: tokens of each rank in each of them. by: another transport instead of `peers`."""
-    layers = {name: sharded_layer(count, transport=name) for name in (by, "collective")}
+    layers = {name: sharded_layer(count, transport=name, biases=biases) for name in (by, "collective")}
     layers = {name: replace(layer, local_backend=local_backend) for name, layer in layers.items()}
     layers[by] = replace(layers[by], **options)
     equal, talked = [], 0
@@ -159,11 +165,12 @@ def peers_as_collective(
 
 
 def started_early(
-    rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, slow: int
+    rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, slow: int, biases: bool = False
 ) -> tuple[list[bool], int]:
     """As `peers_as_collective`, where the scheduled backward sends dy itself and begins before that of others is there;
     and how often it did. slow: this rank comes late to each backward."""
-    run = functools.partial(peers_as_collective, rank, count, steps, "tasks", most_tokens=most_tokens)
+    options = {"most_tokens": most_tokens, "biases": biases}
+    run = functools.partial(peers_as_collective, rank, count, steps, "tasks", **options)
     found, early = _counting_early_starts(run, 1.0 if rank == slow else 0.0)
     return found[0], early
 

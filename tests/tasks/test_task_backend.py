@@ -31,6 +31,8 @@ CASES = [
     Case(0, 2),
     Case(3, 4, hidden=128, intermediate=64, **FEW),
     Case(9, 2, pattern="sentinels_alone", narrow=True, **FEW),
+    Case(17, 2, bias=True, pattern="sentinels", **FEW),
+    Case(9, 2, Activation("silu", alpha=1.702, up_shift=1.0, limit=2.0, interleaved=True), bias=True, **FEW),
 ]
 
 
@@ -90,7 +92,7 @@ def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(m
     assert chosen(ratio._replace(tokens=tokens + 1)) == chosen(ratio._replace(hidden=hidden + 64)) == usual
     assert chosen(ratio._replace(top_k=layer[3] + 1)) == usual
     assert chosen(ratio, ratio._replace(times=measured.AT_LEAST - 0.001)) == usual, "not with skewed routing, say"
-    assert chosen(ratio, request=request_of(Layer(bias=True))) == usual, "has no tasks for biases"
+    assert chosen(ratio, request=request_of(Layer(bias=True))) == usual, "no layer with biases was measured"
     monkeypatch.setattr(measured, "gpu_bytes", lambda device: 1 << 16)
     assert chosen(ratio) == usual, "needs too much of such a memory"
 
@@ -143,11 +145,11 @@ def test_it_is_there_for_who_asks_for_it_by_name(monkeypatch):
 def test_what_it_has_no_tasks_for_is_refused_with_the_reason(tasks):
     plain = request_of(Layer(bias=False))
     assert tasks.why_not(plain) is None
-    assert tasks.why_not(request_of(Layer(bias=True))) == "has no tasks for biases"
+    assert tasks.why_not(request_of(Layer(bias=True))) is None
     turned = ExpertWeights(plain.weights.gate_up_EJH.mT.contiguous().mT, plain.weights.down_EHI)
     assert "contiguous" in tasks.why_not(request_of(Layer(bias=False), turned))
-    with pytest.raises(ValueError, match="tasks does not; got has no tasks for biases"):
-        registry.choose("tasks", request_of(Layer(bias=True)))
+    with pytest.raises(ValueError, match="tasks does not; got needs contiguous weights"):
+        registry.choose("tasks", request_of(Layer(bias=False), turned))
 
 
 def test_only_what_is_asked_for_gets_a_gradient():

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from amoeba.tasks.triton.tickets import Layout, _merged, count_tickets, decode_ticket, make_table
+from amoeba.tasks.triton.tickets import Layout, _merged, count_tickets, decode_ticket, make_table, with_biases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,11 +40,12 @@ def random_graph(seed: int) -> tuple[Graph, torch.Tensor]:
         kept=draw.randint(1, 4),
         behind=draw.choice((0, 1, 5, 99)),
         bundle=draw.randint(1, 3),
+        bias_columns=draw.randint(2, 6),
     )
     sizes = Sizes(draw.randint(1, 9), draw.randint(1, 7), experts, top_k)
     counts = [sum(each == [expert] for each in ids) for expert in range(experts)]
     offs_E = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=DEVICE)
-    return Graph(0, rows, sizes, tiling, router=False), offs_E
+    return Graph(0, rows, sizes, tiling, router=False, biases=draw.random() < 0.5), offs_E
 
 
 def layout_of(graph: Graph) -> Layout:
@@ -60,23 +61,29 @@ def layout_of(graph: Graph) -> Layout:
         tiling.group,
         tiling.kept,
         tiling.behind,
+        graph.parts(Kind.DOWN_BIAS),
+        graph.parts(Kind.UP_BIAS),
     )
 
 
 def decode(tickets: torch.Tensor, offs_E: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Kind, item and part of each, and how many tickets there are at the end: (n + 1, 3)."""
     out = torch.empty((len(tickets) + 1, 3), dtype=torch.int32, device=offs_E.device)
-    _decode[(1,)](*make_table(offs_E, layout.row_block)[:2], tickets, out, len(tickets), **layout.constants())
+    biases_from = layout.down_weight_parts, layout.up_weight_parts
+    table = make_table(offs_E, layout.row_block)[:2]
+    _decode[(1,)](*table, tickets, out, len(tickets), *biases_from, **layout.constants())
     return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "down_bias_from", "up_bias_from"])
 def _decode(
     heaviest_E,
     first_tile,
     tickets,
     out,
     count,
+    down_bias_from,
+    up_bias_from,
     EXPERTS: tl.constexpr,
     TN: tl.constexpr,
     TNX: tl.constexpr,
@@ -111,6 +118,7 @@ def _decode(
             BEHIND,
             GROUP,
         )
+        kind, part = with_biases(kind, part, down_bias_from, up_bias_from)
         line = out + 3 * index
         tl.store(line, kind)
         tl.store(line + 1, item)

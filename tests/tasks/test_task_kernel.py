@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.sort import sort_rows
-from amoeba.tasks.graph import Kind
+from amoeba.tasks.graph import OF_EXPERT, Kind
 from amoeba.tasks.timeline import DeviceTrace
 from amoeba.tasks.triton.backward import scheduled_backward
 
@@ -29,7 +29,9 @@ class PlainRows(TritonRows):
         return TritonRows(problem, *(saved[1:] if saved else sort_rows(problem.expert_TK, problem.weights.num_experts)))
 
 
-def make_problem(tokens, hidden, intermediate, experts, top_k, activation=None, dtype=torch.float32, one=False, seed=0):
+def make_problem(
+    tokens, hidden, intermediate, experts, top_k, activation=None, dtype=torch.float32, one=False, seed=0, biases=()
+):
     activation = activation or Activation("silu")
     generator = torch.Generator().manual_seed(seed)
 
@@ -38,9 +40,10 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, activation=None, 
         return torch.randn(*shape, generator=generator, dtype=torch.float32).div(shape[-1] ** 0.5).to(DEVICE, dtype)
 
     width = activation.width(intermediate)
-    weights = ExpertWeights(
-        normal(experts, width, hidden), normal(experts, hidden, intermediate), activation=activation
-    )
+    matrices = normal(experts, width, hidden), normal(experts, hidden, intermediate)
+    widths = {"gate_up_bias_EJ": width, "down_bias_EH": hidden}
+    given = {name: normal(experts, widths[name]) for name in biases}
+    weights = ExpertWeights(*matrices, activation=activation, **given)
     ids = torch.randint(-1, experts, (tokens, top_k), generator=generator)
     ids = torch.zeros_like(ids) if one else ids
     weight = torch.rand(tokens, top_k, generator=generator).to(DEVICE)
@@ -49,9 +52,11 @@ def make_problem(tokens, hidden, intermediate, experts, top_k, activation=None, 
 
 def both(problem, dy_TH, **options):
     _, saved = sorted_rows.forward(problem, "h", PlainRows)
-    needs = Needs(x=True, weight=True, gate_up=True, down=True)
-    expected = sorted_rows.backward(problem, saved, dy_TH, needs, PlainRows)
     weights = problem.weights
+    biases = weights.gate_up_bias_EJ, weights.down_bias_EH
+    of_biases = {"gate_up_bias": biases[0] is not None, "down_bias": biases[1] is not None}
+    needs = Needs(x=True, weight=True, gate_up=True, down=True, **of_biases)
+    expected = sorted_rows.backward(problem, saved, dy_TH, needs, PlainRows)
     with poisoned_memory():
         found = scheduled_backward(
             dy_TH,
@@ -63,16 +68,24 @@ def both(problem, dy_TH, **options):
             weights.down_EHI,
             weights.activation,
             saved.maps,
+            biases=biases,
             **options,
         )
     return expected, found
 
 
+def same(left, right):
+    return all(a.equal(b) for a, b in zip(left, right, strict=True) if a is not None)
+
+
 def check(problem, dy_TH, **options):
     expected, found = both(problem, dy_TH, **options)
     for name, value in found._asdict().items():
+        if (other := getattr(expected, name)) is None:
+            assert value is None, name
+            continue
         assert value.isfinite().all(), name
-        assert value.equal(getattr(expected, name)), name
+        assert value.equal(other), name
 
 
 @pytest.mark.parametrize(
@@ -82,6 +95,18 @@ def check(problem, dy_TH, **options):
 )
 def test_gradients_have_the_bits_of_the_triton_backend(sizes):
     check(*make_problem(*sizes))
+
+
+BOTH = ("gate_up_bias_EJ", "down_bias_EH")
+
+
+@pytest.mark.parametrize("biases", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up's", "down's"])
+def test_biases_have_the_bits_of_the_triton_backend(biases):
+    check(*make_problem(40, 16, 24, 3, 2, biases=biases))
+
+
+def test_biases_of_many_columns_and_of_an_expert_with_several_chunks_of_rows():
+    check(*make_problem(150, 520, 16, 2, 1, biases=BOTH, one=True))
 
 
 def test_all_tokens_on_one_expert():
@@ -97,12 +122,13 @@ def test_other_activations(activation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_programs_have_the_same_bits_in_every_run(dtype):
-    problem, dy_TH = make_problem(3000, 512, 256, 16, 4, dtype=dtype)
+@pytest.mark.parametrize("biases", [(), BOTH], ids=["plain", "biases"])
+def test_many_programs_have_the_same_bits_in_every_run(dtype, biases):
+    problem, dy_TH = make_problem(3000, 512, 256, 16, 4, dtype=dtype, biases=biases)
     first = both(problem, dy_TH)[1]
     for _ in range(20):
         check(problem, dy_TH)
-        assert all(left.equal(right) for left, right in zip(first, both(problem, dy_TH)[1], strict=True))
+        assert same(first, both(problem, dy_TH)[1])
 
 
 def traced(problem, dy_TH):
@@ -112,22 +138,23 @@ def traced(problem, dy_TH):
         dy_TH, problem.x_TH, saved.h_NJ, problem.expert_TK, problem.weight_TK, weights.gate_up_EJH, weights.down_EHI,
         weights.activation, saved.maps,
     )  # fmt: skip
-    found = scheduled_backward(*arguments), scheduled_backward(*arguments, trace=trace.room)
+    biases = weights.gate_up_bias_EJ, weights.down_bias_EH
+    found = [scheduled_backward(*arguments, biases=biases, trace=each) for each in (None, trace.room)]
     records = trace.records()
     return *found, records, trace.gates(records, saved.offs_E.tolist())
 
 
 def test_a_traced_backward_has_the_same_bits_and_each_task_once_behind_its_gates():
-    problem, dy_TH = make_problem(40, 16, 24, 3, 2)
+    problem, dy_TH = make_problem(40, 16, 24, 3, 2, biases=BOTH)
     plain, found, records, arrows = traced(problem, dy_TH)
-    assert all(left.equal(right) for left, right in zip(plain, found, strict=True))
+    assert same(plain, found)
     assert [record.ticket for record in records] == list(range(len(records)))
     assert len({record.task for record in records}) == len(records)
     kinds = {record.task.kind for record in records}
-    assert kinds == {Kind.DOWN, Kind.ACTIVATE, Kind.UP, Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS, Kind.COMBINE}
+    assert kinds == {Kind.DOWN, Kind.ACTIVATE, Kind.UP, Kind.COMBINE, *OF_EXPERT}
     assert all(record.came <= record.started <= record.ended for record in records)
     behind = {after.task for _, after in arrows}
-    waiting = {Kind.ACTIVATE, Kind.UP, Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS}
+    waiting = {Kind.ACTIVATE, Kind.UP, *OF_EXPERT}
     if DEVICE == "cpu":  # one program, whose clock goes on at each look
         assert behind == {record.task for record in records if record.task.kind in waiting}
         assert all(before.ended <= after.started for before, after in arrows)

@@ -11,13 +11,12 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from test_task_decoder import layout_of, random_graph
 
-from amoeba.tasks.graph import Graph, Kind
+from amoeba.tasks.graph import OF_EXPERT, Graph, Kind
 from amoeba.tasks.hopper.task_list import make_list
 from amoeba.tasks.triton.tickets import make_table
 from selection import quick
 
 FIRST_ROW_COUNTER = 1000  # any number that is no other counter's
-WEIGHTS = (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS)
 
 
 def expected(graph: Graph, ticket: int, starts: list[int]) -> list[int]:
@@ -26,7 +25,7 @@ def expected(graph: Graph, ticket: int, starts: list[int]) -> list[int]:
     tiling = graph.tiling
     if kind == Kind.COMBINE:
         return [kind, item, part, item, 0, 0, FIRST_ROW_COUNTER + item, 0]
-    if kind in WEIGHTS:
+    if kind in OF_EXPERT:
         tiles = -(-(starts[item + 1] - starts[item]) // tiling.rows)
         return [kind, item, part, item, starts[item], starts[item + 1], 1 + item, 2 * tiles]
     expert, first, _ = graph.rows.tiles[item]

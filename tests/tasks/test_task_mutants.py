@@ -9,8 +9,8 @@ import pytest
 from test_task_schedules import NAMED, run_at_random
 
 from amoeba.proof.schedules import TOLERANCE, ScheduleCase, random_case
-from amoeba.tasks.computation import Region, Regions
-from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Lane, Signal, Task
+from amoeba.tasks.computation import Computation, Region, Regions
+from amoeba.tasks.graph import BIAS_OF, FLAGS, Counter, Gate, Graph, Kind, Lane, Signal, Task
 from amoeba.tasks.simulator import ScheduleFault
 from selection import quick
 
@@ -22,6 +22,8 @@ GATES = [
     (Kind.UP, "rows"),
     (Kind.DOWN_WEIGHTS, "expert"),
     (Kind.UP_WEIGHTS, "expert"),
+    (Kind.DOWN_BIAS, "expert"),
+    (Kind.UP_BIAS, "expert"),
     (Kind.RETURN, "rows"),
     (Kind.COMBINE, "rows"),
     (Kind.COMBINE, "ready"),
@@ -168,13 +170,43 @@ def test_a_swapped_stride(kind):
     assert how_it_dies(Mutant) in {"no such task", "ran twice", "never ran"}
 
 
-@kinds(*Kind)
+@kinds(*(kind for kind in Kind if kind not in BIAS_OF.values()))  # these: below
 def test_a_task_that_is_handed_out_twice(kind):
     class Mutant(Graph):
         def lane_task(self, found: Kind, wave: int, index: int) -> Task:
             return super().lane_task(found, wave, 0 if found == kind else index)
 
     assert how_it_dies(Mutant) in {"ran twice", "written twice"}
+
+
+@kinds(Kind.DOWN_BIAS, Kind.UP_BIAS)
+def test_a_bias_that_is_one_task_short(kind):
+    class Mutant(Graph):
+        def parts(self, found: Kind) -> int:
+            return max(super().parts(found) - (found == kind), 0)
+
+    assert how_it_dies(Mutant) == "never ran"
+
+
+@kinds(Kind.DOWN_BIAS, Kind.UP_BIAS)
+def test_columns_of_a_bias_that_are_summed_twice(kind):
+    class Mutant(Graph):
+        def lane_task(self, found: Kind, wave: int, index: int) -> Task:
+            task = super().lane_task(found, wave, index)
+            return task._replace(part=0) if task.kind == kind else task
+
+    assert how_it_dies(Mutant) in {"ran twice", "written twice"}
+
+
+def test_a_routing_weight_whose_gradient_leaves_the_bias_out(monkeypatch):
+    honest = Computation._activate
+
+    def without_bias(self, task, values):
+        self.down_bias_EH = None
+        return honest(self, task, values[: self.graph.down_tiles])
+
+    monkeypatch.setattr(Computation, "_activate", without_bias)
+    assert how_it_dies(Graph) == "wrong gradient"
 
 
 @kinds(Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS)
@@ -185,12 +217,14 @@ def test_an_empty_expert_that_is_skipped(kind):
             return [expert for expert in self.rows.heaviest[begin:end] if self.tiles_of_expert(expert)]
 
         def lane_size(self, found: Kind, wave: int) -> int:
-            return len(self.full(wave)) * self.parts(kind) if found == kind else super().lane_size(found, wave)
+            return len(self.full(wave)) * self.expert_parts(kind) if found == kind else super().lane_size(found, wave)
 
         def lane_task(self, found: Kind, wave: int, index: int) -> Task:
             if found != kind:
                 return super().lane_task(found, wave, index)
-            return Task(kind, self.full(wave)[index // self.parts(kind)], index % self.parts(kind))
+            place, part = divmod(index, self.expert_parts(kind))
+            within = super().lane_task(found, wave, part)
+            return within._replace(item=self.full(wave)[place])
 
     assert how_it_dies(Mutant) == "never ran"
 

@@ -25,6 +25,7 @@ SMALL = Tiling(
     sent=2,
     wave=1,
     group=2,
+    bias_columns=3,
 )
 CHUNKS, CASES, SCHEDULES = 8, 10, 25  # 2000 in all
 
@@ -62,6 +63,9 @@ NAMED = {
     "a rank without experts, a rank without tokens": make_case(Sizes(4, 3, 4, 2), SMALL, [[5, 0, 2]] * 3, (1, 1, 2, 1)),
     "all ranks remote": make_case(Sizes(4, 3, 4, 2), SMALL, [[3, 4, 2]] * 3, (0, 1, 2, 1), frozenset((0, 1, 2))),
     "one rank remote": make_case(Sizes(4, 3, 4, 2), SMALL, [[3, 4, 2]] * 3, (0, 1, 2, 1), frozenset((1,))),
+    "with biases, one rank remote": make_case(
+        Sizes(4, 3, 4, 2), SMALL, [[3, 4, 2]] * 3, (0, 1, 2, 1), frozenset((2,)), biases=True
+    ),
     "a sender runs ahead": make_case(Sizes(4, 3, 2, 2), SMALL, [[4, 2], [0, 2], [4, 2]], (1, 1)),
     "a reader falls behind": make_case(Sizes(4, 3, 2, 2), SMALL, [[4, 2], [0, 2], [0, 2]], (1, 1)),
 }

@@ -251,6 +251,8 @@ def faster_than(name: str, request: Request) -> str | None:
     if not RATIOS or torch.compiler.is_compiling() or not _is_measured(weights):
         return None
     assert isinstance(weights, ExpertWeights)
+    if any(bias is not None for bias in weights.tensors()[2:]):
+        return None  # none of the layers measured had biases
     (tokens, hidden), top_k = request.x_TH.shape, request.routing.expert_TK.shape[1]
     layer = hidden, weights.intermediate, weights.num_experts, top_k
     found = [each for each in RATIOS.get((gpu_name(weights.device), name), ()) if each[1:6] == (*layer, tokens)]

@@ -44,9 +44,7 @@ class TasksBackend(TritonBackend):
         weights = request.weights
         if request.lora is not None:
             return "has no tasks for LoRA factors"
-        gate_up, down, *biases = weights.tensors()
-        if any(bias is not None for bias in biases):
-            return "has no tasks for biases"
+        gate_up, down, *_ = weights.tensors()
         if not all(weight is None or weight.is_contiguous() for weight in (gate_up, down)):
             return "needs contiguous weights of shapes (E, J, H) and (E, H, I)"
         return super().why_not(request)
@@ -94,6 +92,7 @@ class TasksBackend(TritonBackend):
             weights.down_EHI,
             weights.activation,
             (rows.order_N, rows.slot_row_N, rows.offs_E),
+            biases=(weights.gate_up_bias_EJ, weights.down_bias_EH),
             overwrite_h=saved is None or graph_is_freed(),
             **({} if arrival is None else {"arrival": arrival}),
         )

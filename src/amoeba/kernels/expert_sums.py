@@ -10,6 +10,9 @@ No atomics: an expert's rows are summed in chunks, counted from its own first ro
 their order. So an expert's sum depends on nothing but its own rows: it has the same bits whichever other experts there
 are, as when they are divided over ranks. Chunk c of expert e, whose rows begin at b, has place b // CHUNK + e + c in a
 buffer of N // CHUNK + E rows: no two chunks have the same place, whatever the routing.
+
+Which number is added to which is written out, and left neither to the compiler's layout nor to its fused products: so
+`amoeba.tasks` has the same bits from other tiles.
 """
 
 from __future__ import annotations
@@ -19,15 +22,58 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.gemm_tiles import halves
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.tiles import column_block
 
 WARPS = 4
-SUM_BLOCK, SUM_ROWS = 512, 8  # 64 bytes of bf16 per thread on their way. Not measured yet.
+SUM_BLOCK, SUM_ROWS = 512, 8  # 64 bytes of bf16 per thread on their way. Not measured yet. Rows: sums are the same
 CHUNK = 128  # rows; a fixed number, so that sums do not depend on how many rows there are in all. Not measured yet.
 ADD_BLOCK, ADD_ROWS = 256, 8
-DOT_TILE, DOT_SLOTS = 4096, 16
+DOT_SLOTS = 16
+DOT_COLUMNS = 128  # columns as far apart are added up first, one after the other
+
+
+@triton.jit
+def sum_of_rows(
+    begin, end, column, rows, order, weight, W: tl.constexpr, ROW_STRIDE: tl.constexpr, K: tl.constexpr,
+    BY_TOKEN: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of these columns, in fp32 and in the order of rows. ROWS: loads that are on their way together."""
+    total = column.to(tl.float32) * 0.0
+    for first in range(begin, end, ROWS):
+        for step in tl.static_range(ROWS):
+            row = first + step
+            inside = row < end
+            source = row
+            if BY_TOKEN or HAS_WEIGHT:
+                slot = tl.load(order + row, mask=inside, other=0)
+                if BY_TOKEN:
+                    source = slot // K
+            width = tl.where(inside, W, 0)
+            values = tl.load(rows + source.to(tl.int64) * ROW_STRIDE + column, mask=column < width, other=0.0)
+            if HAS_WEIGHT:
+                scale = tl.load(weight + slot, mask=inside, other=0.0).to(tl.float32)
+                total = tl.fma(values.to(tl.float32), scale, total)
+            else:
+                total += values.to(tl.float32)
+    return total
+
+
+@triton.jit
+def sum_of_chunks(
+    begin, end, column, rows, order, weight, W: tl.constexpr, ROW_STRIDE: tl.constexpr, K: tl.constexpr,
+    BY_TOKEN: tl.constexpr, HAS_WEIGHT: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What `sum_per_expert` has of these columns of an expert, whose rows these are."""
+    total = column.to(tl.float32) * 0.0
+    for first in range(begin, end, CHUNK_ROWS):
+        total += sum_of_rows(
+            first, tl.minimum(first + CHUNK_ROWS, end), column, rows, order, weight, W, ROW_STRIDE, K, BY_TOKEN,
+            HAS_WEIGHT, ROWS,
+        )  # fmt: skip
+    return total
 
 
 @quick
@@ -60,22 +106,8 @@ def _sum_chunks(
     end = tl.minimum(tl.load(offs + expert), begin + CHUNK_ROWS)
     if begin < end:
         column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        column_in = (column < W)[None, :]
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        for first in range(begin, end, ROWS):
-            row = first + tl.arange(0, ROWS)
-            row_in = row < end
-            source = row
-            if BY_TOKEN or HAS_WEIGHT:
-                slot = tl.load(order + row, mask=row_in, other=0)
-                if BY_TOKEN:
-                    source = slot // K
-            address = rows + source.to(tl.int64)[:, None] * ROW_STRIDE + column[None, :]
-            values = tl.load(address, mask=row_in[:, None] & column_in, other=0.0).to(tl.float32)
-            if HAS_WEIGHT:
-                values *= tl.load(weight + slot, mask=row_in, other=0.0).to(tl.float32)[:, None]
-            total += values
-        tl.store(partial + place.to(tl.int64) * W + column, tl.sum(total, axis=0), mask=column < W)
+        total = sum_of_rows(begin, end, column, rows, order, weight, W, ROW_STRIDE, K, BY_TOKEN, HAS_WEIGHT, ROWS)
+        tl.store(partial + place.to(tl.int64) * W + column, total, mask=column < W)
 
 
 @quick
@@ -93,17 +125,17 @@ def _add_chunks(
     """The partial sums of one expert, one block of columns; zeros for an expert without rows."""
     expert = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column_in = column < W
     begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
     chunks = (tl.load(offs + expert) - begin + CHUNK_ROWS - 1) // CHUNK_ROWS
     first_place = begin // CHUNK_ROWS + expert
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, chunks, ROWS):
-        chunk = first + tl.arange(0, ROWS)
-        address = partial + (first_place + chunk).to(tl.int64)[:, None] * W + column[None, :]
-        total += tl.load(address, mask=(chunk < chunks)[:, None] & column_in[None, :], other=0.0)
+        for step in tl.static_range(ROWS):  # unrolled: the loads do not wait for one another
+            width = tl.where(first + step < chunks, W, 0)
+            address = partial + (first_place + first + step).to(tl.int64) * W + column
+            total += tl.load(address, mask=column < width, other=0.0)
     place = out + expert.to(tl.int64) * OUT_STRIDE + column
-    tl.store(place, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column_in)
+    tl.store(place, total.to(out.dtype.element_ty), mask=column < W)
 
 
 def sum_per_expert(
@@ -164,6 +196,30 @@ def sum_per_expert(
     return out_EW
 
 
+@triton.jit
+def dot_by_lanes(left_M, right_M, valid_M, column, total, H: tl.constexpr):
+    """Of pairs of rows, by their addresses, the products summed up to 32 numbers each; what is left to do is the sum of
+    `sum_of_lanes`. column: 0 to COLUMNS; total: zeros, (M, COLUMNS)."""
+    for first in range(0, H, column.shape[0]):
+        inside = valid_M[:, None] & (first + column < H)[None, :]
+        left = tl.load(left_M[:, None] + (first + column)[None, :], mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(right_M[:, None] + (first + column)[None, :], mask=inside, other=0.0).to(tl.float32)
+        total = tl.fma(left, right, total)
+    left, right = halves(total, True)
+    left, right = halves(left + right, True)
+    return left + right
+
+
+@triton.jit
+def sum_of_lanes(tile):
+    """Of each row: the left half and the right half are added until one number is left."""
+    if tile.shape[1] == 1:
+        return tl.reshape(tile, (tile.shape[0],))
+    else:
+        left, right = halves(tile, False)
+        return sum_of_lanes(left + right)
+
+
 @quick
 @triton.jit
 def _bias_dot(
@@ -177,7 +233,7 @@ def _bias_dot(
     BIAS_STRIDE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     SLOT_BLOCKS: tl.constexpr = (K + SLOTS - 1) // SLOTS
     program = tl.program_id(0)
@@ -185,15 +241,12 @@ def _bias_dot(
     slot = (program % SLOT_BLOCKS) * SLOTS + tl.arange(0, SLOTS)
     expert = tl.load(expert_of_slot + token * K + slot, mask=slot < K, other=-1).to(tl.int64)
     owned = (expert >= 0) & (expert < NUM_EXPERTS)
-    total = tl.zeros((SLOTS, BLOCK), tl.float32)
-    for first in range(0, H, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < H
-        gradient = tl.load(dy + token * DY_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
-        address = bias + expert[:, None] * BIAS_STRIDE + column[None, :]
-        values = tl.load(address, mask=owned[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        total += gradient[None, :] * values
-    dot = tl.where(owned, tl.sum(total, axis=1), 0.0)  # an infinite dy times the 0 of a sentinel is NaN
+    gradient = dy + token * DY_STRIDE + 0 * expert
+    column = tl.arange(0, COLUMNS)
+    total = dot_by_lanes(
+        gradient, bias + expert * BIAS_STRIDE, owned, column, tl.zeros((SLOTS, COLUMNS), tl.float32), H
+    )
+    dot = tl.where(owned, sum_of_lanes(total), 0.0)  # an infinite dy times the 0 of a sentinel is NaN
     tl.store(out + token * K + slot, dot, mask=slot < K)
 
 
@@ -220,7 +273,7 @@ def bias_dot(dy_TH: Tensor, down_bias_EH: Tensor, expert_TK: Tensor) -> Tensor:
         BIAS_STRIDE=down_bias_EH.stride(0),
         NUM_EXPERTS=down_bias_EH.shape[0],
         SLOTS=slots,
-        BLOCK=column_block(hidden, DOT_TILE // slots),
+        COLUMNS=DOT_COLUMNS,
         num_warps=WARPS,
     )
     return out_TK

@@ -146,7 +146,8 @@ def halves(tile, ALTERNATE: tl.constexpr):
     """A tile's even and odd columns, or its left and right half. On an accumulator nothing moves between threads."""
     if ALTERNATE:
         return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+    else:
+        return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit

@@ -56,7 +56,8 @@ class ScheduleCase:
     def _scripts(self, epoch: int, tokens_W: list[Tokens], make_graph: MakeGraph) -> list[Script]:
         expert_WTK = [tokens.expert_TK.tolist() for tokens in tokens_W]
         rows = divide_rows(expert_WTK, self.layer.owner_E, self.ranks, self.tiling.rows)
-        graphs = [make_graph(rank, rows, self.sizes, self.tiling, remote=self.remote) for rank in range(self.ranks)]
+        options = {"remote": self.remote, "biases": self.layer.down_bias_EH is not None}
+        graphs = [make_graph(rank, rows, self.sizes, self.tiling, **options) for rank in range(self.ranks)]
         return [Script(Computation(graph, self.layer, tokens_W, epoch)) for graph in graphs]
 
     def check(self, ran: Ran) -> dict[str, float]:
@@ -87,7 +88,7 @@ class ScheduleCase:
     def _expected_of(self, tokens_W: Sequence[Tokens], logits_W: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Of one process that has all tokens, cut into what each rank should have."""
         layer, (x, dy, chosen, expert, weight) = self.layer, (torch.cat(each) for each in zip(*tokens_W, strict=True))
-        whole = experts_backward(dy, x, expert, weight, ExpertWeights(layer.gate_up_EJH, layer.down_EHI))
+        whole = experts_backward(dy, x, expert, weight, self._weights)
         config = _router_config(self.sizes)
         d_logits = router_backward(whole["weight"], torch.cat(list(logits_W)), chosen, config)
         counts = [len(tokens.x_TH) for tokens in tokens_W]
@@ -99,9 +100,19 @@ class ScheduleCase:
         }
         return [
             {name: parts[rank] for name, parts in by_tokens.items()}
-            | {name: whole[name][owned[rank]] for name in ("gate_up", "down")}
+            | {name: whole[name][owned[rank]] for name in self._of_experts}
             for rank in range(self.ranks)
         ]
+
+    @property
+    def _weights(self) -> ExpertWeights:
+        layer = self.layer
+        return ExpertWeights(layer.gate_up_EJH, layer.down_EHI, layer.gate_up_bias_EJ, layer.down_bias_EH)
+
+    @property
+    def _of_experts(self) -> tuple[str, ...]:
+        biases = () if self.layer.down_bias_EH is None else ("gate_up_bias", "down_bias")
+        return ("gate_up", "down", *biases)
 
     def _found(self, memory_W: list[dict[Region, Tensor]]) -> list[dict[str, Tensor]]:
         """As `_expected`, of one pass."""
@@ -131,6 +142,12 @@ class ScheduleCase:
                 found.append(torch.cat(lines))
             return found
 
+        def biases(name: str, like: Tensor | None) -> dict[str, Tensor]:
+            if like is None:
+                return {}
+            found = sorted((r.at, v) for r, v in memory.items() if r.name == f"d_{name}")
+            return {name: torch.cat([value for _, value in found]).view(own, -1) if own else like[:0]}
+
         gate = [value for _, value in sorted((r.at, v) for r, v in memory.items() if r.name == "d_gate")]
         gate_up, down = matrices("d_gate_up", own, hidden), matrices("d_down", own, intermediate)
         return {
@@ -139,6 +156,8 @@ class ScheduleCase:
             **({"gate": torch.cat(gate, dim=1)} if gate else {}),
             "gate_up": torch.stack(gate_up) if own else self.layer.gate_up_EJH[:0],
             "down": torch.stack(down) if own else self.layer.down_EHI[:0],
+            **biases("gate_up_bias", self.layer.gate_up_bias_EJ),
+            **biases("down_bias", self.layer.down_bias_EH),
         }
 
 
@@ -170,6 +189,7 @@ def random_case(seed: int) -> ScheduleCase:
         kept=draw.randint(1, 3),
         behind=draw.choice((0, 0, 1, 3)),
         bundle=draw.choice((1, 1, 2, 3)),
+        bias_columns=2 + seed % 5,
     )
     passes = draw.choice((1, 1, 3)) if ranks > 1 else 1
     tokens = [[draw.choice((0, 1, 2, 3, 5)) for _ in range(ranks)] for _ in range(passes)]
@@ -188,6 +208,7 @@ def random_case(seed: int) -> ScheduleCase:
         seed=seed,
         dropped=draw.choice((0.0, 0.0, 0.3)),
         skew=draw.choice((0.0, 2.0)),
+        biases=draw.random() < 0.5,
     )
 
 
@@ -201,6 +222,7 @@ def make_case(
     seed: int = 0,
     dropped: float = 0.0,
     skew: float = 0.0,
+    biases: bool = False,
 ) -> ScheduleCase:
     """tokens: by pass, by rank. dropped: the share of slots that have no expert. skew: how much the first experts are
     preferred to the others."""
@@ -215,6 +237,7 @@ def make_case(
         normal(experts, hidden, intermediate),
         normal(experts, hidden),
         owner_E,
+        *((normal(experts, 2 * intermediate), normal(experts, hidden)) if biases else ()),
     )
     preference_E = -skew * torch.arange(experts, dtype=torch.float64, device="cpu")
     config = _router_config(sizes)
@@ -242,19 +265,19 @@ class ShareCase(ScheduleCase):
     def _scripts(self, epoch: int, tokens_W: list[Tokens], make_graph: MakeGraph) -> list[Script]:
         expert_WTK = [tokens.expert_TK.tolist() for tokens in tokens_W]
         rows = divide_rows(expert_WTK, self.layer.owner_E, self.ranks, self.tiling.rows, everywhere=True)
-        graphs = [make_graph(rank, rows, self.sizes, self.tiling) for rank in range(self.ranks)]
+        biases = self.layer.down_bias_EH is not None
+        graphs = [make_graph(rank, rows, self.sizes, self.tiling, biases=biases) for rank in range(self.ranks)]
         return [Script(ShareComputation(graph, self.layer, tokens_W, epoch)) for graph in graphs]
 
     def _expected_of(self, tokens_W: Sequence[Tokens], logits_W: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """One entry: of all ranks."""
         x, dy, _, expert, weight = (torch.cat(each) for each in zip(*tokens_W, strict=True))
-        weights = ExpertWeights(self.layer.gate_up_EJH, self.layer.down_EHI)
-        return [experts_backward(dy, x, expert, weight, weights)]
+        return [experts_backward(dy, x, expert, weight, self._weights)]
 
     def _found(self, memory_W: list[dict[Region, Tensor]]) -> list[dict[str, Tensor]]:
         parts = [self._gradients(rank, memory) for rank, memory in enumerate(memory_W)]
         found = {name: torch.stack([part[name] for part in parts]).sum(0) for name in ("x", "weight")}
-        for name in ("gate_up", "down"):
+        for name in self._of_experts:
             owned = {rank: iter(part[name]) for rank, part in enumerate(parts)}
             found[name] = torch.stack([next(owned[owner]) for owner in self.layer.owner_E])
         return [found]

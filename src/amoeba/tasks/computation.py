@@ -30,6 +30,14 @@ class Region(NamedTuple):
     heap: bool = False
 
 
+_ONE_RESULT = {
+    Kind.DOWN: "da",
+    Kind.ROUTER_WEIGHTS: "d_gate",
+    Kind.DOWN_BIAS: "d_down_bias",
+    Kind.UP_BIAS: "d_gate_up_bias",
+}
+
+
 class Regions:
     """Of the tasks of one rank in one pass."""
 
@@ -41,7 +49,8 @@ class Regions:
         if kind == Kind.DOWN:
             return self._dy_cells(item)
         if kind == Kind.ACTIVATE:
-            return [self._here("da", item, column) for column in range(graph.down_tiles)]
+            of_bias = self._dy_cells(item) if graph.biases else []
+            return [self._here("da", item, column) for column in range(graph.down_tiles)] + of_bias
         if kind == Kind.UP:
             return [self._here("dh", item)]
         if kind == Kind.DOWN_WEIGHTS:
@@ -49,7 +58,9 @@ class Regions:
             return [self._here("scaled_a", tile) for tile in tiles] + [
                 cell for tile in tiles for cell in self._dy_cells(tile)
             ]
-        if kind == Kind.UP_WEIGHTS:
+        if kind == Kind.DOWN_BIAS:
+            return [cell for tile in range(*graph.tile_range(item)) for cell in self._dy_cells(tile)]
+        if kind in (Kind.UP_WEIGHTS, Kind.UP_BIAS):
             return [self._here("dh", tile) for tile in range(*graph.tile_range(item))]
         if kind == Kind.RETURN:
             return [region for tile in graph.tiles_returned(item, part) for region in self._dx(self.rank, tile)]
@@ -81,7 +92,7 @@ class Regions:
         if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
             name = "d_down" if kind == Kind.DOWN_WEIGHTS else "d_gate_up"
             return [self._here(name, item, tile) for tile in self.graph.bundled(task)]
-        return [self._here("da" if kind == Kind.DOWN else "d_gate", item, part)]
+        return [self._here(_ONE_RESULT[kind], item, part)]
 
     def _here(self, name: str, *at: int) -> Region:
         return Region(self.rank, name, at)
@@ -115,6 +126,8 @@ class Layer(NamedTuple):
     down_EHI: Tensor
     gate_EH: Tensor
     owner_E: tuple[int, ...]
+    gate_up_bias_EJ: Tensor | None = None
+    down_bias_EH: Tensor | None = None
 
 
 class Tokens(NamedTuple):
@@ -141,6 +154,11 @@ class Computation(Regions):
         self.x_NH = _stacked([tokens_W[source].x_TH[token] for source, token, _ in named], (0, hidden))
         self.weight_N = _stacked([tokens_W[source].weight_TK[token, slot] for source, token, slot in named], (0,))
         products = [self.x_NH[tile.first : tile.end] @ self.gate_up_EJH[tile.expert].T for tile in rows.tiles]
+        self.down_bias_EH = None
+        if graph.biases:
+            assert layer.gate_up_bias_EJ is not None and layer.down_bias_EH is not None
+            bias_EJ, self.down_bias_EH = layer.gate_up_bias_EJ[owned], layer.down_bias_EH[owned]
+            products = [h + bias_EJ[tile.expert] for h, tile in zip(products, rows.tiles, strict=True)]
         self.h_tiles = products  # as forward saved it, a row tile each
         self._compute: dict[Kind, Callable[[Task, Sequence[Tensor]], tuple[Tensor, ...]]] = {
             Kind.SEND: self._send,
@@ -153,6 +171,8 @@ class Computation(Regions):
             Kind.COMBINE: self._combine,
             Kind.ROUTER: self._router,
             Kind.ROUTER_WEIGHTS: self._router_weights,
+            Kind.DOWN_BIAS: self._down_bias,
+            Kind.UP_BIAS: self._up_bias,
         }
 
     def compute(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -185,15 +205,19 @@ class Computation(Regions):
         return (self._dy(task.item, values) @ self.down_EHI[expert, :, self._columns(task)],)
 
     def _activate(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        _, first, end = self.graph.rows.tiles[task.item]
+        expert, first, end = self.graph.rows.tiles[task.item]
         gate, up = self.h_tiles[task.item].chunk(2, dim=1)
-        da, scale = torch.cat(list(values), dim=1), self.weight_N[first:end, None]
+        columns, cells = values[: self.graph.down_tiles], values[self.graph.down_tiles :]
+        da, scale = torch.cat(list(columns), dim=1), self.weight_N[first:end, None]
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         a = silu * up
         dgate = scale * da * up * (sigmoid + silu * (1 - sigmoid))
         dup = scale * da * silu
-        return torch.cat((dgate, dup), dim=1), scale * a, (da * a).sum(1)
+        ds = (da * a).sum(1)
+        if self.down_bias_EH is not None:
+            ds = ds + self._dy(task.item, cells) @ self.down_bias_EH[expert]
+        return torch.cat((dgate, dup), dim=1), scale * a, ds
 
     def _up(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         expert = self.graph.rows.tiles[task.item].expert
@@ -202,14 +226,32 @@ class Computation(Regions):
     def _down_weights(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         intermediate = self.down_EHI.shape[2]
         tiles = range(*self.graph.tile_range(task.item))
-        scaled_a, cells = values[: len(tiles)], list(values[len(tiles) :])
-        dy = []
+        scaled_a, dy = values[: len(tiles)], self._dy_of_tiles(tiles, values[len(tiles) :])
+        at = self._matrix_tiles(task, intermediate)
+        return tuple(_product(dy, scaled_a, height, width, self.down_EHI) for height, width in at)
+
+    def _dy_of_tiles(self, tiles: range, values: Sequence[Tensor]) -> list[Tensor]:
+        """values: their cells, one tile's after the other's."""
+        cells, dy = list(values), []
         for tile in tiles:
             count = len(self.graph.sources(tile))
             dy.append(self._dy(tile, cells[:count]))
             del cells[:count]
-        at = self._matrix_tiles(task, intermediate)
-        return tuple(_product(dy, scaled_a, height, width, self.down_EHI) for height, width in at)
+        return dy
+
+    def _down_bias(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        tiles = range(*self.graph.tile_range(task.item))
+        scales = [self.weight_N[self.graph.rows.tiles[tile].first : self.graph.rows.tiles[tile].end] for tile in tiles]
+        found = [scale[:, None] * dy for scale, dy in zip(scales, self._dy_of_tiles(tiles, values), strict=True)]
+        return (self._sum_of_rows(task, found, self.graph.sizes.hidden),)
+
+    def _up_bias(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (self._sum_of_rows(task, values, self.graph.sizes.width),)
+
+    def _sum_of_rows(self, task: Task, tiles: Sequence[Tensor], width: int) -> Tensor:
+        """Of a bias's columns; zeros for an expert without rows."""
+        rows = torch.cat(list(tiles)) if tiles else self.gate_EH.new_zeros(0, width)
+        return rows[:, self._columns(task)].sum(0)
 
     def _up_weights(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rows = self.graph.rows
@@ -285,6 +327,8 @@ class Computation(Regions):
             Kind.DOWN: tiling.down_columns,
             Kind.UP: tiling.up_columns,
             Kind.ROUTER_WEIGHTS: tiling.router_columns,
+            Kind.DOWN_BIAS: tiling.bias_columns,
+            Kind.UP_BIAS: tiling.bias_columns,
         }
         block = widths[task.kind]
         return slice(task.part * block, (task.part + 1) * block)

@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
     SEND = 0  # dy of some tokens, to a rank that owns experts of theirs
     DOWN = 1  # a tile of dA' = dy · down
-    ACTIVATE = 2  # of a row tile: dh = act'(h) ∘ (s·dA'), s·a, ds = <dA', a>
+    ACTIVATE = 2  # of a row tile: dh = act'(h) ∘ (s·dA'), s·a, ds = <dA', a> + <dy, down_bias>
     UP = 3  # a tile of each row's dx = dh · gate_up
     DOWN_WEIGHTS = 4  # a tile of an expert's d_down = Σ dyᵀ · s·a
     UP_WEIGHTS = 5  # a tile of an expert's d_gate_up = Σ dhᵀ · x
@@ -43,6 +43,8 @@ class Kind(IntEnum):
     COMBINE = 7  # dx of a block of tokens = Σ over ranks, slots; d_weight
     ROUTER = 8  # of a block of tokens: d_logits, dx += d_logits · gate
     ROUTER_WEIGHTS = 9  # a tile of d_gate = Σ d_logitsᵀ · x
+    DOWN_BIAS = 10  # some columns of an expert's d_down_bias = Σ s·dy
+    UP_BIAS = 11  # some columns of an expert's d_gate_up_bias = Σ dh
 
 
 FLASHMOE_KIND = {
@@ -56,13 +58,17 @@ FLASHMOE_KIND = {
     Kind.COMBINE: "gradInputCombine",
     Kind.ROUTER: "gradGateGEMM",
     Kind.ROUTER_WEIGHTS: "gradGateGEMM",
+    Kind.DOWN_BIAS: "gradPostGEMM",
+    Kind.UP_BIAS: "gradPreGEMM",
 }
+BIAS_OF = {Kind.DOWN_WEIGHTS: Kind.DOWN_BIAS, Kind.UP_WEIGHTS: Kind.UP_BIAS}  # handed out behind an expert's matrix
+OF_EXPERT = (*BIAS_OF, *BIAS_OF.values())
 
 
 class Task(NamedTuple):
     """
-    item: SEND, RETURN: the other rank; DOWN, ACTIVATE, UP: the row tile; DOWN_WEIGHTS, UP_WEIGHTS: the expert's place
-          on its rank; COMBINE, ROUTER: the block of tokens.
+    item: SEND, RETURN: the other rank; DOWN, ACTIVATE, UP: the row tile; DOWN_WEIGHTS, UP_WEIGHTS, DOWN_BIAS, UP_BIAS:
+          the expert's place on its rank; COMBINE, ROUTER: the block of tokens.
     part: SEND, RETURN: the block of rows; otherwise the tile of columns, or of the expert's matrix.
     """
 
@@ -113,7 +119,7 @@ class Lane(NamedTuple):
 
 
 class Graph(Reach):
-    """The tasks of one rank in one pass. router: whether its backward is part of it."""
+    """The tasks of one rank in one pass. router: whether its backward is part of it. biases: whether there are any."""
 
     def __init__(
         self,
@@ -124,9 +130,10 @@ class Graph(Reach):
         *,
         remote: frozenset[int] = frozenset(),
         router: bool = True,
+        biases: bool = False,
     ) -> None:
         super().__init__(rank, rows, sizes, tiling, remote)
-        self.router = router
+        self.router, self.biases = router, biases
 
     # --- sizes ---
 
@@ -155,7 +162,14 @@ class Graph(Reach):
             return self.down_tiles if kind == Kind.DOWN else self.up_tiles
         if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
             return blocks(self.matrix_tiles(kind), tiling.bundle)
+        if kind in (Kind.DOWN_BIAS, Kind.UP_BIAS):
+            width = self.sizes.hidden if kind == Kind.DOWN_BIAS else self.sizes.width
+            return blocks(width, tiling.bias_columns) if self.biases else 0
         return blocks(self.sizes.hidden, tiling.router_columns) if kind == Kind.ROUTER_WEIGHTS else 1
+
+    def expert_parts(self, kind: Kind) -> int:
+        """Tasks of an expert's matrix and of its bias."""
+        return self.parts(kind) + self.parts(BIAS_OF[kind])
 
     def matrix_tiles(self, kind: Kind) -> int:
         """Of an expert's gradient of down or of gate_up."""
@@ -210,7 +224,7 @@ class Graph(Reach):
             return self.parts(kind) if self.router else 0
         begin, end = self._experts_of(kind, wave)
         if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
-            return (end - begin) * self.parts(kind)  # an expert without rows, too: its gradient is zero, and written
+            return (end - begin) * self.expert_parts(kind)  # also without rows: its gradient is zero, and written
         return (self.rows.first_tile[end] - self.rows.first_tile[begin]) * self.parts(kind)
 
     @cached_property
@@ -239,7 +253,9 @@ class Graph(Reach):
             return Task(kind, 0, index)
         begin, end = self._experts_of(kind, wave)
         if kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
-            return Task(kind, self.rows.heaviest[begin + index // self.parts(kind)], index % self.parts(kind))
+            place, part = divmod(index, self.expert_parts(kind))
+            expert, of_matrix = self.rows.heaviest[begin + place], self.parts(kind)
+            return Task(kind, expert, part) if part < of_matrix else Task(BIAS_OF[kind], expert, part - of_matrix)
         tiles = self.rows.first_tile[end] - self.rows.first_tile[begin]
         tile, part = grouped(index, tiles, self.parts(kind), self.tiling.group)
         return Task(kind, self._local_first(begin, end, tile), part)
@@ -300,7 +316,7 @@ class Graph(Reach):
                     yield self._cell_is_free(peer, epoch)
         elif kind == Kind.UP:
             yield self._at("rows", item, self.activated)
-        elif kind in (Kind.DOWN_WEIGHTS, Kind.UP_WEIGHTS):
+        elif kind in OF_EXPERT:
             yield self._at("expert", item, self.tiles_of_expert(item))
         elif kind == Kind.RETURN:  # to a cell that is free: its owner has begun this pass, or would not have sent
             for tile in self.tiles_returned(item, part):
@@ -367,9 +383,16 @@ class ShareGraph(Graph):
     """
 
     def __init__(
-        self, rank: int, rows: Sequence[RankRows], sizes: Sizes, tiling: Tiling, *, remote: frozenset[int] = frozenset()
+        self,
+        rank: int,
+        rows: Sequence[RankRows],
+        sizes: Sizes,
+        tiling: Tiling,
+        *,
+        remote: frozenset[int] = frozenset(),
+        biases: bool = False,
     ) -> None:
-        super().__init__(rank, rows, sizes, tiling, router=False)
+        super().__init__(rank, rows, sizes, tiling, router=False, biases=biases)
 
     @property
     def combined(self) -> int:

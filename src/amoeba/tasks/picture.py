@@ -37,6 +37,8 @@ _COLOURS = {
     Kind.COMBINE: "#c84f6a",
     Kind.ROUTER: "#7d4fa8",
     Kind.ROUTER_WEIGHTS: "#bf9fdd",
+    Kind.DOWN_BIAS: "#a8ddd2",
+    Kind.UP_BIAS: "#c5dbf7",
 }
 _STYLE = """
     svg { --card: #ffffff; --text: #1f2328; --muted: #59636e; --line: #d1d9e0; --waits: #c3c9d0; }

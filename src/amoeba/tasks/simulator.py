@@ -99,6 +99,10 @@ def all_tasks(graph: Graph) -> Iterator[Task]:
         for expert in range(rows.experts):
             bundles = range(0, len(lines) * len(columns), tiling.bundle)
             yield from (Task(kind, expert, part) for part in range(len(bundles)))
+        if graph.biases:
+            bias = Kind.DOWN_BIAS if kind == Kind.DOWN_WEIGHTS else Kind.UP_BIAS
+            columns = range(0, height, tiling.bias_columns)
+            yield from (Task(bias, expert, part) for expert in range(rows.experts) for part in range(len(columns)))
     for peer in graph.peers:
         yield from (Task(Kind.SEND, peer, part) for part in range(len(range(0, len(rows.sent[peer]), tiling.sent))))
         if graph.is_remote(peer):

@@ -39,6 +39,7 @@ class Tiling(NamedTuple):
     down_columns, up_columns: of a tile of dA' and of dx.
     weight_rows, weight_columns: of a tile of a weight's gradient.
     router_columns: of a tile of the router's gradient, which sums over all tokens: narrow, or it is done last.
+    bias_columns: of a bias's gradient that one task sums up over all rows of its expert.
     tokens:       of a block that is combined.
     sent:         rows of a block that travels.
     wave:         experts that go through the steps together.
@@ -57,6 +58,7 @@ class Tiling(NamedTuple):
     weight_rows: int = 128
     weight_columns: int = 256
     router_columns: int = 32
+    bias_columns: int = 512
     tokens: int = 16
     sent: int = 128
     wave: int = 8

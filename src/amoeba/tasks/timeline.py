@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.tasks.graph import Kind, Task
+from amoeba.tasks.graph import OF_EXPERT, Kind, Task
 from amoeba.tasks.simulator import Record
 
 _UNUSED = -1  # a ticket that no task took: there is room for more tickets than tasks
@@ -73,7 +73,7 @@ class DeviceTrace:
             behind = {Kind.DOWN: [(Kind.ACTIVATE, item)]}
             if kind == Kind.ACTIVATE:
                 expert = expert_of[item]
-                behind[kind] = [(Kind.UP, item), (Kind.DOWN_WEIGHTS, expert), (Kind.UP_WEIGHTS, expert)]
+                behind[kind] = [(Kind.UP, item), *((each, expert) for each in OF_EXPERT)]
             for gate in behind.get(kind, ()):
                 if gate not in opened or opened[gate].ended < record.ended:
                     opened[gate] = record

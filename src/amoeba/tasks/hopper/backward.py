@@ -4,7 +4,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     found = hopper_backward(dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, activation, maps)
 
-For one rank, without router, biases and LoRA. Gradients have the bits of `HopperRows`, whose tiles these are.
+For one rank, without router and LoRA. Gradients have the bits of `HopperRows`, whose tiles these are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from amoeba.core.config import Activation
 from amoeba.kernels.activate import WIDEST_BACKWARD
 from amoeba.kernels.activation import constants
+from amoeba.kernels.expert_sums import CHUNK
 from amoeba.kernels.hopper.gemm_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
 from amoeba.kernels.hopper.tma import descriptor, shared_layout
 from amoeba.kernels.launch import cdiv, next_power_of_2
@@ -28,9 +29,9 @@ from amoeba.kernels.launch.persistent_grid import multiprocessors
 from amoeba.kernels.tiles import column_block, slots
 from amoeba.tasks.hopper.kernel import backward_kernel
 from amoeba.tasks.hopper.task_list import make_list
-from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, bundle_of, is_small, tiling_of
+from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, Tiling, bundle_of, is_small, tiling_of
 from amoeba.tasks.triton.arrivals import Arrival, make_local_table
-from amoeba.tasks.triton.backward import GROUP, Scheduled
+from amoeba.tasks.triton.backward import GROUP, Biases, Scheduled
 from amoeba.tasks.triton.tickets import Layout, make_table
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
@@ -64,6 +65,23 @@ class Plan:
     # Of layers with few rows, see `is_small` and `bundle_of`.
     SMALL: bool = False
     BUNDLED: bool = False
+    # Whether the experts have them. A bias's gradient is cut into tasks of BIAS_COLUMNS.
+    UP_BIAS: bool = False
+    DOWN_BIAS: bool = False
+    BIAS_COLUMNS: int = Tiling().bias_columns
+    BIAS_CHUNK: int = CHUNK
+
+    @property
+    def BIASES(self) -> bool:
+        return self.UP_BIAS or self.DOWN_BIAS
+
+    @property
+    def UP_BIAS_PARTS(self) -> int:
+        return cdiv(self.J, self.BIAS_COLUMNS) if self.UP_BIAS else 0
+
+    @property
+    def DOWN_BIAS_PARTS(self) -> int:
+        return cdiv(self.H, self.BIAS_COLUMNS) if self.DOWN_BIAS else 0
 
     @property
     def J(self) -> int:
@@ -218,6 +236,8 @@ class Plan:
             tiling.group,
             tiling.kept,
             tiling.behind,
+            self.DOWN_BIAS_PARTS,
+            self.UP_BIAS_PARTS,
         )
 
 
@@ -246,6 +266,7 @@ def hopper_backward(
     activation: Activation,
     maps: tuple[Tensor, Tensor, Tensor],
     *,
+    biases: Biases = (None, None),
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
@@ -258,7 +279,8 @@ def hopper_backward(
     if small is None:
         small = is_small(rows, hidden, intermediate, over_ranks=arrival is not None)
     bundle = bundle_of(rows, experts, small)
-    plan = plan_of(hidden, intermediate, experts, top_k, activation, small, bundle > 1)
+    of_biases = tuple(bias is not None for bias in biases)
+    plan = plan_of(hidden, intermediate, experts, top_k, activation, small, bundle > 1, *of_biases)
     most_tiles = slots(rows, experts, BLOCK_M)
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, peers, sends = make_table(offs_E, BLOCK_M, counters), None, 0
@@ -275,7 +297,9 @@ def hopper_backward(
     both = h_NJ.new_empty(rows * (intermediate + hidden))  # dA', and dx behind it, where the kernel looks for them
     da_NI, dx_NH = both[: rows * intermediate].view(rows, -1), both[rows * intermediate :].view(rows, -1)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
-    found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
+    found, d_biases = Scheduled(
+        *(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI))
+    ).with_biases(biases)
     if arrival is not None:
         found = found._replace(x=arrival.room_for_dx())
     lines = (plan.LINES, plan.BLOCK)
@@ -298,7 +322,9 @@ def hopper_backward(
         da_NI,
         dh_NJ,
         ds_N,
-        *found,
+        *found[:4],
+        biases[1],
+        d_biases,
         order_N,
         slot_row_N,
         offs_E,
@@ -320,9 +346,18 @@ def hopper_backward(
 
 @cache
 def plan_of(
-    hidden: int, intermediate: int, experts: int, top_k: int, activation: Activation, small: bool, bundled: bool
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    activation: Activation,
+    small: bool,
+    bundled: bool,
+    up_bias: bool = False,
+    down_bias: bool = False,
 ) -> Plan:
-    return Plan(hidden, intermediate, experts, top_k, **constants(activation), SMALL=small, BUNDLED=bundled)  # type: ignore[arg-type]
+    flags = {"SMALL": small, "BUNDLED": bundled, "UP_BIAS": up_bias, "DOWN_BIAS": down_bias}
+    return Plan(hidden, intermediate, experts, top_k, **constants(activation), **flags)  # type: ignore[arg-type]
 
 
 @cache

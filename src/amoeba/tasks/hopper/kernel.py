@@ -9,6 +9,7 @@ passes tasks on to the other two and fills the stages; those compute and signal.
     DOWN_WEIGHTS, UP_WEIGHTS   64 gathered rows, 128 wide in two halves, and the same sorted rows, 256 wide
     ACTIVATE                   dA', gate and up: whole lines of BLOCK columns, 16 KB of each
     COMBINE                    rows of dx, 256 columns of them, of as many tokens as have 64 of them
+    DOWN_BIAS, UP_BIAS         nothing: the warpgroups read rows where they lie
 
 The tiles of products and weight gradients call the functions of the separate kernels, and the row passes sum in the
 same order as theirs, so the results are bitwise identical.
@@ -48,12 +49,14 @@ from amoeba.kernels.hopper.tma import reinterpret
 from amoeba.kernels.launch import quick
 from amoeba.tasks.hopper.products import (
     activate,
+    add_bias_dots,
     combine,
     fill_gradients,
     fill_lines,
     fill_tokens,
     multiply,
     pass_over,
+    sum_bias,
     sum_tile,
 )
 from amoeba.tasks.hopper.queue import (
@@ -94,9 +97,11 @@ from amoeba.tasks.triton.tickets import (
     ACTIVATE,
     COMBINE,
     DOWN,
+    DOWN_BIAS,
     DOWN_WEIGHTS,
     SEND,
     UP,
+    UP_BIAS,
     UP_WEIGHTS,
     count_tickets,
     decode_send,
@@ -104,6 +109,7 @@ from amoeba.tasks.triton.tickets import (
     note_task,
     now,
     rows_of_row_tile,
+    with_biases,
 )
 
 
@@ -116,7 +122,7 @@ def _consume(
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.I
-    weight, order, slot_row = sources
+    weight, order, slot_row, dy, down_bias, d_biases = sources
     _, _, _, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
     scales = all_scales.index(WARPGROUP)
@@ -179,6 +185,8 @@ def _consume(
                 da, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row,
                 end, intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
+            if PLAN.DOWN_BIAS:
+                add_bias_dots(dy, down_bias, ds, order, expert, row, end, WARPGROUP, PLAN)
             pending = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
@@ -186,11 +194,17 @@ def _consume(
                 tokens, rows, WARPGROUP, PLAN,
             )  # fmt: skip
             pending = -1
-        elif PLAN.RANKS > 1:  # noqa: SIM102 - known when it is compiled, unlike the next
-            if kind == SEND:
-                signal(pending, counters, PLAN)
-                pending = -1
-                send_half(peers, item, part, da, WARPGROUP, PLAN)
+        else:
+            if PLAN.BIASES:  # noqa: SIM102 - known when it is compiled, unlike the next
+                if (kind == DOWN_BIAS) | (kind == UP_BIAS):
+                    signal(pending, counters, PLAN)
+                    pending = -1
+                    sum_bias(kind, item, part, row, end, dy, dh, order, weight, d_biases, WARPGROUP, PLAN)
+            if PLAN.RANKS > 1:  # noqa: SIM102
+                if kind == SEND:
+                    signal(pending, counters, PLAN)
+                    pending = -1
+                    send_half(peers, item, part, da, WARPGROUP, PLAN)
         working = kind != STOP
         if trace is not None and WARPGROUP == 0:  # noqa: SIM102 - known when it is compiled, unlike the next
             if working:
@@ -203,9 +217,9 @@ def _consume(
 @gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "behind", "bundle"])
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
-    d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
-    slot_row, offs_E, heaviest_E, records, counters, peers, trace, tokens, rows, intermediate, wave, late, behind,
-    bundle, PLAN: gl.constexpr,
+    d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, down_bias,
+    d_biases, order, slot_row, offs_E, heaviest_E, records, counters, peers, trace, tokens, rows, intermediate, wave,
+    late, behind, bundle, PLAN: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = da.dtype.element_ty
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -238,15 +252,16 @@ def backward_kernel(
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
     loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
     results = (da, dh, ds, d_x, d_weight, d_down, d_gate_up)
+    sources = (weight, order, slot_row, dy, down_bias, d_biases)
     maps = (order, slot_row, offs_E, heaviest_E, records)
     gl.warp_specialize(
         [
             (_consume, (
-                stores, results, (weight, order, slot_row), counters, queue, ring, staging, peers, trace, tokens, rows,
+                stores, results, sources, counters, queue, ring, staging, peers, trace, tokens, rows,
                 intermediate, bundle, gl.constexpr(0), PLAN,
             )),
             (_consume, (
-                stores, results, (weight, order, slot_row), counters, queue, ring, staging, peers, trace, tokens, rows,
+                stores, results, sources, counters, queue, ring, staging, peers, trace, tokens, rows,
                 intermediate, bundle, gl.constexpr(1), PLAN,
             )),
             (produce, (
@@ -323,8 +338,8 @@ def _produce_listed(
     row_counters = counters + PLAN.ROW_COUNTERS
     token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
     total = count_tickets(
-        first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, gl.cdiv(PLAN.DOWN_TILES, bundle), gl.cdiv(PLAN.UP_TILES, bundle),
-        token_blocks,
+        first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, gl.cdiv(PLAN.DOWN_TILES, bundle) + PLAN.DOWN_BIAS_PARTS,
+        gl.cdiv(PLAN.UP_TILES, bundle) + PLAN.UP_BIAS_PARTS, token_blocks,
     )  # fmt: skip
     count = 0
     passed = 0
@@ -380,7 +395,9 @@ def _produce_decoding(
     wave_G = gl.arange(0, PLAN.BLOCK_G, PLAN.WAVE_LAYOUT)
     places = gl.arange(0, PLAN.BLOCK_E, PLAN.EXPERT_LAYOUT)
     token_blocks = gl.cdiv(tokens, PLAN.TOKENS)
-    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_TILES, PLAN.UP_TILES, token_blocks)
+    down_parts = PLAN.DOWN_TILES + PLAN.DOWN_BIAS_PARTS
+    up_parts = PLAN.UP_TILES + PLAN.UP_BIAS_PARTS
+    total = count_tickets(first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, down_parts, up_parts, token_blocks)
     sends = number(peers, SENDS)
     total += sends
     count = 0
@@ -389,7 +406,7 @@ def _produce_decoding(
     while ticket < total:
         kind, item, part = decode_ticket(
             gl.maximum(ticket - sends, 0), wave_G, heaviest_E, first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX,
-            PLAN.DOWN_TILES, PLAN.UP_TILES, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, behind, PLAN.GROUP,
+            down_parts, up_parts, token_blocks, wave, gl.cdiv(PLAN.EXPERTS, wave), late, behind, PLAN.GROUP,
         )  # fmt: skip
         if ticket < sends:
             kind, item, part = decode_send(
@@ -420,6 +437,8 @@ def _produce_decoding(
                 wait(row_counters + item, PLAN.ACTIVATED)
             else:
                 wait_for_tile(peers, order, row, end, PLAN)
+        if PLAN.BIASES:
+            kind, part = with_biases(kind, part, PLAN.DOWN_TILES, PLAN.UP_TILES)
         passed = pass_on(queue, passed, kind, item, part, expert, row, end, ticket)
         count = fill_task(
             descriptors, sources, order, slot_row, ring, count, kind, item, part, expert, row, end, tokens, rows,

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma_wait
 
 from amoeba.kernels.activation import gated_backward
+from amoeba.kernels.expert_sums import DOT_COLUMNS as _DOT_COLUMNS
+from amoeba.kernels.expert_sums import dot_by_lanes, sum_of_chunks
 from amoeba.kernels.hopper.epilogue import column_parts, store_tile
 from amoeba.kernels.hopper.gemm_kernel import multiply_stage
 from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
@@ -18,12 +20,15 @@ from amoeba.kernels.hopper.wgrad import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.hopper.queue import BLOCK_K, BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, is_there, receive, signal
 from amoeba.tasks.triton.arrivals import COMES, numbers_at, room_for_sums
-from amoeba.tasks.triton.tickets import DOWN, DOWN_WEIGHTS
+from amoeba.tasks.triton.tickets import DOWN, DOWN_BIAS, DOWN_WEIGHTS
 
 # A warpgroup signals a finished task once this many stages of its next product have started: a release takes more than
 # half a microsecond, in which the matrix unit has enough to do. The second one later, so that one of the two
 # multiplies.
 SIGNAL_AT, SIGNAL_LATER = gl.constexpr(2), gl.constexpr(2)
+# Rows whose products with a bias are summed up together, and rows of a bias's gradient that are on their way together.
+DOT_ROWS, BIAS_ROWS = gl.constexpr(32), gl.constexpr(16)
+DOT_COLUMNS = gl.constexpr(_DOT_COLUMNS)
 
 
 @gluon.jit
@@ -210,6 +215,58 @@ def _activate_lines(
         gl.store(da + n_64 * PLAN.I + column, (scale * a).to(dtype), mask=inside)
     gl.store(ds + n, gl.sum(dot, axis=1), mask=own)
     return count
+
+
+@gluon.jit
+def add_bias_dots(dy, down_bias, ds, order, expert, row, end, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    """To ds of this warpgroup's lines, <dy, down_bias>. Sums as `bias_dot` makes them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, lanes)
+    column = gl.arange(0, DOT_COLUMNS, gl.SliceLayout(0, layout))
+    bias = down_bias + expert.to(gl.int64) * PLAN.H
+    barrier()  # ds of all lines is there
+    for first in range(0, BLOCK_M // 2, DOT_ROWS):
+        n = _own_line(row, first + gl.arange(0, DOT_ROWS, gl.SliceLayout(1, layout)), WARPGROUP, PLAN)
+        valid = n < end
+        token = (gl.load(order + n, mask=valid, other=0) // PLAN.TOP_K).to(gl.int64)
+        total = gl.zeros((DOT_ROWS, DOT_COLUMNS), gl.float32, layout)
+        total = dot_by_lanes(dy + token * PLAN.H, bias + 0 * token, valid, column, total, PLAN.H)
+        dot = gl.sum(gl.convert_layout(total, lanes), axis=1)  # lane 0 and 16, 1 and 17, ...: as `sum_of_lanes`
+        n = _own_line(row, first + gl.arange(0, DOT_ROWS, of_row), WARPGROUP, PLAN)
+        gl.store(ds + n, gl.load(ds + n, mask=n < end, other=0.0) + dot, mask=n < end)
+
+
+@gluon.jit
+def _own_line(row, index, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    """The row of a warpgroup's index-th line of a row tile."""
+    stage = index // PLAN.OWN_LINES
+    return row + stage * PLAN.LINES + WARPGROUP * PLAN.OWN_LINES + index % PLAN.OWN_LINES
+
+
+@gluon.jit
+def sum_bias(
+    kind, expert, part, row, end, dy, dh, order, weight, d_biases, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
+):
+    """DOWN_BIAS or UP_BIAS, this warpgroup's half of the columns."""
+    HALF: gl.constexpr = PLAN.BIAS_COLUMNS // 2
+    layout: gl.constexpr = gl.BlockedLayout([HALF // 128], [32], [4], [0])
+    column = part * PLAN.BIAS_COLUMNS + WARPGROUP * HALF + gl.arange(0, HALF, layout)
+    dtype: gl.constexpr = d_biases.dtype.element_ty
+    if kind == DOWN_BIAS:
+        if PLAN.DOWN_BIAS:
+            total = sum_of_chunks(
+                row, end, column, dy, order, weight, PLAN.H, PLAN.H, PLAN.TOP_K, True, True, PLAN.BIAS_CHUNK, BIAS_ROWS
+            )
+            behind: gl.constexpr = PLAN.EXPERTS * PLAN.J * PLAN.UP_BIAS
+            out = d_biases + behind + expert.to(gl.int64) * PLAN.H + column
+            gl.store(out, total.to(dtype), mask=column < PLAN.H)
+    elif PLAN.UP_BIAS:
+        total = sum_of_chunks(
+            row, end, column, dh, order, weight, PLAN.J, PLAN.J, PLAN.TOP_K, False, False, PLAN.BIAS_CHUNK, BIAS_ROWS
+        )
+        out = d_biases + expert.to(gl.int64) * PLAN.J + column
+        gl.store(out, total.to(dtype), mask=column < PLAN.J)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from amoeba.tasks.triton.tickets import (
     Layout,
     Table,
     count_tickets,
+    with_biases,
 )
 
 # The task; expert, first row and end of the rows; which counter its gate is, and what that has to show: 0 where it
@@ -41,8 +42,9 @@ def make_list(table: Table, offs_E: Tensor, layout: Layout, tickets: int, *, row
     """(tickets, 8); tickets: at most. row_counters: the first row tile's counter."""
     records = torch.empty((tickets, len(FIELDS)), dtype=torch.int32, device=offs_E.device)
     _make_list[(cdiv(tickets, _BLOCK),)](
-        table.heaviest_E, table.first_tile, offs_E, records, layout.token_blocks, layout.down_weight_parts,
-        layout.up_weight_parts, layout.wave, cdiv(layout.experts, layout.wave), layout.late, layout.behind,
+        table.heaviest_E, table.first_tile, offs_E, records, layout.token_blocks, layout.down_expert_parts,
+        layout.up_expert_parts, layout.down_weight_parts, layout.up_weight_parts, layout.wave,
+        cdiv(layout.experts, layout.wave), layout.late, layout.behind,
         EXPERTS=layout.experts, TN=layout.down_parts, TNX=layout.up_parts, GROUP=layout.group,
         STEPS=(layout.experts - 1).bit_length(), BLOCK_G=next_power_of_2(cdiv(layout.experts, layout.wave)),
         BLOCK_M=layout.row_block, ROW_COUNTERS=row_counters, BLOCK=_BLOCK,
@@ -129,10 +131,14 @@ def _decode(
 
 
 @quick
-@triton.jit(do_not_specialize=["token_blocks", "down_parts", "up_parts", "wave", "waves", "late", "behind"])
+@triton.jit(
+    do_not_specialize=[
+        "token_blocks", "down_parts", "up_parts", "down_bias_from", "up_bias_from", "wave", "waves", "late", "behind"
+    ]
+)  # fmt: skip
 def _make_list(
-    heaviest_E, first_tile, offs_E, records, token_blocks, down_parts, up_parts, wave, waves, late, behind,
-    EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr,
+    heaviest_E, first_tile, offs_E, records, token_blocks, down_parts, up_parts, down_bias_from, up_bias_from, wave,
+    waves, late, behind, EXPERTS: tl.constexpr, TN: tl.constexpr, TNX: tl.constexpr, GROUP: tl.constexpr,
     STEPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, ROW_COUNTERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +168,7 @@ def _make_list(
         gate = tl.where(of_weights, 1 + item, gate)
         least = tl.where(of_weights, 2 * tl.cdiv(end - start, BLOCK_M), least)
         least = tl.where((kind == DOWN) | of_tokens, 0, least)
+        kind, part = with_biases(kind, part, down_bias_from, up_bias_from)
         line, inside = records + ticket * _LINE, ticket < total
         tl.store(line, kind, mask=inside)
         tl.store(line + 1, item, mask=inside)

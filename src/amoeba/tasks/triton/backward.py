@@ -4,8 +4,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     found = scheduled_backward(dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, activation, maps)
 
-For one rank, or for its share of a layer over ranks (`arrival`), without router, biases and LoRA. Block sizes are those
-of the `triton` backend's own kernels, and so are the bits.
+For one rank, or for its share of a layer over ranks (`arrival`), without router and LoRA. Block sizes are those of the
+`triton` backend's own kernels, and so are the bits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from amoeba.kernels.activation import group
 from amoeba.kernels.combine import combine_block
 from amoeba.kernels.constants import Group
 from amoeba.kernels.down_backward import of_epilogue
+from amoeba.kernels.expert_sums import CHUNK, DOT_COLUMNS, SUM_ROWS
 from amoeba.kernels.gemm_tiles import of_matrix, of_result, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
@@ -31,8 +32,11 @@ from amoeba.tasks.triton.kernel import backward_kernel
 from amoeba.tasks.triton.tickets import Layout, make_table
 
 # Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one
-# task. Not measured yet.
-WAVE, GROUP, TOKENS = 8, 8, 16
+# task, columns of a bias. Not measured yet.
+WAVE, GROUP, TOKENS, BIAS_COLUMNS = 8, 8, 16, 512
+
+
+Biases = tuple[Tensor | None, Tensor | None]  # of gate_up (E, J) and of down (E, H)
 
 
 class Scheduled(NamedTuple):
@@ -40,6 +44,18 @@ class Scheduled(NamedTuple):
     weight: Tensor
     gate_up: Tensor
     down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def with_biases(self, biases: Biases) -> tuple[Scheduled, Tensor | None]:
+        """With room for their gradients; also as the kernel takes it, gate_up's and down's one behind the other."""
+        given = [bias for bias in biases if bias is not None]
+        if not given:
+            return self, None
+        room = given[0].new_empty(sum(bias.numel() for bias in given))
+        parts = iter(room.split([bias.numel() for bias in given]))
+        gate_up_bias, down_bias = (None if bias is None else next(parts).view_as(bias) for bias in biases)
+        return self._replace(gate_up_bias=gate_up_bias, down_bias=down_bias), room
 
 
 def scheduled_backward(
@@ -53,6 +69,7 @@ def scheduled_backward(
     activation: Activation,
     maps: tuple[Tensor, Tensor, Tensor],
     *,
+    biases: Biases = (None, None),
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
@@ -81,6 +98,8 @@ def scheduled_backward(
         cdiv(tokens, TOKENS),
         WAVE,
         GROUP,
+        down_bias_parts=0 if biases[1] is None else cdiv(hidden, BIAS_COLUMNS),
+        up_bias_parts=0 if biases[0] is None else cdiv(width, BIAS_COLUMNS),
     )
     most_tiles = slots(rows, experts, down.block_m)
     counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
@@ -94,7 +113,9 @@ def scheduled_backward(
     dx_NH, scaled_a_NI = h_NJ.new_empty((rows, hidden)), h_NJ.new_empty((rows, intermediate))
     part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
-    found = Scheduled(*(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI)))
+    found, d_biases = Scheduled(
+        *(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI))
+    ).with_biases(biases)
     if arrival is not None:
         found = found._replace(x=arrival.room_for_dx())
     plan = Group(
@@ -125,6 +146,15 @@ def scheduled_backward(
         UP_WEIGHTS_M=up_weights.block_m,
         UP_WEIGHTS_N=up_weights.block_n,
         UP_WEIGHTS_K=up_weights.block_k,
+        BIASES=d_biases is not None,
+        UP_BIAS=biases[0] is not None,
+        DOWN_BIAS_FROM=layout.down_weight_parts,
+        UP_BIAS_FROM=layout.up_weight_parts,
+        BIAS_COLUMNS=BIAS_COLUMNS,
+        BIAS_CHUNK=CHUNK,
+        BIAS_ROWS=SUM_ROWS,
+        DOT_ROWS=min(down.block_m, 4 * down.num_warps),
+        DOT_COLUMNS=DOT_COLUMNS,
         TOKENS=TOKENS,
         SLOTS=next_power_of_2(TOKENS * top_k),
         AT_ONCE=at_once,
@@ -145,7 +175,9 @@ def scheduled_backward(
         part_CN,
         ds_N,
         dx_NH,
-        *found,
+        *found[:4],
+        biases[1],
+        d_biases,
         order_N,
         slot_row_N,
         offs_E,

@@ -39,6 +39,8 @@ UP = tl.constexpr(int(Kind.UP))
 DOWN_WEIGHTS = tl.constexpr(int(Kind.DOWN_WEIGHTS))
 UP_WEIGHTS = tl.constexpr(int(Kind.UP_WEIGHTS))
 COMBINE = tl.constexpr(int(Kind.COMBINE))
+DOWN_BIAS = tl.constexpr(int(Kind.DOWN_BIAS))
+UP_BIAS = tl.constexpr(int(Kind.UP_BIAS))
 
 
 _SMALL = tl.constexpr(46340)  # squares up to here fit 32 bits; a division of 64 bits is a call on a GPU
@@ -47,7 +49,7 @@ _ZEROED = 512  # counters at a time, by each program
 
 class Layout(NamedTuple):
     """All that decoding needs besides the table: down_tiles, up_tiles, tasks of an expert's two gradients, blocks of
-    tokens."""
+    tokens. down_bias_parts, up_bias_parts: tasks of an expert's biases, which follow those of its matrices."""
 
     experts: int
     row_block: int
@@ -60,6 +62,16 @@ class Layout(NamedTuple):
     group: int
     kept: int = 1
     behind: int = 0
+    down_bias_parts: int = 0
+    up_bias_parts: int = 0
+
+    @property
+    def down_expert_parts(self) -> int:
+        return self.down_weight_parts + self.down_bias_parts
+
+    @property
+    def up_expert_parts(self) -> int:
+        return self.up_weight_parts + self.up_bias_parts
 
     @property
     def late(self) -> int:
@@ -67,7 +79,7 @@ class Layout(NamedTuple):
         return max(cdiv(self.experts, self.wave) - max(self.kept, 1), 0) * self.wave
 
     def most_tickets(self, row_tiles: int) -> int:
-        of_weights = self.experts * (self.down_weight_parts + self.up_weight_parts)
+        of_weights = self.experts * (self.down_expert_parts + self.up_expert_parts)
         return row_tiles * (self.down_parts + 1 + self.up_parts) + of_weights + self.token_blocks
 
     def constants(self) -> dict[str, int]:
@@ -76,8 +88,8 @@ class Layout(NamedTuple):
             "EXPERTS": self.experts,
             "TN": self.down_parts,
             "TNX": self.up_parts,
-            "DOWN_PARTS": self.down_weight_parts,
-            "UP_PARTS": self.up_weight_parts,
+            "DOWN_PARTS": self.down_expert_parts,
+            "UP_PARTS": self.up_expert_parts,
             "TOKEN_BLOCKS": self.token_blocks,
             "WAVE": self.wave,
             "WAVES": waves,
@@ -236,6 +248,15 @@ def decode_ticket(
         else:
             kind, item = 0 * index + COMBINE, block
     return kind, item, part
+
+
+@triton.jit
+def with_biases(kind, part, DOWN_BIAS_FROM, UP_BIAS_FROM):
+    """Kind and part, where some of an expert's parts are those of its bias: the ones from here on."""
+    of_down = (kind == DOWN_WEIGHTS) & (part >= DOWN_BIAS_FROM)
+    of_up = (kind == UP_WEIGHTS) & (part >= UP_BIAS_FROM)
+    before = tl.where(of_down, DOWN_BIAS_FROM, tl.where(of_up, UP_BIAS_FROM, 0))
+    return tl.where(of_down, DOWN_BIAS, tl.where(of_up, UP_BIAS, kind)), part - before
 
 
 @triton.jit
