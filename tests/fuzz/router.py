@@ -184,7 +184,8 @@ def _specially_large(row: Tensor) -> bool:
 
 
 def _scores(case: RouterCase, row: Tensor) -> Tensor:
-    return torch.sigmoid(row) if case.score == "sigmoid" else torch.softmax(row, 0)
+    computed = {"sigmoid": torch.sigmoid, "softmax": lambda row: torch.softmax(row, 0)}
+    return computed[case.score](row)
 
 
 def _badly_chosen(case: RouterCase, row: Tensor, bias: list[float], chosen: list[int]) -> str | None:

@@ -30,7 +30,7 @@ def warm(
     ] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="As train and finetune will have it.")] = None,
     precision: Annotated[str, typer.Option(help="As train will have it.")] = "bf16",
-    r: Annotated[int, typer.Option(min=1, help="LoRA rank, as finetune will have it.")] = 16,
+    r: Annotated[int, typer.Option("--r", "--lora-rank", min=1, help="LoRA rank, as finetune will have it.")] = 16,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
