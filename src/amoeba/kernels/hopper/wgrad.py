@@ -57,8 +57,7 @@ class Plan:
     GROUP: ClassVar[int] = GROUP
 
     TRANSPOSED: bool  # the gradient is stored (W, H)
-    TOP_K: int  # where tiles are whole along H and follow one another in the ring; else 0, and top_k is read
-    WHOLE_WIDTH: bool  # tiles are whole along W
+    TOP_K: int  # where tiles are whole and follow one another in the ring; else 0, and top_k is read
 
     @property
     def LEFT(self) -> tuple[int, int, int]:
@@ -240,9 +239,9 @@ def _bound(plan: Plan) -> Any:
     return wgrad_kernel.bound(PLAN=Constants(plan), num_warps=4)
 
 
-def _known_top_k(hidden: int, top_k: int) -> int:
+def _known_top_k(hidden: int, width: int, top_k: int) -> int:
     """Of the plan."""
-    return top_k if hidden % BLOCK_H == 0 else 0
+    return top_k if hidden >= BLOCK_H and width >= BLOCK_W else 0
 
 
 def weight_gradient(
@@ -261,7 +260,7 @@ def weight_gradient(
     experts, hidden, width = out_EHW.shape
     transposed = out_EHW.stride(2) != 1
     stored = out_EHW.transpose(1, 2) if transposed else out_EHW
-    plan = Plan(transposed, _known_top_k(hidden, top_k), width % BLOCK_W == 0)
+    plan = Plan(transposed, _known_top_k(hidden, width, top_k))
     _bound(plan)[(programs(out_EHW.device),)](
         descriptor(right_NW, (BLOCK_N, BLOCK_W)),
         descriptor(stored.view(experts * stored.shape[1], stored.shape[2]), plan.STAGED),

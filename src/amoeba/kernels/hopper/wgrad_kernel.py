@@ -6,13 +6,12 @@
     fill_onward(...)          # all tiles' stages, by the gathering warpgroup
     consume_onward(...)       # all tiles' sums, by a multiplying one
 
-For `amoeba.kernels.hopper.wgrad` and the scheduled backward. In the former tiles are whole along H and come one behind
-the other in the ring, without a pause between them. A tile begins at whichever stage comes next: the
-stages up to the ring's end are its head, then come whole turns of the ring, in which each stage has code of its own,
-then its tail, and last the rows that do not fill a stage, multiplied sixteen at a time. An expert without rows has
-sixteen zeros there. Where the next tile lies, and its first row numbers, are found on the way.
-
-PLAN.WHOLE_WIDTH: tiles are whole along the width, too; else the last ones, if transposed, are stored under a mask.
+For `amoeba.kernels.hopper.wgrad` and the scheduled backward. In the former tiles come one behind the other in the
+ring, without a pause between them, and all are whole: where a size is not a multiple of a tile's, the last tile begins
+inside the one before it, and both write the same bits there. A tile begins at whichever stage comes next: the stages
+up to the ring's end are its head, then come whole turns of the ring, in which each stage has code of its own, then its
+tail, and last the rows that do not fill a stage, multiplied sixteen at a time. An expert without rows has sixteen zeros
+there. Where the next tile lies, and its first row numbers, are found on the way.
 """
 
 from __future__ import annotations
@@ -69,6 +68,14 @@ def expert_of_turn(turn, owners, tiles, h_tiles, w_tiles, GROUP: gl.constexpr):
     height = gl.minimum(h_tiles - group * GROUP, GROUP)
     inside = inside % (GROUP * w_tiles)
     return expert, group * GROUP + inside % height, inside // height
+
+
+@gluon.jit
+def whole_tile_of_turn(turn, owners, tiles, h_tiles, w_tiles, hidden, width, PLAN: gl.constexpr):
+    """As `expert_of_turn`, with the first element along H and along W in place of the tile's number."""
+    expert, h, w = expert_of_turn(turn, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
+    first_h = gl.minimum(h * PLAN.BLOCK_H, hidden - PLAN.BLOCK_H)
+    return expert, first_h, gl.minimum(w * PLAN.BLOCK_W, width - PLAN.BLOCK_W)
 
 
 @gluon.jit
@@ -142,14 +149,14 @@ def _fill_stage(right_desc, columns, place, ring, stage, parity, row, w, PLAN: g
     mbarrier.wait(empty.index(stage), parity)
     bar = full.index(stage)
     mbarrier.expect(bar, PLAN.BLOCK_W * PLAN.BLOCK_N * 2)
-    bulk_load(right_desc, [row, w * PLAN.BLOCK_W], bar, right_bufs.index(stage))
+    bulk_load(right_desc, [row, w], bar, right_bufs.index(stage))
     gather(left_bufs.index(stage), pointers)
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
 def _fill_last_rows(
-    columns, place, right, ring, count, row, end, w, width, right_stride, LAYOUT: gl.constexpr, PLAN: gl.constexpr
+    columns, place, right, ring, count, row, end, w, right_stride, LAYOUT: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """An expert's rows that do not fill a stage, or none where it has no rows at all, and zeros behind them."""
     left_bufs, right_bufs, full, empty = ring
@@ -168,12 +175,9 @@ def _fill_last_rows(
     mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
     bar = full.index(stage)
     mbarrier.arrive(bar, count=1)
-    own = right + n.to(gl.int64)[:, None] * right_stride + (w * BLOCK_W + c)[None, :]
+    own = right + n.to(gl.int64)[:, None] * right_stride + (w + c)[None, :]
     first = stage * (BLOCK_W // BLOCK)
-    blocks = BLOCK_W // BLOCK
-    if not PLAN.WHOLE_WIDTH:  # what lies behind them is not stored
-        blocks = gl.minimum(width - w * BLOCK_W, BLOCK_W) // BLOCK
-    for block in range(blocks):
+    for block in range(BLOCK_W // BLOCK):
         gather(right_blocks.index(first + block), own + (block * BLOCK), mask=owned)
     # The copy engine writes here again. Said once for each tile: the compiler would say it in each turn of the ring.
     fence_async_shared()
@@ -199,15 +203,15 @@ def fill_onward(sources, owners, places, ring, sizes, left_stride, right_stride,
     w_tiles = gl.cdiv(width, PLAN.BLOCK_W)
     tiles = experts * h_tiles * w_tiles
     count = 0
-    expert, h, w = expert_of_turn(0, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
+    expert, h, w = whole_tile_of_turn(0, owners, tiles, h_tiles, w_tiles, hidden, width, PLAN)
     start, end = rows_of_turn(expert, owners)
     slot = gl.load(order + (start + turn_n), mask=start + turn_n < end, other=0)
     for turn in range(turns_of_program(tiles)):
-        columns = (left + h * PLAN.BLOCK_H) + gl.arange(0, PLAN.BLOCK_H, gl.SliceLayout(0, layout))[None, :]
+        columns = (left + h) + gl.arange(0, PLAN.BLOCK_H, gl.SliceLayout(0, layout))[None, :]
         head, behind, filled = ring_parts(start, end, count, BLOCK_N, STAGES)
         places.store((slot // PLAN.TOP_K).to(gl.uint32) * pieces)
         slot = gl.load(order + (head + turn_n), mask=head + turn_n < end, other=0)
-        expert, next_h, next_w = expert_of_turn(turn + 1, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
+        expert, next_h, next_w = whole_tile_of_turn(turn + 1, owners, tiles, h_tiles, w_tiles, hidden, width, PLAN)
         began = count
         for row in range(start, head, BLOCK_N):
             place = place_bufs.index(count - began).load(of_stage)
@@ -235,9 +239,7 @@ def fill_onward(sources, owners, places, ring, sizes, left_stride, right_stride,
             count += 1
         if (filled < end) | (start == end):
             place = place_bufs.index(count - began).load(of_stage)
-            _fill_last_rows(
-                columns, place, right, ring, count, filled, end, w, width, right_stride, layout, PLAN
-            )  # fmt: skip
+            _fill_last_rows(columns, place, right, ring, count, filled, end, w, right_stride, layout, PLAN)
             count += 1
         h, w, start, end = next_h, next_w, next_start, next_end
 
@@ -297,14 +299,14 @@ def consume_onward(owners, ring, staging, out_desc, out, sizes, WARPGROUP: gl.co
     acc = gl.zeros((BLOCK_H // 2, BLOCK_W), gl.float32, mma)
     count = 0
     turns = turns_of_program(tiles)
-    expert, h, w = expert_of_turn(0, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
+    expert, h, w = whole_tile_of_turn(0, owners, tiles, h_tiles, w_tiles, hidden, width, PLAN)
     start, end = rows_of_turn(expert, owners)
     for turn in range(turns):
         head, behind, filled = ring_parts(start, end, count, BLOCK_N, STAGES)
         for row in range(start, head, BLOCK_N):
             acc = _sum_stage(acc, ring, count % STAGES, (count // STAGES) & 1, row > start, WARPGROUP)
             count += 1
-        next_expert, next_h, next_w = expert_of_turn(turn + 1, owners, tiles, h_tiles, w_tiles, PLAN.GROUP)
+        next_expert, next_h, next_w = whole_tile_of_turn(turn + 1, owners, tiles, h_tiles, w_tiles, hidden, width, PLAN)
         for _ in range(head, behind, STAGES * BLOCK_N):
             parity = (count // STAGES) & 1
             for stage in gl.static_range(STAGES):
@@ -323,22 +325,17 @@ def consume_onward(owners, ring, staging, out_desc, out, sizes, WARPGROUP: gl.co
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + 2 * STAGES - 2) % STAGES), count=1, pred=partial & (filled > start))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        if PLAN.WHOLE_WIDTH or not TRANSPOSED:  # the copy engine leaves out columns behind the last one
-            if TRANSPOSED:
-                first = expert * width + w * BLOCK_W
-                second = h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
-            else:
-                first = expert * hidden + h * BLOCK_H + WARPGROUP * (BLOCK_H // 2)
-                second = w * BLOCK_W
-            sums, other_sums = column_parts(acc, 2)
-            _store(sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
-            if TRANSPOSED:
-                first += BLOCK_W // 2
-            else:
-                second += BLOCK_W // 2
-            _store(other_sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
+        if TRANSPOSED:
+            first, second = expert * width + w, h + WARPGROUP * (BLOCK_H // 2)
         else:
-            store_gradient(acc, staging, out, out_desc, expert, h, w, hidden, width, WARPGROUP, TRANSPOSED)
+            first, second = expert * hidden + h + WARPGROUP * (BLOCK_H // 2), w
+        sums, other_sums = column_parts(acc, 2)
+        _store(sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
+        if TRANSPOSED:
+            first += BLOCK_W // 2
+        else:
+            second += BLOCK_W // 2
+        _store(other_sums.to(dtype), own, out_desc, first, second, TRANSPOSED)
         expert, h, w, start, end = next_expert, next_h, next_w, next_start, next_end
     tma.store_wait(0)
 
