@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.data.token_rows import document_arguments
-from amoeba.integrations.fused_attention import NAME, _Form, fused_attention, recognise
+from amoeba.integrations.fused_attention import NAME, Form, fused_attention, recognise
 from amoeba.ops import rotary_attention
 from tiny_models import build
 
@@ -172,7 +172,7 @@ def changed(kind: str) -> tuple[Any, str]:
 )
 def test_heads_that_the_kernels_do_not_serve(served, size, reason):
     form = recognise(small(head_dim=size).model.layers[0].self_attn)
-    assert isinstance(form, _Form) if reason is None else form == reason
+    assert isinstance(form, Form) if reason is None else form == reason
 
 
 def test_on_a_cpu_no_layer_is_changed():
@@ -206,7 +206,7 @@ def test_a_layer_that_looks_alike_and_is_not_is_not_taken_for_one(kind):
 def test_layers_are_recognised_in_bf16_with_their_window(anywhere):
     model = small(sliding_window=7, use_sliding_window=True).bfloat16()
     form = recognise(model.model.layers[0].self_attn)
-    assert form == _Form(model.config.rms_norm_eps, 64**-0.5, 7)
+    assert form == Form(model.config.rms_norm_eps, 64**-0.5, 7)
     with fused_attention(model) as found, fused_attention(model) as again:
         assert found.layers == 2 and again.layers == 0 and again.reasons == ("it is fused already",)
 

@@ -10,7 +10,7 @@ import torch
 from row_checks import DTYPES, error, random
 from torch import Tensor
 
-from amoeba.kernels.norm_rotate import BACKWARD, FORWARD, norm_rotate, norm_rotate_backward_
+from amoeba.kernels.norm_rotate import BACKWARD, FORWARD, norm_rotate, norm_rotate_backward_, norm_rotate_cached
 from selection import quick
 
 EPS = 1e-6
@@ -121,3 +121,24 @@ def test_arguments_that_do_not_fit_are_refused(device, wrong):
         dqkv = dqkv[:-1]
     with pytest.raises(ValueError, match="expected"):
         norm_rotate_backward_(dqkv, *given, query_heads=heads, eps=EPS)
+
+
+@quick(lambda name, dtype: dtype == torch.float16 or name == "groups of heads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["groups of heads", "one key head", "rows of one batch share rotations", "size 128"])
+def test_keys_and_values_go_into_the_cache_at_the_slot_and_nothing_else_does(device, name, dtype):
+    """Tokens that have no slot left are not kept."""
+    given, _, heads = problem(device, dtype, name)
+    tokens, _, key_heads, size, rotations = CASES[name]
+    rows = tokens // rotations
+    length, first = rotations + 5, 7
+    keys, values = (torch.full((rows, key_heads, length, size), 9.0, dtype=dtype, device=device) for _ in range(2))
+    slot = torch.tensor([first], device=device)
+    q, k = norm_rotate_cached(*given, keys, values, slot, query_heads=heads, eps=EPS)
+    assert torch.equal(torch.cat([q, k], 1), norm_rotate(*given, query_heads=heads, eps=EPS))
+    kept = min(rotations, length - first)
+    v = given[0][:, -key_heads * size :]
+    for cache, came in ((keys, k), (values, v.view(tokens, key_heads, size))):
+        expected = came.view(rows, rotations, key_heads, size).transpose(1, 2)[:, :, :kept]
+        assert torch.equal(cache[:, :, first : first + kept], expected)
+        assert (cache[:, :, :first] == 9).all() and (cache[:, :, first + kept :] == 9).all()

@@ -24,11 +24,12 @@ NAME = "amoeba_decode"
 
 
 @contextmanager
-def decoding_attention(model: nn.Module) -> Iterator[None]:
+def decoding_attention(model: nn.Module, name: str = NAME) -> Iterator[None]:
+    """name: of another implementation that a step is to use."""
     configs = {id(config): config for config in _configs(model)}.values()
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = name
     try:
         yield
     finally:

@@ -7,8 +7,8 @@ B rows · L slots of the cache
     for tokens in decoder.generate([ids], max_new_tokens=64, seed=1):     # one list of B tokens per step
         ...
 
-Prompts of different lengths are padded on the left. A short prompt is read by a captured graph, a longer one in pieces
-by the model as it is. On a GPU the steps run ahead of what is handed out by `AHEAD`: the next token stays on the device
+Prompts of different lengths are padded on the left. A prompt is read by a captured graph, a very long one in pieces by
+the model as it is. On a GPU the steps run ahead of what is handed out by `AHEAD`: the next token stays on the device
 and is copied to the host during the following steps, so stopping early wastes a few steps.
 """
 
@@ -18,6 +18,7 @@ import copy
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from amoeba.core.errors import bad_value, one_line
 from amoeba.core.graph_replays import CannotCapture, Member, replays_of
 from amoeba.decoding.cache import FixedCache, why_not_fixed
+from amoeba.decoding.fused_layers import reads_documents
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Rows, Step, replays_in
 from amoeba.integrations.compiled_layers import decoder_layers
@@ -35,7 +37,8 @@ from amoeba.integrations.text_model import text_config
 
 AHEAD = 4  # steps on their way to the GPU before one is waited for
 SHORTEST_CACHE = 512  # lengths are rounded up to powers of two from here, so that compiled code is found again
-CAPTURED_PROMPT = 512  # tokens of all rows; above it the GPU is busy long enough for the host to keep up
+# Tokens of all rows. Where attention needs a mask, that costs more than the host above it.
+CAPTURED_PROMPT, CAPTURED_WITH_MASK = 8192, 512
 SHORTEST_PIECE = 16
 STEPS = 16  # interleaved at a time: at both ends, one sequence waits without another that computes
 PIECE = 8192  # tokens of all rows of a longer prompt that are read at once
@@ -43,6 +46,11 @@ PIECE = 8192  # tokens of all rows of a longer prompt that are read at once
 
 def cache_length(tokens: int) -> int:
     return max(SHORTEST_CACHE, _power_of_2(tokens))
+
+
+def prompt_length(tokens: int) -> int:
+    """As many as the graph reads that reads a prompt: an eighth more at most, so that few graphs serve all lengths."""
+    return max(SHORTEST_PIECE, -(-tokens // (step := max(1, _power_of_2(tokens) // 16))) * step)
 
 
 class Decoder:
@@ -188,7 +196,14 @@ class Decoder:
         return out.logits[:, -1]
 
     def _captures_prompt(self, tokens: int) -> bool:
-        return self.capture and not self._waits_for_experts and tokens * self.batch <= CAPTURED_PROMPT
+        if not self.capture or self._waits_for_experts:
+            return False
+        most = CAPTURED_PROMPT if self._reads_documents else CAPTURED_WITH_MASK
+        return prompt_length(tokens) * self.batch <= most
+
+    @cached_property
+    def _reads_documents(self) -> bool:
+        return reads_documents(self.model)
 
     def _prepare_steps(self) -> None:
         if not self._prepared:
@@ -203,7 +218,7 @@ class Decoder:
         return self._prompt_steps[step.tokens]
 
     def _new_prompt_step(self, tokens: int) -> Step:
-        size = min(max(SHORTEST_PIECE, _power_of_2(tokens)), self.cache.length)
+        size = min(prompt_length(tokens), self.cache.length)
         return Step(self.model, self._rows, self._sampler, tokens=size)
 
 

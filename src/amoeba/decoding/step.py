@@ -7,8 +7,9 @@ B rows · C tokens of a row at once · L slots of the cache
     step.prepare(capture=True)                    # compiles and captures; changes the rows
     step()
 
-With more than one token it reads a piece of the prompts: `ids_BC`, `position_BC`, and in `last` where the piece ends;
-what comes after that is computed too, and overwritten by the next tokens before anything looks at it.
+With more than one token it reads prompts from the first slot on: `ids_BC`, `position_BC`, and in `last` where they end;
+what comes after that is computed too, and overwritten by the next tokens before anything looks at it. Where all
+attention layers are recognised (`fused_layers`) it needs no mask: a prompt is a document, and so is its padding.
 """
 
 from __future__ import annotations
@@ -23,21 +24,25 @@ from torch import Tensor
 
 from amoeba.core.graph_replays import Member, Replays, replays_of
 from amoeba.decoding.cache import FixedCache
-from amoeba.decoding.cache_attention import decoding_attention
+from amoeba.decoding.cache_attention import NAME, decoding_attention
 from amoeba.decoding.compiled_layers import compiled_layers
+from amoeba.decoding.fused_layers import fused_layers, join_projections
 from amoeba.decoding.sampling import Sampler
+from amoeba.integrations import fused_attention
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
 
 
 class Rows:
-    """live_BL: which slots hold something to attend to; slots to come count, the mask of a step is causal."""
+    """live_BL: which slots hold something to attend to; slots to come count, the mask of a step is causal.
+    graph_memory: of all steps of these rows, which never run at once and keep nothing there."""
 
     def __init__(self, cache: FixedCache, batch: int, device: torch.device) -> None:
         self.cache = cache
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.live_BL = torch.ones(batch, cache.length, dtype=torch.bool, device=device)
+        self.graph_memory: Any = None
 
 
 class Step:
@@ -50,6 +55,7 @@ class Step:
             self.position_BC = torch.zeros_like(self.ids_BC)
             self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._by_documents = False
         self._replays, self._passes = replays_in(model), None
         self._takes_cache_position = "cache_position" in inspect.signature(type(model).forward).parameters
 
@@ -57,13 +63,14 @@ class Step:
         """Runs it, and captures it where that is asked for. What the rows hold afterwards means nothing."""
         if not capture:
             return
+        join_projections(self.model)
+        self.rows.cache.slot.zero_()
         if self.compiled and not all(layer.is_initialized for layer in self.rows.cache.layers):
             with ExitStack() as stack:  # as it is: a compiled layer writes into keys and values that are there
                 self._enter(stack, compiled=False)
                 self._run()
         with ExitStack() as stack:
-            stack.enter_context(fused_routers(self.model))
-            self._enter(stack, self.compiled)
+            self._enter(stack, self.compiled, fused=True)
             ready = torch.cuda.Stream()
             ready.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(ready), nullcontext() if self._replays is None else self._replays.rehearsing():
@@ -75,15 +82,16 @@ class Step:
                 graph.register_generator_state(self.sampler.generator)
             if self._replays is not None:
                 self._passes = stack.enter_context(self._replays.capturing())
-            with torch.cuda.graph(graph, stream=ready, capture_error_mode="thread_local"):
+            memory = self.rows.graph_memory
+            with torch.cuda.graph(graph, pool=memory, stream=ready, capture_error_mode="thread_local"):
                 self._run()
-        self._graph = graph
+        self._graph, self.rows.graph_memory = graph, memory or graph.pool()
 
     def rehearse(self) -> None:
         """Runs it as `prepare` does before it captures."""
+        join_projections(self.model)
         with ExitStack() as stack:
-            stack.enter_context(fused_routers(self.model))
-            self._enter(stack, compiled=False)
+            self._enter(stack, compiled=False, fused=True)
             self._run()
 
     def __call__(self) -> None:
@@ -114,10 +122,18 @@ class Step:
         if self._replays is not None:
             self._replays.check()
 
-    def _enter(self, stack: ExitStack, compiled: bool) -> None:
-        self.rows.cache.filled = None
+    def _enter(self, stack: ExitStack, compiled: bool, fused: bool = False) -> None:
+        """fused: by our kernels, for which a model is looked through; compiled layers need our routers alone."""
+        self.rows.cache.filled = None if self.tokens == 1 else 0
         stack.enter_context(torch.no_grad())
-        stack.enter_context(decoding_attention(self.model))
+        self._by_documents = False
+        if fused:
+            stack.enter_context(fused_routers(self.model))
+            if not compiled:
+                all_attention = stack.enter_context(fused_layers(self.model))
+                self._by_documents = all_attention and self.tokens > 1
+        name = fused_attention.NAME if self._by_documents else NAME
+        stack.enter_context(decoding_attention(self.model, name))
         if compiled:
             stack.enter_context(compiled_layers(self.model, self.rows.cache))
 
@@ -139,16 +155,29 @@ class Step:
             more["cache_position"] = self.rows.cache.slot + torch.arange(
                 self.tokens, dtype=torch.int64, device=ids.device
             )
+        live_BL = self.rows.live_BL if self.tokens == 1 else self.rows.live_BL[:, : self.tokens]
+        if self._by_documents:
+            ends = _documents(live_BL)
+            more |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
+            more |= dict.fromkeys(("max_length_q", "max_length_k"), self.tokens)
         out = self.model(
             input_ids=ids,
             position_ids=position,
-            attention_mask=self.rows.live_BL,
+            attention_mask=None if self._by_documents else live_BL,
             past_key_values=self.rows.cache,
             use_cache=True,
             logits_to_keep=keep,
             **more,
         )
         return out.logits[:, -1]
+
+
+def _documents(live_BC: Tensor) -> Tensor:
+    """Ends of each row's padding and of its prompt, as flash attention is told them."""
+    rows, tokens = live_BC.shape
+    end_B = torch.arange(1, rows + 1, dtype=torch.int32, device=live_BC.device) * tokens
+    pads_B = end_B - live_BC.sum(1, dtype=torch.int32)
+    return torch.cat((end_B.new_zeros(1), torch.stack((pads_B, end_B), 1).flatten()))
 
 
 def replays_in(model: Any) -> Replays | None:

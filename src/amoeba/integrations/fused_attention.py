@@ -51,7 +51,7 @@ class Found(NamedTuple):
     reasons: tuple[str, ...]  # each once
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What the layer's parameters do not say."""
 
     eps: float
@@ -65,7 +65,7 @@ def fused_attention(model: nn.Module) -> Iterator[Found]:
     changed, reasons = [], []
     for module in candidates:
         form = recognise(module)
-        if isinstance(form, _Form):
+        if isinstance(form, Form):
             own: Any = type(module)
             changed.append((module, own))
             module.__class__ = _fused(own, form)
@@ -82,10 +82,12 @@ def fused_attention(model: nn.Module) -> Iterator[Found]:
             module.__class__ = own
 
 
-def recognise(module: Any) -> _Form | str:
+def recognise(module: Any) -> Form | str:
     """Its form, or why it is left as it is."""
     if isinstance(module, _FusedAttention):
         return "it is fused already"
+    if not all(hasattr(module, name) for name in _LINEARS):
+        return f"it has no {', '.join(_LINEARS)}"
     norms: list[Any] = [getattr(module, name, None) for name in _NORMS]
     linears = [getattr(module, name) for name in _LINEARS]
     if not all(isinstance(getattr(norm, "weight", None), Tensor) for norm in norms):
@@ -110,7 +112,7 @@ def recognise(module: Any) -> _Form | str:
 
 
 @torch.no_grad()
-def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> _Form | str:
+def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> Form | str:
     weight = linears[0].weight
     heads = linears[0].out_features // size
     generator = torch.Generator("cpu").manual_seed(0)
@@ -144,7 +146,7 @@ def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> 
     if not all(got.shape == wanted.shape and _distance(got, wanted) <= _TOLERANCE for got, wanted in pairs):
         return "it computes something else"
     reason = rotary_attention.why_not(weight, heads, k.shape[1], size, scale)
-    return _Form(eps, scale, window) if reason is None else f"our kernel {reason}"
+    return Form(eps, scale, window) if reason is None else f"our kernel {reason}"
 
 
 @contextmanager
@@ -178,7 +180,7 @@ def _hooks(module: nn.Module) -> bool:
 class _FusedAttention:
     """Mixed in before the layer's own class."""
 
-    form: _Form
+    form: Form
 
     def forward(
         self,
@@ -246,7 +248,7 @@ def _projections(layer: Any) -> list[nn.Linear]:
 
 
 @functools.cache
-def _fused(own: type, form: _Form) -> type:
+def _fused(own: type, form: Form) -> type:
     return type(own.__name__, (_FusedAttention, own), {"form": form, "__module__": own.__module__})
 
 

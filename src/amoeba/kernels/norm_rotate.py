@@ -1,14 +1,18 @@
 """Queries and keys of a joined projection, normed head by head and rotated, in one pass each way.
 
 T tokens · Q query heads · G key and value heads · D of a head · P = Q + G · C = (Q + 2G)·D · R tokens of the rotations
+B rows · L slots of a cache
 
     qk_TPD = norm_rotate(qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, query_heads=16, eps=1e-6)
+    q_TQD, k_TGD = norm_rotate_cached(qkv_TC, ..., key_BGLD, value_BGLD, slot, query_heads=16, eps=1e-6)
     dq_weight_D, dk_weight_D = norm_rotate_backward_(dqkv_TC, qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, ...)
 
-A row of qkv_TC holds the heads of a token: queries, keys, values; token t is rotated by row t % R. The second replaces
-the gradient of what came out of the first, in the columns of queries and keys, by that of what went in, and leaves the
-values' columns alone. Numbers are rounded where transformers rounds them. A program takes all heads of a few tokens, so
-that their rotations are read once; what it has added up for the weights is summed over programs afterwards, in order.
+A row of qkv_TC holds the heads of a token: queries, keys, values; token t is rotated by row t % R. The second also
+writes keys and values of B rows, T / B tokens each, into a cache, from a slot on that the device knows. The third
+replaces the gradient of what came out of the first, in the columns of queries and keys, by that of what went in, and
+leaves the values' columns alone. Numbers are rounded where transformers rounds them. A program takes all heads of a few
+tokens, so that their rotations are read once; what it has added up for the weights is summed over programs afterwards,
+in order.
 """
 
 from __future__ import annotations
@@ -58,6 +62,44 @@ def norm_rotate(
             STRIDE=qkv_TC.stride(0), **constants,
         )  # fmt: skip
     return qk_TPD
+
+
+def norm_rotate_cached(
+    qkv_TC: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    cos_RD: Tensor,
+    sin_RD: Tensor,
+    key_BGLD: Tensor,
+    value_BGLD: Tensor,
+    slot: Tensor,
+    *,
+    query_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """What `norm_rotate` has together. slot (1,): of each row's first token; none is kept behind the last slot."""
+    _check(qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, query_heads)
+    tokens, size = qkv_TC.shape[0], q_weight_D.shape[0]
+    key_heads = _key_heads(qkv_TC, size, query_heads)
+    rows, groups, length, _ = key_BGLD.shape
+    check_arguments(
+        key_BGLD.shape == value_BGLD.shape == (rows, key_heads, length, size)
+        and all(each.is_contiguous() and each.dtype == qkv_TC.dtype for each in (key_BGLD, value_BGLD))
+        and tokens % rows == 0,
+        "a cache for the heads of whole rows, contiguous, in one dtype",
+        qkv=qkv_TC,
+        key=key_BGLD,
+        value=value_BGLD,
+    )
+    q_TQD, k_TGD = (qkv_TC.new_empty((tokens, count, size)) for count in (query_heads, key_heads))
+    if tokens:
+        heads = _heads_at_once(FORWARD, query_heads, key_heads)
+        _norm_rotate_cached[(tokens, (query_heads + 2 * key_heads) // heads)](
+            qkv_TC, q_TQD, k_TGD, key_BGLD, value_BGLD, q_weight_D, k_weight_D, cos_RD, sin_RD, slot, tokens // rows,
+            length, cos_RD.shape[0], eps, STRIDE=qkv_TC.stride(0), Q=query_heads, G=groups, D=size, HEADS=heads,
+            num_warps=1,
+        )  # fmt: skip
+    return q_TQD, k_TGD
 
 
 def norm_rotate_backward_(
@@ -121,10 +163,15 @@ def _key_heads(qkv_TC: Tensor, size: int, query_heads: int) -> int:
     return (qkv_TC.shape[1] // size - query_heads) // 2
 
 
-def _constants(tile: Tile, query_heads: int, key_heads: int, size: int) -> dict[str, int]:
+def _heads_at_once(tile: Tile, query_heads: int, key_heads: int) -> int:
     heads = tile.heads
     while query_heads % heads or key_heads % heads:
         heads //= 2
+    return heads
+
+
+def _constants(tile: Tile, query_heads: int, key_heads: int, size: int) -> dict[str, int]:
+    heads = _heads_at_once(tile, query_heads, key_heads)
     tokens = max(1, tile.elements // (heads * size // 2))
     return {"Q": query_heads, "G": key_heads, "D": size, "HEADS": heads, "TOKENS": tokens, "num_warps": tile.warps}
 
@@ -176,25 +223,31 @@ def _normed(x_1, x_2, eps, D: tl.constexpr):
 
 
 @triton.jit
+def _rotated(x_1, x_2, weight_1, weight_2, rotations, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    cos_1, cos_2, sin_1, sin_2 = rotations
+    n_1, n_2, _ = _normed(x_1, x_2, eps, D)
+    m_1 = _rounded(weight_1 * _rounded(n_1, DTYPE), DTYPE)
+    m_2 = _rounded(weight_2 * _rounded(n_2, DTYPE), DTYPE)
+    out_1 = _rounded(m_1 * cos_1, DTYPE) - _rounded(m_2 * sin_1, DTYPE)
+    out_2 = _rounded(m_2 * cos_2, DTYPE) + _rounded(m_1 * sin_2, DTYPE)
+    return out_1.to(DTYPE), out_2.to(DTYPE)
+
+
+@triton.jit
 def _rotate_heads(
     qkv, qk, weight, token, mask, rotations, eps, before, COUNT: tl.constexpr, STRIDE: tl.constexpr, P: tl.constexpr,
     D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """COUNT heads with `before` before them."""
     DTYPE: tl.constexpr = qk.dtype.element_ty
-    cos_1, cos_2, sin_1, sin_2 = rotations
     weight_1, weight_2 = _weights(weight, token, D, HEADS)
     for step in range(COUNT // HEADS):
         heads = before + step * HEADS
         x_1, x_2 = _halves(qkv, _token_rows(token, heads, STRIDE, D, D // 2, HEADS), mask, D // 2)
-        n_1, n_2, _ = _normed(x_1, x_2, eps, D)
-        m_1 = _rounded(weight_1 * _rounded(n_1, DTYPE), DTYPE)
-        m_2 = _rounded(weight_2 * _rounded(n_2, DTYPE), DTYPE)
-        out_1 = _rounded(m_1 * cos_1, DTYPE) - _rounded(m_2 * sin_1, DTYPE)
-        out_2 = _rounded(m_2 * cos_2, DTYPE) + _rounded(m_1 * sin_2, DTYPE)
+        out_1, out_2 = _rotated(x_1, x_2, weight_1, weight_2, rotations, eps, D, DTYPE)
         out = _token_rows(token, heads, P * D, D, D // 2, HEADS)
-        tl.store(qk + out, out_1.to(DTYPE), mask=mask)
-        tl.store(qk + D // 2 + out, out_2.to(DTYPE), mask=mask)
+        tl.store(qk + out, out_1, mask=mask)
+        tl.store(qk + D // 2 + out, out_2, mask=mask)
 
 
 @quick
@@ -208,6 +261,53 @@ def _norm_rotate(
     rotations = _rotations(cos, sin, token, num_rotations, D, HEADS)
     _rotate_heads(qkv, qk, q_weight, token, mask, rotations, eps, 0, Q, STRIDE, Q + G, D, HEADS)
     _rotate_heads(qkv, qk, k_weight, token, mask, rotations, eps, Q, G, STRIDE, Q + G, D, HEADS)
+
+
+@triton.jit
+def _cached(first, place, length, D: tl.constexpr, HEADS: tl.constexpr):
+    """(1, HEADS, D // 2): where first halves of heads, counted over all rows, lie in the cache."""
+    head = (first + tl.arange(0, HEADS)).to(tl.int64)
+    return ((head * length + place) * D)[None, :, None] + tl.arange(0, D // 2)[None, None, :]
+
+
+@quick
+@triton.jit
+def _norm_rotate_cached(
+    qkv, q, k, keys, values, q_weight, k_weight, cos, sin, slot, tokens_of_row, length, num_rotations, eps,
+    STRIDE: tl.constexpr, Q: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """A few heads of one token: with few tokens there is no other way to keep the GPU busy."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    HALF: tl.constexpr = D // 2
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    heads = tl.program_id(1) * HEADS
+    row = tl.program_id(0) // tokens_of_row
+    place = tl.load(slot) + tl.program_id(0) % tokens_of_row + tl.arange(0, 1)
+    kept = (place < length)[:, None, None]
+    came = _token_rows(token, heads, STRIDE, D, HALF, HEADS)
+    if heads < Q + G:
+        weight = q_weight
+        if heads >= Q:
+            weight = k_weight
+        x_1, x_2 = _halves(qkv, came, None, HALF)
+        weight_1, weight_2 = _weights(weight, token, D, HEADS)
+        rotations = _rotations(cos, sin, token, num_rotations, D, HEADS)
+        out_1, out_2 = _rotated(x_1, x_2, weight_1, weight_2, rotations, eps, D, DTYPE)
+        if heads < Q:
+            out = _token_rows(token, heads, Q * D, D, HALF, HEADS)
+            tl.store(q + out, out_1)
+            tl.store(q + HALF + out, out_2)
+        else:
+            out = _token_rows(token, heads - Q, G * D, D, HALF, HEADS)
+            tl.store(k + out, out_1)
+            tl.store(k + HALF + out, out_2)
+            cached = _cached(row * G + heads - Q, place, length, D, HEADS)
+            tl.store(keys + cached, out_1, mask=kept)
+            tl.store(keys + HALF + cached, out_2, mask=kept)
+    else:
+        cached = _cached(row * G + heads - Q - G, place, length, D, HEADS)
+        tl.store(values + cached, tl.load(qkv + came), mask=kept)
+        tl.store(values + HALF + cached, tl.load(qkv + HALF + came), mask=kept)
 
 
 @triton.jit

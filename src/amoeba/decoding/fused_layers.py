@@ -1,0 +1,285 @@
+"""Decoder layers with fewer launches while a step is captured: norms, sums and rotations by our kernels.
+
+B rows · C tokens of a row at once · T = B·C · Q query heads · G key and value heads · D of a head
+
+    join_projections(model)                 # before anything is captured: it moves weights
+    with fused_layers(model) as all_attention:      # whether all attention layers were recognised
+        model(...)                                  # a step, or, if so, a prompt step that is told the documents
+
+A small step spends its time between kernels, and a layer of transformers launches some sixty of them. What a layer is
+made of is recognised by evaluating it, as `integrations.fused_attention` does, or it stays as it is:
+
+norms       one launch each; q_norm and k_norm too where their attention is not recognised
+attention   one joined projection, one launch that norms, rotates and writes the cache, one for the output projection
+layers      the sum after attention, and its norm, in one launch
+
+Numbers are rounded where transformers rounds them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.decoding.cache import FixedCache
+from amoeba.decoding.cache_attention import decode_attention
+from amoeba.integrations import fused_attention
+from amoeba.integrations.compiled_layers import decoder_layers
+from amoeba.ops.attention import document_attention
+
+_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_TOKENS = 4
+
+
+@contextmanager
+def fused_layers(model: Any) -> Iterator[bool]:
+    with ExitStack() as stack:
+        forms = [_form_of(layer) for layer in decoder_layers(model)]
+        for layer, form in zip(decoder_layers(model), forms, strict=True):
+            if form is not None:
+                stack.enter_context(_as(layer.self_attn, _StepAttention, form))
+        for module in model.modules():
+            if (found := _norm_of(module)) is not None:
+                stack.enter_context(_as(module, _StepNorm, found))
+        for layer in decoder_layers(model):
+            if _adds_and_norms(layer):
+                stack.enter_context(_as(layer, _StepLayer, None))
+        yield None not in forms
+
+
+def reads_documents(model: Any) -> bool:
+    """Whether all attention layers read prompts by our kernel, which needs no mask."""
+    return all(_form_of(layer) is not None for layer in decoder_layers(model))
+
+
+def _form_of(layer: Any) -> fused_attention.Form | None:
+    """Of its attention, if it is recognised."""
+    form = fused_attention.recognise(getattr(layer, "self_attn", None))
+    return None if isinstance(form, str) else form
+
+
+def join_projections(model: Any) -> None:
+    """The weights of queries, keys and values of each recognised layer one below the other: its parameters become views
+    of one tensor, once."""
+    for layer in decoder_layers(model):
+        if _form_of(layer) is None:
+            continue
+        for name in ("weight", "bias"):
+            parts = [getattr(linear, name) for linear in _projections(layer.self_attn)]
+            if all(part is not None for part in parts) and _joined(parts) is None:
+                whole = torch.cat([part.detach() for part in parts])
+                for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                    part.data = view
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """The tensor of which these are the parts, if they lie one behind the other."""
+    first, *_ = parts
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    behind = all(end == part.data_ptr() for end, part in zip(ends, parts[1:], strict=False))
+    one = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    if not behind or not one or not all(part.is_contiguous() for part in parts):
+        return None
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+
+
+def _projections(attention: Any) -> list[nn.Linear]:
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+@contextmanager
+def _as(module: Any, mixin: type, form: Any) -> Iterator[None]:
+    own: Any = type(module)
+    module.__class__ = _mixed(own, mixin, form)
+    try:
+        yield
+    finally:
+        module.__class__ = own
+
+
+@functools.cache
+def _mixed(own: type, mixin: type, form: Any) -> type:
+    return type(own.__name__, (mixin, own), {"form": form, "__module__": own.__module__})
+
+
+class _StepAttention:
+    form: fused_attention.Form
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        layer: Any = self
+        size = layer.q_norm.weight.shape[0]
+        rows, tokens, _ = hidden_states.shape
+        weight, bias = (_whole(layer, name) for name in ("weight", "bias"))
+        ends: Any = others.get("cu_seq_lens_q")
+        steps = tokens == 1 and attention_mask is not None
+        tables = [table.shape[1:] == (tokens, size) for table in position_embeddings]
+        if (
+            not isinstance(past_key_values, FixedCache)
+            or weight is None
+            or not all(tables)
+            or not (steps or ends is not None)
+        ):
+            return super().forward(  # type: ignore[misc]
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **others,
+            )
+        from amoeba.kernels.norm_rotate import norm_rotate_cached
+
+        cos, sin = position_embeddings
+        heads, groups = (linear.out_features // size for linear in (layer.q_proj, layer.k_proj))
+        own: Any = past_key_values.layers[layer.layer_idx]
+        if not own.is_initialized:
+            like = hidden_states.new_empty(rows, groups, 1, size)
+            own.lazy_initialization(like, like)
+        qkv_TC = nn.functional.linear(hidden_states, weight, bias).flatten(0, 1)
+        q_TQD, k_TGD = norm_rotate_cached(
+            qkv_TC,
+            layer.q_norm.weight,
+            layer.k_norm.weight,
+            cos.reshape(-1, size),
+            sin.reshape(-1, size),
+            own.keys,
+            own.values,
+            past_key_values.slot,
+            query_heads=heads,
+            eps=self.form.eps,
+        )
+        if steps:
+            y, _ = decode_attention(layer, q_TQD[:, :, None], own.keys, own.values, attention_mask, self.form.scale)
+        else:
+            v_TGD = qkv_TC[:, -groups * size :].unflatten(1, (groups, size))
+            window = fused_attention.window_of(self.form.window, tokens)
+            y = document_attention(q_TQD, k_TGD, v_TGD, ends, longest=tokens, scale=self.form.scale, window=window)
+        return layer.o_proj(y.reshape(rows, tokens, -1)), None
+
+
+def _whole(attention: Any, name: str) -> Tensor | None:
+    parts = [getattr(linear, name) for linear in _projections(attention)]
+    return None if any(part is None for part in parts) else _joined(parts)
+
+
+class _Norm(NamedTuple):
+    eps: float
+    rounds_late: bool
+
+
+class _StepNorm:
+    form: _Norm
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        from amoeba.kernels.rms_norm import rms_norm
+
+        norm: Any = self
+        if hidden_states.dtype != norm.weight.dtype:
+            return super().forward(hidden_states)  # type: ignore[misc]
+        return rms_norm(hidden_states.contiguous(), norm.weight, self.form.eps, rounds_late=self.form.rounds_late)
+
+    def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """x + added, and its norm."""
+        from amoeba.kernels.rms_norm import add_rms_norm
+
+        norm: Any = self
+        given = x.contiguous(), added.contiguous(), norm.weight
+        return add_rms_norm(*given, self.form.eps, rounds_late=self.form.rounds_late)
+
+
+@torch.no_grad()
+def _norm_of(module: Any) -> _Norm | None:
+    """What it computes, if it is a root mean square norm."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or names != {"weight"} or not isinstance(eps, float):
+        return None
+    if _why_not(weight) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    x, random = _random(weight, _TOKENS, len(weight)), _random(weight, len(weight))
+    try:
+        given = torch.func.functional_call(module, {"weight": random}, (x,))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # it wants other arguments
+        return None
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    for form, expected in (
+        (_Norm(eps, False), random * normed.to(x.dtype)),
+        (_Norm(eps, True), (random * normed).to(x.dtype)),
+    ):
+        if isinstance(given, Tensor) and torch.equal(given, expected):
+            return form
+    return None
+
+
+def _why_not(weight: Tensor) -> bool:
+    from amoeba.kernels.rms_norm import MOST
+
+    return weight.device.type != "cuda" or len(weight) > MOST
+
+
+class _StepLayer:
+    def forward(self, hidden_states: Tensor, *more: Any, **others: Any) -> Any:
+        layer: Any = self
+        norm = layer.post_attention_layernorm
+        same = hidden_states.dtype == getattr(norm, "weight", hidden_states).dtype
+        if more or not isinstance(norm, _StepNorm) or not same:
+            return super().forward(hidden_states, *more, **others)  # type: ignore[misc]
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **others)
+        total, normed = norm.of_sum(hidden_states, attended)
+        out = layer.mlp(normed)
+        return total + (out[0] if isinstance(out, tuple) else out)
+
+
+@torch.no_grad()
+def _adds_and_norms(layer: Any) -> bool:
+    """Whether it is x + attention(norm(x)), then the same with its experts, and hands its arguments to attention."""
+    parts: list[Any] = [getattr(layer, name, None) for name in _PARTS]
+    if not all(isinstance(part, nn.Module) for part in parts) or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    weight = next(iter(parts[0].parameters()), None)
+    if weight is None or weight.dim() != 1:
+        return False
+    x, *factors = (_random(weight, 1, _TOKENS, len(weight), seed=seed) for seed in range(5))
+    others = {name: object() for name in ("attention_mask", "position_ids", "past_key_values", "position_embeddings")}
+    seen: dict[str, Any] = {}
+
+    def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+        seen.update(given)
+        return hidden_states * factors[1], None
+
+    functions: list[Callable] = [lambda x: x * factors[0], attend, lambda x: x * factors[2], lambda x: x * factors[3]]
+    try:
+        for part, function in zip(parts, functions, strict=True):
+            part.forward = function
+        given = layer(x, **others, use_cache=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # it wants other arguments
+        return False
+    finally:
+        for part in parts:
+            part.__dict__.pop("forward", None)
+    total = x + x * factors[0] * factors[1]
+    expected = total + total * factors[2] * factors[3]
+    handed = all(seen.get(name) is value for name, value in others.items())
+    return isinstance(given, Tensor) and torch.equal(given, expected) and handed
+
+
+def _random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device, like.dtype)

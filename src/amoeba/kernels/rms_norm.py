@@ -1,0 +1,82 @@
+"""Root mean square norms of rows in one pass, without gradients.
+
+N rows · H numbers of a row
+
+    y_NH = rms_norm(x_NH, weight_H, eps=1e-6)
+    sum_NH, y_NH = add_rms_norm(x_NH, added_NH, weight_H, eps=1e-6)      # of x + added, rounded to their dtype
+
+Numbers are rounded where transformers rounds them: normed ones before they meet the weight, or, if rounds_late, after
+it alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from amoeba.kernels.launch import cdiv, next_power_of_2, quick
+from amoeba.kernels.launch.arguments import check_arguments
+
+ELEMENTS = 2048  # of the rows that a program takes; not measured yet
+MOST = 16384  # numbers of a row, which a program holds at once
+
+
+def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float, *, rounds_late: bool = False) -> Tensor:
+    return _launch(x_NH, None, None, weight_H, eps, rounds_late)
+
+
+def add_rms_norm(
+    x_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float, *, rounds_late: bool = False
+) -> tuple[Tensor, Tensor]:
+    sum_NH = x_NH.new_empty(x_NH.shape)
+    return sum_NH, _launch(x_NH, added_NH, sum_NH, weight_H, eps, rounds_late)
+
+
+def _launch(
+    x: Tensor, added: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, rounds_late: bool
+) -> Tensor:
+    width = x.shape[-1]
+    given = [each for each in (x, added, weight) if each is not None]
+    check_arguments(
+        all(each.is_contiguous() and each.dtype == x.dtype for each in given)
+        and weight.shape == (width,)
+        and (added is None or added.shape == x.shape)
+        and 0 < width <= MOST,
+        f"contiguous rows of one dtype, {MOST} numbers at most",
+        x=x,
+        weight=weight,
+    )
+    y = x.new_empty(x.shape)
+    rows = x.numel() // width
+    if rows:
+        block = next_power_of_2(width)
+        at_once = max(1, ELEMENTS // block)
+        _rms_norm[(cdiv(rows, at_once),)](
+            x, added, total, weight, y, rows, eps, H=width, BLOCK=block, ROWS=at_once, ROUNDS_LATE=rounds_late,
+            num_warps=min(16, max(4, block // 512)),
+        )  # fmt: skip
+    return y
+
+
+@quick
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x, added, total, weight, y, rows, eps, H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ROUNDS_LATE: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < H)[None, :]
+    at = row[:, None] * H + column[None, :]
+    w = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if added is not None:
+        v = (v + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
+        tl.store(total + at, v, mask=inside)
+        v = v.to(tl.float32)
+    normed = v * tl.rsqrt(tl.sum(v * v, axis=1) / H + eps)[:, None]
+    if not ROUNDS_LATE:
+        normed = normed.to(DTYPE).to(tl.float32)
+    tl.store(y + at, (w * normed).to(DTYPE), mask=inside)

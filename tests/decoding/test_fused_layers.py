@@ -1,0 +1,145 @@
+"""Steps by our kernels for norms, sums and rotations: the tokens of plain ones, and a model that is as before."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from amoeba.decoding import Decoder, fused_layers
+from amoeba.decoding.step import Step
+from amoeba.kernels import norm_rotate, rms_norm
+from amoeba.ops import rotary_attention
+from tiny_models import VOCABULARY, build
+
+TOKENS = 6
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """All steps are fused, in Triton's interpreter; which kernels they call."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is for machines without a GPU; tests/decoding/test_decoder.py captures steps")
+    monkeypatch.setattr(rotary_attention, "why_not", rotary_attention.why_not_shape)
+    monkeypatch.setattr(fused_layers, "_why_not", lambda weight: False)
+    enter = Step._enter
+    monkeypatch.setattr(Step, "_enter", lambda self, stack, compiled, fused=True: enter(self, stack, compiled, True))
+    found: list[str] = []
+    for module, name in ((norm_rotate, "norm_rotate_cached"), (rms_norm, "rms_norm"), (rms_norm, "add_rms_norm")):
+        own = getattr(module, name)
+
+        def noted(*arguments, own=own, name=name, **options):
+            found.append(name)
+            return own(*arguments, **options)
+
+        monkeypatch.setattr(module, name, noted)
+    return found
+
+
+def small(family: str = "qwen3_moe", **changes):
+    heads = {"head_dim": 64} if family == "qwen3_moe" else {}  # which our kernels serve
+    model = build(family, max_position_embeddings=128, **heads | changes)
+    model.set_experts_implementation("amoeba")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def plain(model, rows) -> list[list[int]]:
+    config = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+    ids = [torch.tensor([row]) for row in rows]
+    made = [
+        model.generate(input_ids=each, attention_mask=torch.ones_like(each), generation_config=config) for each in ids
+    ]
+    return [one[0, len(row) :].tolist() for one, row in zip(made, rows, strict=True)]
+
+
+def decoded(model, rows) -> list[list[int]]:
+    steps = list(Decoder(model, batch=len(rows), length=60).generate(rows, TOKENS))
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=["plain", "biases"])
+def test_steps_and_prompts_give_the_tokens_of_plain_generate_and_the_model_is_as_before(calls, monkeypatch, changes):
+    """A batch with padding, whose prompts are documents."""
+    monkeypatch.setattr(Decoder, "_captures_prompt", lambda self, tokens: True)
+    model, rows = small(**changes), prompts(17, 3, 9)
+    expected, classes = plain(model, rows), [type(module) for module in model.modules()]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    fused_layers.join_projections(model)
+    assert decoded(model, rows) == expected
+    # of two layers: their attention, the sum with its norm, and the norm before it; and the last norm
+    assert [calls.count(name) for name in ("norm_rotate_cached", "add_rms_norm", "rms_norm")] == [12, 12, 18]
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert plain(model, rows) == expected
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_what_is_not_recognised_is_left_and_the_rest_is_fused(calls, family):
+    model, rows = small(family), prompts(7, 4)
+    assert not fused_layers.reads_documents(model)
+    assert decoded(model, rows) == plain(model, rows)
+    assert "norm_rotate_cached" not in calls and calls
+
+
+def test_without_joined_projections_the_layers_own_attention_runs(calls):
+    model, rows = small(), prompts(5)
+    assert decoded(model, rows) == plain(model, rows)
+    assert "norm_rotate_cached" not in calls and "add_rms_norm" in calls
+
+
+def test_projections_are_joined_once_and_parameters_stay_what_they_are(calls):
+    model = small()
+    attention = model.model.layers[0].self_attn
+    parameters, values = (
+        dict(model.named_parameters()),
+        [attention.q_proj.weight.clone(), attention.v_proj.weight.clone()],
+    )
+    fused_layers.join_projections(model)
+    place = attention.v_proj.weight.data_ptr()
+    fused_layers.join_projections(model)
+    assert attention.v_proj.weight.data_ptr() == place
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert torch.equal(attention.q_proj.weight, values[0]) and torch.equal(attention.v_proj.weight, values[1])
+    assert torch.equal(fused_layers._whole(attention, "weight")[-len(values[1]) :], values[1])
+
+
+class _Shifted(nn.Module):
+    """As Gemma's."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.weight, self.variance_epsilon = own.weight, own.variance_epsilon
+
+    def forward(self, x):
+        x = x.float()
+        return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def test_a_norm_or_a_layer_that_computes_something_else_is_left(calls):
+    model, rows = small(), prompts(5)
+    model.model.norm = _Shifted(model.model.norm)
+    layer = model.model.layers[0]
+    own = type(layer)
+
+    class Doubled(own):
+        def forward(self, *arguments, **options):
+            return 2 * super().forward(*arguments, **options)
+
+    layer.__class__ = Doubled
+    assert not fused_layers._adds_and_norms(layer) and fused_layers._adds_and_norms(model.model.layers[1])
+    assert fused_layers._norm_of(model.model.norm) is None
+    assert decoded(model, rows) == plain(model, rows)
+    with ExitStack() as stack:
+        stack.enter_context(fused_layers.fused_layers(model))
+        assert not isinstance(layer, fused_layers._StepLayer) and isinstance(
+            layer.input_layernorm, fused_layers._StepNorm
+        )
