@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -86,16 +86,15 @@ def _step(
 ) -> Step:
     from amoeba.jobs.train.fast_paths import fast_paths
     from amoeba.jobs.train.manifest import WholeModel
+    from amoeba.jobs.train.run import Run
     from amoeba.jobs.train.trainer import Rows
     from amoeba.jobs.train.training_loop import make_trainer
 
     length = problem.batch.length
-    folder = Path(stage.enter_context(tempfile.TemporaryDirectory()))
     console = _Console(stage.said.append)
+    run = Run("amoeba bench", replace(settings, out=stage.enter_context(tempfile.TemporaryDirectory())), console)
     of_trainer = Rows(rows, rows, collate, length, documents_per_row, length)
-    trainer: Any = make_trainer(
-        model, None, of_trainer, settings, _STEPS, folder, console, model.dtype, WholeModel(), "amoeba bench"
-    )
+    trainer: Any = make_trainer(run, model, None, of_trainer, _STEPS, model.dtype, WholeModel())
     log = trainer.run_log
     stage.callback(log.close)
     stage.enter_context(trainer.while_it_runs)

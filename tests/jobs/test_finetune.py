@@ -39,6 +39,7 @@ from amoeba.jobs.convert.merge import merge
 from amoeba.jobs.finetune.finetune import AdapterAlone, finetune
 from amoeba.jobs.settings import FinetuneSettings, load_settings
 from amoeba.jobs.train.resume import settings_of
+from amoeba.jobs.train.run import Run
 from amoeba.jobs.train.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
 from amoeba.stream.store import open_store
@@ -129,9 +130,9 @@ def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batch(packed: bool, 
     def found(batch_size: int) -> float:
         made = settings(tmp_path, base, data, batch_size=batch_size)
         rows = Rows(held_out, held_out, functools.partial(pad_rows, padding=0), 1, 2, 512)
-        trainer = make_trainer(
-            model, tokenizer, rows, made, 1, tmp_path, Quiet(), torch.float32, AdapterAlone(), "amoeba finetune"
-        )
+        run = Run("amoeba finetune", made, Quiet())
+        run.folder.mkdir(exist_ok=True)
+        trainer = make_trainer(run, model, tokenizer, rows, 1, torch.float32, AdapterAlone())
         loss = trainer.evaluate()["eval_loss"]
         assert trainer.run_log.last_evaluation == (0, loss)
         return loss

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -275,10 +275,12 @@ class LoraFactors:
         """The same factors in another dtype, differentiably; an A that gate and up share stays shared."""
         if all(tensor.dtype == dtype for tensor in self.tensors().values()):
             return self
-        gate_a, gate_b, up_a, up_b, down_a, down_b = (None if t is None else t.to(dtype) for t in self.six())
-        if self.up_lora_a is self.gate_lora_a:
-            up_a = gate_a
-        return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, self.scaling)
+        return self.each(lambda factor: factor.to(dtype))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> LoraFactors:
+        """These changed one by one; an A that gate and up share stays shared."""
+        gate_a, gate_b, up_a, up_b, down_a, down_b = (None if t is None else change(t) for t in self.six())
+        return LoraFactors(gate_a, gate_b, gate_a if self.shares_a else up_a, up_b, down_a, down_b, self.scaling)
 
     def check(self, weights: AnyExperts) -> None:
         """Raises ValueError unless these are factors for these experts."""

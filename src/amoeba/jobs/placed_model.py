@@ -27,7 +27,7 @@ from amoeba.integrations.model_folder import UnreadTensor, load_config, load_mod
 from amoeba.integrations.place_experts import Placed, place_experts
 from amoeba.jobs.cpu_dtype import DtypeChoice
 from amoeba.stream.attaching import Streamed, attach
-from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
+from amoeba.stream.store import Store, is_store, open_store
 
 logger = logging.getLogger("amoeba")
 
@@ -112,12 +112,7 @@ class _ExpertsOfStore:
         store, layer, found = self._store, self._layers[name], described(module)
         with torch.no_grad():
             parts = [_as_in_store(part, found.interleaved, place) for place, part in enumerate(stored(module, found))]
-            blob = aligned_buffer(store.expert_bytes(layer))
-            for expert in range(store.layers[layer].experts):
-                store.read(layer, expert, blob)
-                for part, view in zip(parts, store.views(layer, blob), strict=True):
-                    if part is not None and view is not None:
-                        part[expert].copy_(view.view(part[expert].shape))
+            store.read_stacked(layer, range(store.layers[layer].experts), parts)
 
 
 def _as_in_store(part: Tensor | None, interleaved: bool, place: int) -> Tensor | None:

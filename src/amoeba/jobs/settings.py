@@ -8,6 +8,7 @@ YAML takes 1e-3 for a word and `on` for true; here they are what was meant.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -26,49 +27,26 @@ Dense = Literal["ddp", "fsdp"]
 Settings = TypeVar("Settings", bound="RunSettings")
 
 # What a setting may do when a run is resumed. Of each:
-#   fixed        the numbers of the run depend on it: another value is refused
+#   fixed        the numbers of the run depend on it: another value is refused; all that are not named here
 #   changeable   it says when something is told or written, or what memory is spent: applied and recorded
 #   by content   a file or folder may have moved: what it holds is compared with what the run began with
 #   place        the folder of the run, which --resume names
 AtResume = Literal["fixed", "changeable", "by content", "place"]
-AT_RESUME: dict[str, AtResume] = {
-    "model": "by content",
-    "data": "by content",
-    "held_out": "by content",
-    "out": "place",
-    "log_every": "changeable",
-    "eval_every": "changeable",
-    "save_every": "changeable",
-    "gradient_checkpointing": "changeable",
-    "ram": "changeable",
-    "vram": "changeable",  # the numbers are those of resident experts
-    "batch_size": "fixed",
-    "accumulation": "fixed",
-    "sequence_length": "fixed",
-    "steps": "fixed",  # the learning rate falls towards the last one
-    "epochs": "fixed",
-    "minutes": "fixed",  # a checkpoint holds the plan and the time that is spent
-    "learning_rate": "fixed",
-    "warmup_steps": "fixed",
-    "weight_decay": "fixed",
-    "balance": "fixed",
-    "aux_loss_coefficient": "fixed",
-    "z_loss_coefficient": "fixed",
-    "bias_rate": "fixed",
-    "seed": "fixed",
-    "dtype": "fixed",
-    "compile": "fixed",  # other code, other rounding
-    "optimizer_states": "fixed",
-    "vocab_size": "fixed",
-    "r": "fixed",
-    "alpha": "fixed",
-    "targets": "fixed",
-    "train_router": "fixed",
-    "precision": "fixed",
-    "experts": "fixed",  # packed ones are rounded
-    "expert_ranks": "changeable",  # as many ranks as there are then; the numbers are the same
-    "dense": "changeable",
-}
+AT_RESUME: defaultdict[str, AtResume] = defaultdict(
+    lambda: "fixed",
+    model="by content",
+    data="by content",
+    held_out="by content",
+    out="place",
+    log_every="changeable",
+    eval_every="changeable",
+    save_every="changeable",
+    gradient_checkpointing="changeable",
+    ram="changeable",
+    vram="changeable",  # the numbers are those of resident experts
+    expert_ranks="changeable",  # as many ranks as there are then; the numbers are the same
+    dense="changeable",
+)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts, Tokens, gather_share, own_parameter, shard_experts
 from amoeba.parallel.sharded_backend import RANKS
 from amoeba.parallel.shards import copy_here, is_shard, local_part, whole
-from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
+from amoeba.stream.store import Store, is_store, open_store
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, save_tensors, tensors_of
 from amoeba.system.files import write_whole
 
@@ -108,12 +108,7 @@ def _read_experts(store: Store, layer: int, module: Any, mine: list[int], dtype:
         raise bad_value("experts", expected, f"that of {type(module).__name__}", "keep the experts resident")
     shapes = [part.shape for part in entry.parts] + [None] * (4 - len(entry.parts))
     parts = [None if shape is None else torch.empty(len(mine), *shape, dtype=dtype, device="cpu") for shape in shapes]
-    blob = aligned_buffer(entry.expert_bytes)
-    for place_here, expert in enumerate(mine):
-        store.read(layer, expert, blob)
-        for part, view in zip(parts, store.views(layer, blob), strict=True):
-            if part is not None and view is not None:
-                part[place_here] = view
+    store.read_stacked(layer, mine, parts)
     if layout.interleaved:  # a store has all rows of gate first
         parts[0], parts[2] = (_in_turns(part) for part in (parts[0], parts[2]))
     gate_up, down, gate_up_bias, down_bias = (None if part is None else own_parameter(part) for part in parts)
@@ -137,7 +132,7 @@ def count_parameters(model: nn.Module, ranks: Ranks | None, *, trained: bool = F
 
 
 class ShardedModel:
-    """What a run over ranks keeps, see `jobs.train.saved_model.Artifact`."""
+    """What a run over ranks keeps, see `jobs.train.manifest.Artifact`."""
 
     name = MODEL_FOLDER
 

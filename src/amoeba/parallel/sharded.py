@@ -181,11 +181,7 @@ _OWN = "_amoeba_own_to_rank"
 
 def shard_lora(lora: LoraFactors, sharded: ShardedExperts) -> LoraFactors:
     """This rank's share of factors that it has all of, differentiably; an A that gate and up share stays shared."""
-    owners, rank = sharded.owners, sharded.ranks.rank
-    gate_a, gate_b, up_a, up_b, down_a, down_b = (None if t is None else owners.take(t, rank) for t in lora.six())
-    if lora.shares_a:
-        up_a = gate_a
-    return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
+    return lora.each(lambda factor: sharded.owners.take(factor, sharded.ranks.rank))
 
 
 def gather_share(share: Tensor, owners: Owners, ranks: Ranks, name: str) -> Tensor | None:

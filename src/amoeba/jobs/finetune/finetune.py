@@ -34,7 +34,7 @@ from amoeba.integrations.precision import set_products
 from amoeba.integrations.text_model import check_ids, positions, text_config
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.placed_model import attach_in, load_placed
-from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
+from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.sharded_model import count_parameters, load_share
 from amoeba.jobs.streaming_report import StreamParts
@@ -43,14 +43,11 @@ from amoeba.jobs.train.resume import (
     Earlier,
     began_with,
     check_data,
-    check_model_config,
     data_facts,
-    finished_run,
-    go_on,
     weights_of,
 )
-from amoeba.jobs.train.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.train.run_mesh import check_ranks, mesh_of, shared_batches
+from amoeba.jobs.train.run import Run
+from amoeba.jobs.train.run_folder import Console, RunReport
 from amoeba.jobs.train.trainer import Rows
 from amoeba.jobs.train.training_loop import make_trainer, run_to_end
 from amoeba.lora.adapter_folder import adapter_of
@@ -58,7 +55,7 @@ from amoeba.lora.peft_files import Adapter, write_adapter
 from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.rank_zero import ALONE, RankZero
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
 
@@ -108,74 +105,34 @@ class AdapterAlone:
         lora.load(model, folder)
 
 
-def finetune(
-    settings: FinetuneSettings,
-    console: Console,
-    *,
-    resume: bool = False,
-    start_from: str | None = None,
-    trust_remote_code: bool = False,
-    rank_zero: RankZero = ALONE,
-) -> FinetuneReport:
-    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
-    rank_zero: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
-    same report."""
-    told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
-    check_same_job(rank_zero, COMMAND, settings, told, model=settings.model)
+def finetune(settings: FinetuneSettings, console: Console, **asked: Any) -> FinetuneReport:
+    """asked: resume, start_from, trust_remote_code and rank_zero of `Run`."""
+    run = Run(COMMAND, settings, console, **asked)
+    run.check_same()
     if settings.data is None:
         raise bad_value("--data", "a file with messages, prompt and completion, or text", "none", "give one")
-    if rank_zero.ranks is None or settings.experts != "ranks":
+    if run.rank_zero.ranks is None or settings.experts != "ranks":
         check_placement(settings.experts)
     name = check_model(settings.model)
-    _check_streaming(name, settings, rank_zero)
-    tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=trust_remote_code)
+    _check_streaming(name, settings, run.rank_zero)
+    tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=run.trust_remote_code)
     _check_tokenizer(tokenizer)
-    check_ranks(settings, resume, rank_zero)
-    with run_folder(settings.out, resume, console.say, rank_zero) as folder, ExitStack() as at_end:
-        return _finetune(
-            settings,
-            console,
-            folder,
-            name,
-            tokenizer,
-            model_config,
-            resume,
-            start_from,
-            trust_remote_code,
-            at_end,
-            rank_zero,
-        )
+    with run.in_folder(), ExitStack() as at_end:
+        return _finetune(run, settings, name, tokenizer, model_config, at_end)
 
 
 def _finetune(
-    settings: FinetuneSettings,
-    console: Console,
-    folder: Path,
-    name: str,
-    tokenizer: Any,
-    model_config: Any,
-    resume: bool,
-    start_from: str | None,
-    trust_remote_code: bool,
-    at_end: ExitStack,
-    rank_zero: RankZero,
+    run: Run, settings: FinetuneSettings, name: str, tokenizer: Any, model_config: Any, at_end: ExitStack
 ) -> FinetuneReport:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # the run has one of its own
-    mesh = mesh_of(settings, folder, console, resume, rank_zero)
+    console, rank_zero = run.console, run.rank_zero
+    mesh = run.mesh()
     kept = AdapterAlone(rank_zero.here)
-    if resume and not start_from:
-        names = {"adapter": str(folder / kept.name)}
-        ended = finished_run(folder, settings, kept.name, COMMAND, FinetuneReport, names)
-        if ended is not None:
-            console.say(
-                f"already finished after {ended.steps} steps; to train longer, start a new run with another --out"
-            )
-            return ended
-    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, rank_zero)
+    if (ended := run.finished(kept.name, FinetuneReport, "adapter")) is not None:
+        console.say(f"already finished after {ended.steps} steps; to train longer, start a new run with another --out")
+        return ended
+    earlier = run.earlier(kept.name)
     if earlier and earlier.checkpoint:
-        tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer, _ = load_tokenizer_and_config(name, earlier.checkpoint, trust_remote_code=run.trust_remote_code)
     torch.manual_seed(settings.seed)
 
     has_template = bool(tokenizer.chat_template)
@@ -193,7 +150,7 @@ def _finetune(
     check_understands(tokenizer, corpus.train)
     rows = _rows(corpus, tokenizer, model_config, settings, console)
 
-    base = _load_base(settings, name, model_config, mesh, rank_zero, trust_remote_code, at_end)
+    base = _load_base(run, settings, name, model_config, mesh, at_end)
     model, placed = base.model, base.placed
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:
@@ -216,8 +173,6 @@ def _finetune(
         f"model: {model.config.model_type} on {base.device} in {str(model.dtype).removeprefix('torch.')}{faster}; "
         f"experts {placed.placement} ({placed.reason})"
     )
-    if mesh is None and rank_zero.count > 1:
-        console.say(shared_batches(rank_zero))
     for memory in placed.plans:
         logger.info("%s", memory)
     console.say(
@@ -225,19 +180,12 @@ def _finetune(
         f"{' and the routers' if settings.train_router else ''}; {steps} steps"
     )
     check_balance(model, settings.balance, settings.z_loss_coefficient)
-    if earlier:
-        check_model_config(earlier, model.config)
-    with rank_zero.all_or_none("the description of the run"):
-        if rank_zero.here:
-            began = earlier.began_with if earlier else content
-            describe_run(folder, settings.as_dict(), model.config.to_dict(), began)
+    run.describe(model, earlier, content)
 
-    trainer = make_trainer(
-        model, tokenizer, rows, settings, steps, folder, console, model.dtype, kept, COMMAND, rank_zero, mesh
-    )
+    trainer = make_trainer(run, model, tokenizer, rows, steps, model.dtype, kept, mesh)
     parts = StreamParts(base.streamed)
     parts.begin("training")
-    outcome, kept_in = run_to_end(trainer, folder, earlier)
+    outcome, kept_in = run_to_end(trainer, run.folder, earlier)
     streaming = parts.report()
     for line in [] if streaming is None else streaming.lines():
         console.say(line)
@@ -266,14 +214,9 @@ class _Base:
 
 
 def _load_base(
-    settings: FinetuneSettings,
-    name: str,
-    model_config: Any,
-    mesh: RankMesh | None,
-    rank_zero: RankZero,
-    trust_remote_code: bool,
-    at_end: ExitStack,
+    run: Run, settings: FinetuneSettings, name: str, model_config: Any, mesh: RankMesh | None, at_end: ExitStack
 ) -> _Base:
+    trust_remote_code = run.trust_remote_code
     asked = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     streams = _streams(name, settings)
@@ -294,7 +237,7 @@ def _load_base(
         model = load_share(name, choice.dtype, mesh.experts, trust_remote_code=trust_remote_code)
         placed = Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
         return _Base(model, placed, choice, device)
-    tokens = -(-settings.batch_size // rank_zero.count) * settings.sequence_length
+    tokens = -(-settings.batch_size // run.rank_zero.count) * settings.sequence_length
     model, placed = load_placed(
         name,
         choice,

@@ -20,53 +20,27 @@ from typing import Any, Literal
 
 import torch
 
-from amoeba.integrations.precision import ProductsOfModel
-from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
-from amoeba.jobs.generate.options import (
-    GenerationOptions,
-    end_ids,
-    in_words,
-    sampling_of,
-    seed_for,
-    set_generation_config,
-)
+from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
+from amoeba.jobs.generate.options import GenerationOptions, end_ids
 from amoeba.jobs.generate.prompt_batches import most_new_tokens, tokenise
-from amoeba.jobs.generate.token_steps import Kind, Steps, choose_steps
+from amoeba.jobs.generate.token_steps import Steps, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero
-from amoeba.stream.report import StreamReport
-from amoeba.system.machine import peak_memory
 
 logger = logging.getLogger("amoeba")
 
 __all__ = ["GenerationOptions", "GenerationReport", "generate"]
 
 
-@dataclass(frozen=True)
-class GenerationReport:
-    prompt_tokens: int
-    generated_tokens: int
+@dataclass(frozen=True, kw_only=True)
+class GenerationReport(ModelReport):
     generated_ids: list[int]
     text: str
     stopped: Literal["end of text", "length", "interrupted"]
-    load_seconds: float  # the model's weights, placed and on the device
-    prepare_seconds: float  # a first token, and what is compiled and captured
-    seconds_to_first_token: float | None  # after both; None: interrupted before it
+    seconds_to_first_token: float | None  # after loading and preparing; None: interrupted before it
     prompt_tokens_per_second: float | None
     generation_tokens_per_second: float | None  # from the first token to the last; None with fewer than two
-    peak_memory_bytes: int | None  # allocated on the GPU, or resident in this process; None if unknown
-    device: str
-    dtype: str
     experts: str  # "amoeba", or "transformers" where there was nothing to take over
-    placement: str  # of the experts
-    backend: str | None
-    backend_reason: str
-    products: ProductsOfModel | None  # with experts of an fp8 checkpoint: codes of rows (w8a8) or rows as they are
-    steps: Kind
-    steps_reason: str
-    sampling: dict[str, Any]
-    seed: int
-    streaming: StreamReport | None  # what reading experts cost, where they are streamed
 
 
 def generate(
@@ -101,11 +75,7 @@ def _generate(
     rank_zero: RankZero,
 ) -> GenerationReport:
     model, device = loaded.model, loaded.device
-    seed = seed_for(options, rank_zero)
-    sampling = sampling_of(options, model.generation_config)
-    set_generation_config(model, loaded.tokenizer, sampling, most)
-    logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), most, seed)
-
+    seed, sampling = loaded.begin(options, most, rank_zero)
     parts = StreamParts(loaded.streamed)
     stream = TokenStream(loaded.tokenizer, write, at_first=lambda: parts.begin("decode"))
     interrupted = False
@@ -131,24 +101,17 @@ def _generate(
         generated_ids=stream.ids,
         text="".join(stream.pieces),
         stopped="interrupted" if interrupted else "end of text" if ended else "length",
-        load_seconds=loaded.load_seconds,
         prepare_seconds=loaded.warm_up_seconds + steps.seconds,
         seconds_to_first_token=first,
         prompt_tokens_per_second=len(prompt_ids) / first if first else None,
         generation_tokens_per_second=(count - 1) / (stream.last_at - stream.first_at) if count > 1 else None,
-        peak_memory_bytes=peak_memory(device),
-        device=str(device),
-        dtype=loaded.dtype,
-        experts=loaded.experts,
-        placement=loaded.placement,
-        backend=loaded.backend,
-        backend_reason=loaded.reason,
-        products=loaded.products,
+        experts="transformers" if loaded.backend is None else "amoeba",
         steps=steps.kind,
         steps_reason=steps.reason,
         sampling=sampling,
         seed=seed,
         streaming=parts.report(),
+        **loaded.facts(),
     )
 
 

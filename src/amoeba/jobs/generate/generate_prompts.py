@@ -24,16 +24,8 @@ import torch
 
 from amoeba.core.errors import bad_value
 from amoeba.data.sources import Prompt, parse_json, read_text
-from amoeba.integrations.precision import ProductsOfModel
-from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
-from amoeba.jobs.generate.options import (
-    GenerationOptions,
-    end_ids,
-    in_words,
-    sampling_of,
-    seed_for,
-    set_generation_config,
-)
+from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
+from amoeba.jobs.generate.options import GenerationOptions, end_ids
 from amoeba.jobs.generate.prompt_batches import (
     Answer,
     Row,
@@ -47,8 +39,6 @@ from amoeba.jobs.generate.prompt_batches import (
 from amoeba.jobs.generate.token_steps import Kind, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero
-from amoeba.stream.report import StreamReport
-from amoeba.system.machine import peak_memory
 
 logger = logging.getLogger("amoeba")
 
@@ -72,31 +62,15 @@ class BatchOptions:
             raise bad_value("batch_size", "at least 1", self.size, "leave it out for the default")
 
 
-@dataclass(frozen=True)
-class PromptsReport:
+@dataclass(frozen=True, kw_only=True)
+class PromptsReport(ModelReport):
     prompts: int  # answered in this run
     skipped: int  # had a result before
-    prompt_tokens: int
-    generated_tokens: int
     stopped: Literal["done", "interrupted"]
-    load_seconds: float
-    prepare_seconds: float
-    seconds: float  # after both, to the last answer
+    seconds: float  # after loading and preparing, to the last answer
     generated_tokens_per_second: float | None
-    peak_memory_bytes: int | None
-    device: str | None  # None, as what follows: there was nothing to do
-    dtype: str | None
-    placement: str | None
-    backend: str | None
-    backend_reason: str
-    products: ProductsOfModel | None  # see `GenerationReport`
     batching: str | None
     batching_reason: str
-    steps: Kind | None  # of padded batches
-    steps_reason: str
-    sampling: dict[str, Any]
-    seed: int | None
-    streaming: StreamReport | None  # what reading experts cost, where they are streamed
 
 
 def generate_prompts(
@@ -122,32 +96,18 @@ def generate_prompts(
     run = _Run(results, len(rows), progress)
     if not rows:
         say("all prompts are already answered")
-        return run.report(None, None, {})
+        return run.report(None)
     with closing(load(found, options, rows[0].ids[0], say, rank_zero)) as loaded:
-        return _generate(run, loaded, rows, batches, options, rank_zero)
-
-
-def _generate(
-    run: _Run,
-    loaded: LoadedModel,
-    rows: Sequence[Row],
-    batches: BatchOptions,
-    options: GenerationOptions,
-    rank_zero: RankZero,
-) -> PromptsReport:
-    seed = seed_for(options, rank_zero)
-    sampling = sampling_of(options, loaded.model.generation_config)
-    set_generation_config(loaded.model, loaded.tokenizer, sampling, options.max_new_tokens)
-    logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), options.max_new_tokens, seed)
-    run.began, run.parts = time.perf_counter(), StreamParts(loaded.streamed)
-    devices = [loaded.device] if loaded.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            for row, ids in _answers(run, loaded, rows, sampling, seed, batches, options):
-                run.answered(row, ids, loaded, seed)
-    except KeyboardInterrupt:
-        run.stopped = "interrupted"
-    return run.report(loaded, seed, sampling)
+        run.seed, run.sampling = loaded.begin(options, options.max_new_tokens, rank_zero)
+        run.began, run.parts = time.perf_counter(), StreamParts(loaded.streamed)
+        devices = [loaded.device] if loaded.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                for row, ids in run.answers(loaded, rows, batches, options.compile):
+                    run.answered(row, ids, loaded)
+        except KeyboardInterrupt:
+            run.stopped = "interrupted"
+        return run.report(loaded)
 
 
 class _Run:
@@ -157,14 +117,16 @@ class _Run:
         self.results, self.count, self.progress = results, count, progress
         self.stopped: Literal["done", "interrupted"] = "done"
         self.began = time.perf_counter()
-        self.answers = self.prompt_tokens = self.generated_tokens = 0
+        self.answers_given = self.prompt_tokens = self.generated_tokens = 0
         self.prepare_seconds = 0.0
         self.batching: str | None = None
         self.batching_reason = self.steps_reason = ""
         self.steps: Kind | None = None
+        self.seed: int | None = None
+        self.sampling: dict[str, Any] = {}
         self.parts = StreamParts(None)
 
-    def answered(self, row: Row, ids: list[int], loaded: LoadedModel, seed: int) -> None:
+    def answered(self, row: Row, ids: list[int], loaded: LoadedModel) -> None:
         ended = bool(ids) and ids[-1] in end_ids(loaded.model)
         self.results.add(
             row.prompt,
@@ -173,106 +135,71 @@ class _Run:
                 "prompt_tokens": len(row.ids),
                 "generated_tokens": len(ids),
                 "stopped": "end of text" if ended else "length",
-                "seed": seed,
+                "seed": self.seed,
             },
         )
-        self.answers += 1
+        self.answers_given += 1
         self.prompt_tokens += len(row.ids)
         self.generated_tokens += len(ids)
         speed = self.generated_tokens / self.seconds()
-        self.progress(f"{self.answers} of {self.count} prompts, {speed:.1f} tokens/s")
+        self.progress(f"{self.answers_given} of {self.count} prompts, {speed:.1f} tokens/s")
 
     def seconds(self) -> float:
         return time.perf_counter() - self.began - self.prepare_seconds
 
-    def report(self, loaded: LoadedModel | None, seed: int | None, sampling: dict[str, Any]) -> PromptsReport:
+    def report(self, loaded: LoadedModel | None) -> PromptsReport:
         seconds = self.seconds() if loaded is not None else 0.0
+        names = ("prompt_tokens", "generated_tokens", "stopped", "batching", "batching_reason", "steps", "steps_reason")
         return PromptsReport(
-            prompts=self.answers,
+            prompts=self.answers_given,
             skipped=self.results.skipped,
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated_tokens,
-            stopped=self.stopped,
-            load_seconds=loaded.load_seconds if loaded else 0.0,
             prepare_seconds=self.prepare_seconds + (loaded.warm_up_seconds if loaded else 0.0),
             seconds=seconds,
             generated_tokens_per_second=self.generated_tokens / seconds if self.generated_tokens else None,
-            peak_memory_bytes=peak_memory(loaded.device) if loaded else None,
-            device=str(loaded.device) if loaded else None,
-            dtype=loaded.dtype if loaded else None,
-            placement=loaded.placement if loaded else None,
-            backend=loaded.backend if loaded else None,
-            backend_reason=loaded.reason if loaded else "",
-            products=loaded.products if loaded else None,
-            batching=self.batching,
-            batching_reason=self.batching_reason,
-            steps=self.steps,
-            steps_reason=self.steps_reason,
-            sampling=sampling,
-            seed=seed,
+            sampling=self.sampling,
+            seed=self.seed,
             streaming=self.parts.report(),
+            **{name: getattr(self, name) for name in names},
+            **(loaded.facts() if loaded else {}),
         )
 
+    def answers(
+        self, loaded: LoadedModel, rows: Sequence[Row], batches: BatchOptions, compile: bool | None
+    ) -> Iterator[Answer]:
+        assert self.seed is not None
+        reason = "as requested" if batches.batching == "padded" else why_not_continuous(loaded.model)
+        if reason is not None and batches.batching == "continuous":
+            raise bad_value("batching", "one that supports this model", f"continuous: {reason}", "use padded or auto")
+        if reason is None:
+            self.batching, self.batching_reason = "continuous", "transformers' continuous batching"
+            logger.info("batching continuous")
+            failed = []
+            for row, ids in continuous(loaded.model, rows, self.seed):
+                if ids is None:
+                    failed.append(row)
+                else:
+                    yield row, ids
+            if not failed:
+                return
+            rows, reason = failed, f"continuous batching failed with {len(failed)} prompts"
+        self.batching, self.batching_reason = "padded", reason
+        logger.info("batching padded: %s", reason)
+        size = min(batches.size or (GPU_BATCH if loaded.device.type == "cuda" else CPU_BATCH), len(rows))
+        yield from self._padded(loaded.model, rows, size, compile)
 
-def _answers(
-    run: _Run,
-    loaded: LoadedModel,
-    rows: Sequence[Row],
-    sampling: dict[str, Any],
-    seed: int,
-    batches: BatchOptions,
-    options: GenerationOptions,
-) -> Iterator[Answer]:
-    model = loaded.model
-    reason = "as requested" if batches.batching == "padded" else why_not_continuous(model)
-    if reason is not None and batches.batching == "continuous":
-        raise bad_value("batching", "one that supports this model", f"continuous: {reason}", "use padded or auto")
-    if reason is None:
-        run.batching, run.batching_reason = "continuous", "transformers' continuous batching"
-        logger.info("batching continuous")
-        failed = []
-        for row, ids in continuous(model, rows, seed):
-            if ids is None:
-                failed.append(row)
-            else:
-                yield row, ids
-        if not failed:
-            return
-        rows, reason = failed, f"continuous batching failed with {len(failed)} prompts"
-    run.batching, run.batching_reason = "padded", reason
-    logger.info("batching padded: %s", reason)
-    yield from _padded_answers(run, loaded, rows, sampling, seed, batches, options)
+    def _padded(self, model: Any, rows: Sequence[Row], size: int, compile: bool | None) -> Iterator[Answer]:
+        from amoeba.decoding.cache import why_not_fixed
 
-
-def _padded_answers(
-    run: _Run,
-    loaded: LoadedModel,
-    rows: Sequence[Row],
-    sampling: dict[str, Any],
-    seed: int,
-    batches: BatchOptions,
-    options: GenerationOptions,
-) -> Iterator[Answer]:
-    from amoeba.decoding.cache import why_not_fixed
-
-    model = loaded.model
-    size = min(batches.size or (GPU_BATCH if loaded.device.type == "cuda" else CPU_BATCH), len(rows))
-    # a state of another kind than keys and values may take in what a mask hides
-    cut = batches_of(rows, size, equal_lengths=why_not_fixed(model.config) is not None)
-    longest, most = len(cut[0][0].ids), max(row.most for row in rows)
-    steps = choose_steps(
-        model,
-        sampling,
-        batch=size,
-        prompt_tokens=longest,
-        new_tokens=most,
-        steps=most * len(cut),
-        compile=options.compile,
-    )
-    run.steps, run.steps_reason, run.prepare_seconds = steps.kind, steps.reason, steps.seconds
-    logger.info("steps %s: %s", steps.kind, steps.reason)
-    run.parts.begin("prompts")
-    yield from padded(model, cut, size, steps, seed)
+        assert self.seed is not None
+        # a state of another kind than keys and values may take in what a mask hides
+        cut = batches_of(rows, size, equal_lengths=why_not_fixed(model.config) is not None)
+        longest, most = len(cut[0][0].ids), max(row.most for row in rows)
+        tokens = {"batch": size, "prompt_tokens": longest, "new_tokens": most, "steps": most * len(cut)}
+        steps = choose_steps(model, self.sampling, **tokens, compile=compile)
+        self.steps, self.steps_reason, self.prepare_seconds = steps.kind, steps.reason, steps.seconds
+        logger.info("steps %s: %s", steps.kind, steps.reason)
+        self.parts.begin("prompts")
+        yield from padded(model, cut, size, steps, self.seed)
 
 
 _BEGIN = b'{"line": '

@@ -26,13 +26,22 @@ from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import ProductsOfModel, products_of, set_products
 from amoeba.jobs.convert.merge import check_not_merged
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
-from amoeba.jobs.generate.options import GenerationOptions
+from amoeba.jobs.generate.options import (
+    GenerationOptions,
+    in_words,
+    sampling_of,
+    seed_for,
+    set_generation_config,
+)
+from amoeba.jobs.generate.token_steps import Kind
 from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.attaching import Streamed, home_of
+from amoeba.stream.report import StreamReport
 from amoeba.stream.store import is_store
+from amoeba.system.machine import peak_memory
 
 logger = logging.getLogger("amoeba")
 
@@ -66,12 +75,46 @@ class LoadedModel:
             self.streamed.close()
 
     @property
-    def experts(self) -> str:
-        return "transformers" if self.backend is None else "amoeba"
-
-    @property
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
+
+    def begin(self, options: GenerationOptions, most: int, rank_zero: RankZero) -> tuple[int, dict[str, Any]]:
+        """The seed and the sampling of texts of at most that many tokens; the model has them in its configuration."""
+        seed, sampling = seed_for(options, rank_zero), sampling_of(options, self.model.generation_config)
+        set_generation_config(self.model, self.tokenizer, sampling, most)
+        logger.info("sampling: %s, at most %d tokens, seed %d", in_words(sampling), most, seed)
+        return seed, sampling
+
+    def facts(self) -> dict[str, Any]:
+        """Of a `ModelReport`."""
+        facts = {name: getattr(self, name) for name in ("dtype", "placement", "backend", "load_seconds", "products")}
+        return facts | {
+            "device": str(self.device),
+            "backend_reason": self.reason,
+            "peak_memory_bytes": peak_memory(self.device),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """What computed, and how. Of the model None where there was nothing to do."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    load_seconds: float = 0.0  # the model's weights, placed and on the device
+    prepare_seconds: float  # a first token, and what is compiled and captured
+    peak_memory_bytes: int | None = None  # allocated on the GPU, or resident in this process; None if unknown
+    device: str | None = None
+    dtype: str | None = None
+    placement: str | None = None  # of the experts
+    backend: str | None = None
+    backend_reason: str = ""
+    products: ProductsOfModel | None = None  # with experts of an fp8 checkpoint: rows quantised (w8a8) or as they are
+    steps: Kind | None
+    steps_reason: str
+    sampling: dict[str, Any]
+    seed: int | None
+    streaming: StreamReport | None  # what reading experts cost, where they are streamed
 
 
 def find_model(

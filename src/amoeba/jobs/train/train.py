@@ -30,22 +30,19 @@ from amoeba.integrations.precision import set_precision
 from amoeba.integrations.text_model import auto_class, check_ids, check_sequence_length, text_config
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
-from amoeba.jobs.same_on_ranks import check_same_job, check_same_model
+from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.train.resume import (
     Earlier,
     began_with,
     check_data,
-    check_model_config,
     data_facts,
-    finished_run,
-    go_on,
 )
-from amoeba.jobs.train.run_folder import Console, RunReport, describe_run, run_folder
-from amoeba.jobs.train.run_mesh import check_ranks, mesh_of, shared_batches
+from amoeba.jobs.train.run import Run
+from amoeba.jobs.train.run_folder import Console, RunReport
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.rank_zero import ALONE, RankZero
+from amoeba.parallel.rank_zero import RankZero
 from amoeba.precision.formats import FP8_TRAINING
 from amoeba.precision.recipes import AUTO, UNCHANGED, summary_of
 from amoeba.system.files import shell_command, shell_words
@@ -60,45 +57,23 @@ class TrainReport(RunReport):
     model: str
 
 
-def train(
-    settings: TrainSettings,
-    console: Console,
-    *,
-    resume: bool = False,
-    start_from: str | None = None,
-    trust_remote_code: bool = False,
-    rank_zero: RankZero = ALONE,
-) -> TrainReport:
-    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
-    rank_zero: the ranks that share each batch, and with experts "ranks" the experts, too; each calls this, and gets the
-    same report."""
-    told = {"--resume": resume, "--from": start_from, "--trust-remote-code": trust_remote_code}
-    check_same_job(rank_zero, COMMAND, settings, told, model=settings.model)
+def train(settings: TrainSettings, console: Console, **asked: Any) -> TrainReport:
+    """asked: resume, start_from, trust_remote_code and rank_zero of `Run`."""
+    run = Run(COMMAND, settings, console, **asked)
+    run.check_same()
     if settings.model not in PRESETS and not (Path(settings.model) / "config.json").is_file():
         find_preset(settings.model)  # says which there are
     config = None
     if settings.model not in PRESETS:
         check_json(Path(settings.model) / "config.json")
-        config = load_config(settings.model, trust_remote_code=trust_remote_code)
+        config = load_config(settings.model, trust_remote_code=run.trust_remote_code)
         check_sequence_length(config, settings.sequence_length)
         _check_unquantised(settings.model, config)
-    check_ranks(settings, resume, rank_zero)
-    with run_folder(settings.out, resume, console.say, rank_zero) as folder:
-        return _train(settings, console, folder, config, resume, start_from, trust_remote_code, rank_zero)
+    with run.in_folder():
+        return _train(run, settings, config)
 
 
-def _train(
-    settings: TrainSettings,
-    console: Console,
-    folder: Path,
-    config: Any,
-    resume: bool,
-    start_from: str | None,
-    trust_remote_code: bool,
-    rank_zero: RankZero,
-) -> TrainReport:
-    from transformers.utils import logging as transformers_logging
-
+def _train(run: Run, settings: TrainSettings, config: Any) -> TrainReport:
     from amoeba.integrations.coverage import check_coverage
     from amoeba.integrations.transformers import register
     from amoeba.jobs.sharded_model import ShardedModel, count_parameters, shard_model
@@ -106,17 +81,14 @@ def _train(
     from amoeba.jobs.train.trainer import Rows
     from amoeba.jobs.train.training_loop import make_trainer, run_to_end
 
+    console, rank_zero, trust_remote_code = run.console, run.rank_zero, run.trust_remote_code
     register()
-    transformers_logging.disable_progress_bar()  # the run has one of its own
-    mesh = mesh_of(settings, folder, console, resume, rank_zero)
+    mesh = run.mesh()
     kept: Artifact = WholeModel(rank_zero.here) if mesh is None else ShardedModel(mesh)
-    if resume and not start_from:
-        names = {"model": str(folder / kept.name)}
-        ended = finished_run(folder, settings, kept.name, COMMAND, TrainReport, names)
-        if ended is not None:
-            console.say(f"already finished after {ended.steps} steps; to train longer: {COMMAND} {_on(ended.model)}")
-            return ended
-    earlier = go_on(folder, settings, kept.name, console, COMMAND, resume, start_from, rank_zero)
+    if (ended := run.finished(kept.name, TrainReport, "model")) is not None:
+        console.say(f"already finished after {ended.steps} steps; to train longer: {COMMAND} {_on(ended.model)}")
+        return ended
+    earlier = run.earlier(kept.name)
     torch.manual_seed(settings.seed)
 
     corpus = load_corpus(settings.data, held_out=settings.held_out, seed=settings.seed)
@@ -153,8 +125,6 @@ def _train(
     check_same_model(rank_zero, model, {"dtype of the run": str(dtype)})
     if mesh is not None and not sharded_modules(model):
         shard_model(model, mesh.experts)
-    if mesh is None and rank_zero.count > 1:
-        console.say(shared_batches(rank_zero))
     parameters = count_parameters(model, None if mesh is None else mesh.experts)
     console.say(
         f"model: {model.config.model_type}, {parameters / 1e6:.1f}M parameters, on {device} in "
@@ -166,19 +136,11 @@ def _train(
         precision = run_precision(model, settings.precision, torch.device(device))
         console.say(str(precision))
     check_balance(model, settings.balance, settings.z_loss_coefficient)
-    if earlier:
-        check_model_config(earlier, model.config)
-    with rank_zero.all_or_none("the description of the run"):
-        if rank_zero.here:
-            began = earlier.began_with if earlier else content
-            about = None if precision is None else asdict(precision)
-            describe_run(folder, settings.as_dict(), model.config.to_dict(), began, about)
+    run.describe(model, earlier, content, None if precision is None else asdict(precision))
     documents = max(train_rows.documents_per_row(), held_out_rows.documents_per_row())
     rows = Rows(train_rows, held_out_rows, stack, settings.sequence_length, documents, settings.sequence_length)
-    trainer = make_trainer(
-        model, tokenizer, rows, settings, settings.steps, folder, console, dtype, kept, COMMAND, rank_zero, mesh
-    )
-    outcome, kept_in = run_to_end(trainer, folder, earlier)
+    trainer = make_trainer(run, model, tokenizer, rows, settings.steps, dtype, kept, mesh)
+    outcome, kept_in = run_to_end(trainer, run.folder, earlier)
     if rank_zero.ranks is None and not outcome.interrupted:
         kinds = corpus.held_out_by_kind.items()
         _note_text_kinds(

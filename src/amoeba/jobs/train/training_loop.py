@@ -1,9 +1,9 @@
 """transformers.Trainer with a run log, watched routers, and checkpoints that appear whole or not at all.
 
-    trainer = make_trainer(model, tokenizer, rows, settings, steps, ...)
+    trainer = make_trainer(run, model, tokenizer, rows, steps, ...)
     report, kept_in = run_to_end(trainer, folder, earlier=None)
 
-What a checkpoint holds of the model is passed in (`jobs.train.saved_model`): all of it, this rank's share, or an
+What a checkpoint holds of the model is passed in (`jobs.train.manifest`): all of it, this rank's share, or an
 adapter.
 """
 
@@ -31,12 +31,12 @@ from amoeba.data.token_rows import NO_LABEL
 from amoeba.integrations.experts_module import LORA, has_placed_experts
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.text_model import draws_random_numbers
-from amoeba.jobs.settings import RunSettings
 from amoeba.jobs.train.fast_paths import fast_paths
 from amoeba.jobs.train.manifest import Artifact, seal
 from amoeba.jobs.train.metrics import NotFinite, RunLog
 from amoeba.jobs.train.optimizer_files import SCHEDULER, has_optimizer, load_optimizer, save_optimizer
 from amoeba.jobs.train.resume import Earlier
+from amoeba.jobs.train.run import Run
 from amoeba.jobs.train.run_folder import (
     RunReport,
     checkpoints,
@@ -49,7 +49,7 @@ from amoeba.jobs.train.time_budget import TimeBudget
 from amoeba.jobs.train.trainer import FastTrainer, Rows
 from amoeba.parallel.launcher import hosts
 from amoeba.parallel.mesh import RankMesh
-from amoeba.parallel.rank_zero import ALONE, RankZero
+from amoeba.parallel.rank_zero import ALONE
 from amoeba.parallel.shards import local_part
 from amoeba.system.files import replace_folder, shell_command, shell_words
 
@@ -254,21 +254,17 @@ class WatchedTrainer(FastTrainer):
 
 
 def make_trainer(
+    run: Run,
     model: Any,
     tokenizer: Any,
     rows: Rows,
-    settings: RunSettings,
     steps: int,
-    folder: Path,
-    console: Any,
     autocast: torch.dtype,
     kept: Artifact,
-    command: str,
-    rank_zero: RankZero = ALONE,
     mesh: RankMesh | None = None,
 ) -> WatchedTrainer:
-    """rank_zero: of the ranks that share each batch of settings.batch_size rows. mesh: how they share the model; None
-    where each has all of it."""
+    """mesh: how the ranks share the model; None where each has all of it."""
+    settings, folder, console, rank_zero = run.settings, run.folder, run.console, run.rank_zero
     own_gpu = torch.cuda.current_device() if torch.cuda.is_available() and rank_zero.ranks is not None else None
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
@@ -317,7 +313,7 @@ def make_trainer(
         found = trainer.while_it_runs.enter_context(fused_routers(trainer.model))  # beneath the log's watch over them
         logger.info("our kernels compute %d routers", found)
     trainer.data_collator = trainer.collate
-    trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, command, folder, rows
+    trainer.kept, trainer.command, trainer.folder, trainer.rows = kept, run.command, folder, rows
     trainer.rank_zero, trainer.mesh = rank_zero, mesh
     trainer.run_log = log = RunLog(folder, settings, console, trainer.model, rows.tokens_per_row, rank_zero)
     trainer.watch, trainer.optimizer_states = log.watch, settings.optimizer_states

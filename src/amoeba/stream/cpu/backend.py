@@ -22,7 +22,7 @@ from amoeba.backends.registry import backends_of
 from amoeba.backends.rowwise import sum_slots
 from amoeba.core.layout import build_layout
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
-from amoeba.core.weights import LORA_NAMES, LoraFactors
+from amoeba.core.weights import LORA_NAMES
 from amoeba.routing.router import Routing
 from amoeba.stream.cpu.memory import StreamedExperts
 from amoeba.stream.store.layers import StoredExperts
@@ -162,15 +162,8 @@ def _of_expert(problem: Problem, slot_N: Tensor, expert: int, slot: int) -> Prob
     part, slots = problem.of_slots(slot_N), problem.weights.slots
     tensors = [None if tensor is None else tensor[slot : slot + 1] for tensor in slots.tensors()]
     weights = slots.of(tensors, slots.constants())
-    lora = None if problem.lora is None else _factors_of(problem.lora, expert)
+    lora = None if problem.lora is None else problem.lora.each(lambda factor: factor[expert : expert + 1])
     return part._replace(expert_TK=torch.zeros_like(part.expert_TK), weights=weights, lora=lora)
-
-
-def _factors_of(lora: LoraFactors, expert: int) -> LoraFactors:
-    gate_a, gate_b, up_a, up_b, down_a, down_b = (None if f is None else f[expert : expert + 1] for f in lora.six())
-    if lora.shares_a:
-        up_a = gate_a
-    return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
 
 
 def _there(tensor: Tensor | None) -> Tensor:

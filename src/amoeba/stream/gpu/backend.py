@@ -18,20 +18,12 @@ and computes h again: the link is slower than that product.
 Either way the numbers are those of the same experts resident, because tiles are chosen by the number of experts and not
 of slots. Except: one to four tokens whose experts do not fit into the layer's slots, token by token, are summed up in
 another order; and experts that the CPU computes inside of graphs (host_compute.py) are rounded as it does.
-
-The kernels of slots, imported at their first use:
-
-    kernels = kernels_of(weights.slots)
-    y_TH = kernels.decode(problem_in_slots, Like(tokens, experts))
-    y_TH = kernels.sorted(problem_in_slots)
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,80 +32,28 @@ from amoeba.backends import quantised_triton, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.core.graph_replays import CannotCapture
 from amoeba.core.problem import Gradients, Needs, Problem, Save
-from amoeba.core.weights import LORA_NAMES, LoraFactors
+from amoeba.core.weights import LORA_NAMES
 from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.gpu.memory import GpuStreamedExperts
-from amoeba.stream.store.layers import StoredExperts
-
-if TYPE_CHECKING:
-    from amoeba.kernels.decode import Like
 
 
-class SlotKernels(ABC):
-    @abstractmethod
-    def decodes(self, problem: Problem) -> bool:
-        """Whether a pass without gradients is one of few tokens, of which the chosen experts alone are needed."""
-
-    @abstractmethod
-    def decodes_all(self, problem: Problem) -> bool:
-        """Whether one of more tokens is decoded by expert, too, of which nearly all are needed."""
-
-    def decode(self, problem: Problem, like: Like) -> Tensor:
-        from amoeba.kernels.decode import decode
-
-        return decode(problem, like=like)
-
-    def is_by_slot(self, problem: Problem, like: Like) -> bool:
-        from amoeba.kernels.decode import is_by_slot
-
-        return is_by_slot(problem, like)
-
-    def decode_rows(self, problem: Problem, y_NH: Tensor, like: Like) -> None:
-        from amoeba.kernels.decode import decode_rows
-
-        decode_rows(problem, y_NH, like)
-
-    @abstractmethod
-    def sorted(self, problem: Problem) -> Tensor:
-        """y_TH, the sorted way, however few rows there are."""
-
-    @abstractmethod
-    def backward(self, problem: Problem, dy_TH: Tensor, needs: Needs) -> Gradients: ...
+def _is_quantised(problem: Problem) -> bool:
+    return isinstance(problem.weights.slots, QuantisedExperts)
 
 
-class _PlainKernels(SlotKernels):
-    def decodes(self, problem: Problem) -> bool:
-        return problem.x_TH.shape[0] <= triton.DECODE_TOKENS
-
-    def decodes_all(self, problem: Problem) -> bool:
-        return False
-
-    def sorted(self, problem: Problem) -> Tensor:
-        return triton.BACKEND.forward_sorted(problem, "nothing")[0]
-
-    def backward(self, problem: Problem, dy_TH: Tensor, needs: Needs) -> Gradients:
-        return triton.BACKEND.backward(problem, None, dy_TH, needs)
+def _resident(problem: Problem) -> triton.TritonBackend | quantised_triton.QuantisedTritonBackend:
+    """The backend of resident experts whose kernels compute the sorted way, with the slots."""
+    return quantised_triton.BACKEND if _is_quantised(problem) else triton.BACKEND
 
 
-class _CodeKernels(SlotKernels):
-    def decodes(self, problem: Problem) -> bool:
-        return quantised_triton.is_few(problem)
-
-    def decodes_all(self, problem: Problem) -> bool:
-        return quantised_triton.is_few_of_each(problem, problem.weights.num_experts)
-
-    def sorted(self, problem: Problem) -> Tensor:
-        return quantised_triton.BACKEND.forward_sorted(problem, "nothing")[0]
-
-    def backward(self, problem: Problem, dy_TH: Tensor, needs: Needs) -> Gradients:
-        return quantised_triton.BACKEND.backward(problem, None, dy_TH, needs)
+def _decodes(problem: Problem) -> bool:
+    """Whether a pass without gradients is one of few tokens, of which the chosen experts alone are needed."""
+    return quantised_triton.is_few(problem) if _is_quantised(problem) else problem.x_TH.shape[0] <= triton.DECODE_TOKENS
 
 
-_PLAIN, _CODES = _PlainKernels(), _CodeKernels()
-
-
-def kernels_of(slots: StoredExperts) -> SlotKernels:
-    return _CODES if isinstance(slots, QuantisedExperts) else _PLAIN
+def _decodes_all(problem: Problem) -> bool:
+    """Whether one of more tokens is decoded by expert, too, of which nearly all are needed."""
+    return _is_quantised(problem) and quantised_triton.is_few_of_each(problem, problem.weights.num_experts)
 
 
 class GpuStreamedBackend(PassesBackend):
@@ -141,10 +81,9 @@ class GpuStreamedBackend(PassesBackend):
         if memory.recorder is not None:
             memory.recorder.add(layer, problem.expert_TK.reshape(-1).tolist(), tokens)
         with memory.pool.turn(layer):
-            kernels = kernels_of(problem.weights.slots)
-            if save != "h" and kernels.decodes(problem):
+            if save != "h" and _decodes(problem):
                 return _Few(problem).decode(), None
-            decodes = save != "h" and kernels.decodes_all(problem)
+            decodes = save != "h" and _decodes_all(problem)
             y_TH = _decoded_in_groups(problem) if decodes else _sorted_in_groups(problem)
         _expect(problem, layer + 1)
         return y_TH, None
@@ -158,9 +97,9 @@ class GpuStreamedBackend(PassesBackend):
         with problem.weights.memory.pool.turn(layer), _groups(problem) as groups:
             alone = _rows_alone(problem)
             dy_NH = dy_TH.index_select(0, _token_N(problem))
-            factors, kernels = _FactorGradients(problem), kernels_of(problem.weights.slots)
+            factors, inner = _FactorGradients(problem), _resident(problem)
             for _ in groups:
-                of_group = kernels.backward(_in_slots(alone), dy_NH, needs)
+                of_group = inner.backward(_in_slots(alone), None, dy_NH, needs)
                 if dx_NH is not None:
                     dx_NH += _there(of_group.x)
                 if d_weight is not None:
@@ -172,16 +111,17 @@ class GpuStreamedBackend(PassesBackend):
 
 
 def _sorted_in_groups(problem: Problem) -> Tensor:
-    kernels = kernels_of(problem.weights.slots)
+    inner = _resident(problem)
     y_NH = alone = None
     with _groups(problem) as groups:
         for slot_of in groups:
             if len(slot_of) == problem.weights.num_experts:
-                return kernels.sorted(_in_slots(problem))
+                return inner.forward_sorted(_in_slots(problem), "nothing")[0]
             if alone is None:
                 alone = _rows_alone(problem)
                 alone = alone._replace(weight_TK=torch.ones_like(alone.weight_TK))
-            y_NH = kernels.sorted(_in_slots(alone)._replace(onto_TH=y_NH))  # others' rows are zero
+            onto = _in_slots(alone)._replace(onto_TH=y_NH)  # others' rows are zero
+            y_NH = inner.forward_sorted(onto, "nothing")[0]
     return _combined(_there(y_NH), problem, problem.weight_TK)
 
 
@@ -192,12 +132,12 @@ def _decoded_in_groups(problem: Problem) -> Tensor:
 
 def _decoded(problem: Problem, groups: Iterator[dict[int, int]]) -> Tensor:
     """By expert, as the groups come, and summed up once."""
-    from amoeba.kernels.decode import Like, sum_rows
+    from amoeba.kernels.decode import Like, decode_rows, sum_rows
 
-    weights, kernels = problem.weights, kernels_of(problem.weights.slots)
+    weights = problem.weights
     y_NH = problem.x_TH.new_empty((problem.rows, problem.x_TH.shape[1]), dtype=torch.float32)
     for _ in groups:
-        kernels.decode_rows(_in_slots(problem), y_NH, Like(problem.x_TH.shape[0], weights.num_experts))
+        decode_rows(_in_slots(problem), y_NH, Like(problem.x_TH.shape[0], weights.num_experts))
     return sum_rows(y_NH, problem._replace(weights=weights.others))
 
 
@@ -209,7 +149,6 @@ class _Few:
 
         self.problem = problem
         self.memory, self.layer = problem.weights.memory, problem.weights.layer
-        self.kernels = kernels_of(problem.weights.slots)
         self.like = Like(problem.x_TH.shape[0], problem.weights.num_experts)
 
     def decode(self) -> Tensor:
@@ -242,7 +181,9 @@ class _Few:
         return self._whole(problem, slot_TK) if y_TH is None else y_TH
 
     def _whole(self, problem: Problem, slot_TK: Tensor) -> Tensor:
-        return self.kernels.decode(_in_slots(problem, slot_TK), self.like)
+        from amoeba.kernels.decode import decode
+
+        return decode(_in_slots(problem, slot_TK), like=self.like)
 
     def _with(self, problem: Problem, ids: list[int]) -> Tensor:
         """Once these are there, which are all that the problem asks for."""
@@ -255,10 +196,12 @@ class _Few:
         return y_TH
 
     def _in_parts(self, problem: Problem, ids: list[int]) -> Tensor:
+        from amoeba.kernels.decode import is_by_slot
+
         memory, layer = self.memory, self.layer
         tokens, top_k = problem.expert_TK.shape
         of_all = problem._replace(weights=problem.weights.others)
-        if self.kernels.is_by_slot(of_all, self.like) and tokens > 1 and top_k <= memory.slots[layer]:
+        if is_by_slot(of_all, self.like) and tokens > 1 and top_k <= memory.slots[layer]:
             return torch.cat([self._alone(problem, token) for token in range(tokens)])
         with closing(memory.loads.acquire(layer, ids)) as groups:
             return _decoded(problem, groups)
@@ -278,16 +221,15 @@ class _Few:
 
 def _captured(problem: Problem, save: Save) -> Tensor:
     """The kernels of a pass whose experts come while it is replayed."""
-    from amoeba.kernels.decode import Like
+    from amoeba.kernels.decode import Like, decode
 
     memory, layer, tokens = problem.weights.memory, problem.weights.layer, problem.x_TH.shape[0]
-    kernels = kernels_of(problem.weights.slots)
-    if save == "h" or not kernels.decodes(problem):
+    if save == "h" or not _decodes(problem):
         raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
     given = _given(problem)
     memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
     slot_TK = memory.replays.slots_of(layer, problem.expert_TK, given)
-    y_TH = kernels.decode(_in_slots(problem, slot_TK), Like(tokens, problem.weights.num_experts))
+    y_TH = decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
     if given is not None:
         memory.replays.add_computed(layer, y_TH, given)
     return y_TH
@@ -320,17 +262,9 @@ def _in_slots(problem: Problem, slot_TK: Tensor | None = None) -> Problem:
     slot_map, layer = weights.memory.pool.map, weights.layer
     if slot_TK is None:
         slot_TK = slot_map.to_slots(layer, problem.expert_TK)
-    lora = None if problem.lora is None else _factors_in_slots(problem.lora, slot_map.expert_S(layer))
+    expert_S = slot_map.expert_S(layer)
+    lora = None if problem.lora is None else problem.lora.each(lambda factor: factor.index_select(0, expert_S))
     return problem._replace(expert_TK=slot_TK, weights=weights.slots, lora=lora)
-
-
-def _factors_in_slots(lora: LoraFactors, expert_S: Tensor) -> LoraFactors:
-    gate_a, gate_b, up_a, up_b, down_a, down_b = (
-        None if f is None else f.index_select(0, expert_S) for f in lora.six()
-    )
-    if lora.shares_a:
-        up_a = gate_a
-    return LoraFactors(gate_a, gate_b, up_a, up_b, down_a, down_b, lora.scaling)
 
 
 class _FactorGradients:

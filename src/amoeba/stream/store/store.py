@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -73,6 +73,15 @@ class Store(ABC):
             self._read(layer, expert, Memory(into, self.expert_bytes(layer), on_part))
         except StoreError as error:
             raise error.while_reading(self.layers[layer].name, expert) from error
+
+    def read_stacked(self, layer: int, experts: Iterable[int], parts: Sequence[Tensor | None]) -> None:
+        """Experts one after another, into the first entries of stacks of what `views` has."""
+        blob = aligned_buffer(self.expert_bytes(layer))
+        for place, expert in enumerate(experts):
+            self.read(layer, expert, blob)
+            for part, view in zip(parts, self.views(layer, blob), strict=True):
+                if part is not None and view is not None:
+                    part[place].copy_(view.view(part[place].shape))
 
     @abstractmethod
     def _read(self, layer: int, expert: int, memory: Memory) -> None: ...

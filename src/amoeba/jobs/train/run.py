@@ -1,0 +1,103 @@
+"""A run of `train` or `finetune` as it was asked for, and what both do around their loops.
+
+run = Run("amoeba train", settings, console, resume=True)
+run.check_same()
+with run.in_folder():
+    ended = run.finished("model", TrainReport, "model")
+    earlier = run.earlier("model")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba.core.errors import bad_value
+from amoeba.jobs.same_on_ranks import check_same_job
+from amoeba.jobs.settings import RunSettings
+from amoeba.jobs.train.resume import Earlier, Report, check_model_config, finished_run, go_on, settings_of_run
+from amoeba.jobs.train.run_folder import Console, describe_run, run_folder
+from amoeba.parallel.mesh import RankMesh, check_expert_ranks, make_mesh
+from amoeba.parallel.rank_zero import ALONE, RankZero
+from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED
+
+
+@dataclass(frozen=True)
+class Run:
+    """resume: go on with the run in the folder settings.out, from its last checkpoint or `start_from`.
+    rank_zero: the ranks that share each batch, and with experts "ranks" the experts, too; each has the same run, and
+    gets the same report."""
+
+    command: str
+    settings: RunSettings
+    console: Console
+    resume: bool = False
+    start_from: str | None = None
+    trust_remote_code: bool = False
+    rank_zero: RankZero = ALONE
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.out)
+
+    def check_same(self) -> None:
+        told = {"--resume": self.resume, "--from": self.start_from, "--trust-remote-code": self.trust_remote_code}
+        check_same_job(self.rank_zero, self.command, self.settings, told, model=self.settings.model)
+
+    @contextmanager
+    def in_folder(self) -> Iterator[None]:
+        """ValueError before there is a folder, where a run asks for what its ranks cannot do."""
+        from transformers.utils import logging as transformers_logging
+
+        settings, ranks = self.settings, self.rank_zero
+        if ranks.ranks is not None and settings.expert_ranks is not None and not self.resume:
+            check_expert_ranks(settings.expert_ranks, ranks.count)
+        if ranks.count > 1 and getattr(settings, "precision", UNCHANGED) == OF_ALL_TOKENS:
+            expected = "a recipe whose scales depend on single rows: each rank has only part of the batch"
+            raise bad_value("precision", expected, OF_ALL_TOKENS, "use fp8, or start it without torchrun")
+        with run_folder(settings.out, self.resume, self.console.say, ranks):
+            transformers_logging.disable_progress_bar()  # the run has one of its own
+            yield
+
+    def mesh(self) -> RankMesh | None:
+        """How the ranks share the model: by the settings or, in a resumed run, as its present ranks allow. None where
+        each rank has the whole model."""
+        ranks, own = self.rank_zero.ranks, self.settings.expert_ranks
+        if ranks is None or self.settings.experts != "ranks":
+            return None
+        unfit = self.resume and own is not None and ranks.count % own != 0
+        if unfit and settings_of_run(self.folder).get("expert_ranks") == own:
+            said = f"the run used groups of {own} ranks, which does not divide {ranks.count}; now using all ranks"
+            self.console.say(said)
+            own = None
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return make_mesh(ranks, own, self.settings.dense, device)
+
+    def finished(self, kept: str, kind: type[Report], field: str) -> Report | None:
+        """The report of a run that has nothing left to do. field: of `kind`, that names what was kept."""
+        if not self.resume or self.start_from:
+            return None
+        names = {field: str(self.folder / kept)}
+        return finished_run(self.folder, self.settings, kept, self.command, kind, names)
+
+    def earlier(self, kept: str) -> Earlier | None:
+        """None for a run that begins."""
+        asked = self.command, self.resume, self.start_from, self.rank_zero
+        return go_on(self.folder, self.settings, kept, self.console, *asked)
+
+    def describe(self, model: Any, earlier: Earlier | None, content: dict[str, Any], precision: Any = None) -> None:
+        """content: what it begins with. precision: see `describe_run`."""
+        if self.settings.experts != "ranks" and self.rank_zero.count > 1:
+            ranks = f"{self.rank_zero.count} ranks, each with the whole model"
+            self.console.say(f"{ranks}, share each batch and add up their gradients")
+        if earlier:
+            check_model_config(earlier, model.config)
+        with self.rank_zero.all_or_none("the description of the run"):
+            if self.rank_zero.here:
+                began = earlier.began_with if earlier else content
+                describe_run(self.folder, self.settings.as_dict(), model.config.to_dict(), began, precision)
