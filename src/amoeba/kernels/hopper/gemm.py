@@ -152,11 +152,17 @@ def _chosen(matrix_EOW: Tensor, addend: Addend | None, activated: bool, whole_ta
     """Fields of the plan that depend on the sizes."""
     _, width, depth = matrix_EOW.shape
     unrolled = addend is None and depth % (STAGES * BLOCK_K) == 0
+    loop = {"UNROLLED": unrolled, "EDGE": not (unrolled or activated) and has_edge(width)}
     if not whole_table or sharing() != (1, 0):
-        return {"UNROLLED": unrolled}
+        return loop
     matrix_bytes = width * depth * matrix_EOW.element_size()
     order = order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated)
-    return {"UNROLLED": unrolled, "ORDER": order, "TILE_SYNC": order > 0 and matrix_bytes > KEPT_BYTES}
+    return loop | {"ORDER": order, "TILE_SYNC": order > 0 and matrix_bytes > KEPT_BYTES}
+
+
+def has_edge(width: int) -> bool:
+    """Whether all columns of the last tile are in its left half."""
+    return 0 < width % BLOCK_N <= BLOCK_N // 2
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:
