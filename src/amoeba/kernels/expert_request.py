@@ -37,9 +37,9 @@ serial is written to `trouble`, and the kernel ends with -1 in slot_TK, which de
 host may write there too. From then on nothing waits any more, until the host has cleared it: tokens mean nothing.
 
 `route_and_request` holds the rows of all tokens in the registers of one warp, as kernels/router.py does, stores ids and
-weights, and then is the same program, which reads them. So ids, slots and what the host is told are those of two
-launches, and the rows are no longer needed while it waits. Weights are the same to the last bit where rows are laid out
-alike, as those of one or two tokens and 128 experts are (tests/kernels/test_expert_request.py). Not timed yet.
+weights, and then is the same program, which reads them. So ids, weights, slots and what the host is told have the bits
+of two launches, and the rows are no longer needed while it waits. A softmax over all experts whose weights are not
+renormalised is the exception: its sum follows the layout of a row, which depends on the tile. Such a router takes two.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ def why_not(tokens: int, config: RouterConfig) -> str | None:
         return "the router's kernel does not support this many experts"
     if config.score not in SCORES:
         return f"the router's kernel does not score by {config.score}"
+    if config.score == "softmax" and not config.renormalize:
+        return "the sum over all experts could have other last bits"
     if config.capacity_factor is not None:
         return "rows over an expert's capacity are dropped after the router"
     if next_power_of_2(tokens) * columns(config) > MOST_ELEMENTS:

@@ -31,6 +31,7 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 MAX_COLUMNS = 512  # a row stays in registers
 SCORES = ("softmax", "sigmoid", "topk_softmax")
 MAX_TOP_K = 16  # each choice is a pass over the row
+_STEPS = tl.constexpr(MAX_TOP_K.bit_length() - 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Up to WARP_COLUMNS a warp holds whole rows: tiles of TILE_ELEMENTS go to 4 warps, and few registers leave room for 8
@@ -212,6 +213,16 @@ def _allow_best_groups(
     return tl.reshape(key_3d, [TILE_ROWS, GROUP_COLUMNS * SIZE_COLUMNS])
 
 
+@triton.jit
+def _sum_of_slots(power, SLOTS: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Neighbours in pairs, and these in pairs. `tl.sum` follows the layout: other tiles would give other last bits."""
+    for step in tl.static_range(_STEPS):
+        if (SLOTS >> step) > 1:
+            first, second = tl.split(tl.reshape(power, [TILE_ROWS, SLOTS >> (step + 1), 2]))
+            power = first + second
+    return tl.sum(power, axis=1)  # of one
+
+
 @quick
 @triton.jit
 def _forward(
@@ -293,10 +304,10 @@ def choose_experts(
             chosen_logit = tl.where(slot < K, _log_sigmoid(chosen_logit), -float("inf"))
             top = tl.maximum(tl.max(chosen_logit, axis=1), LOG_FLOOR)
             power = tl.exp(chosen_logit - top[:, None])
-            total = tl.sum(power, axis=1) + tl.exp(LOG_FLOOR - top)
+            total = _sum_of_slots(power, SLOTS, TILE_ROWS) + tl.exp(LOG_FLOOR - top)
         else:
             power = tl.exp(chosen_logit - tl.max(chosen_logit, axis=1)[:, None])
-            total = tl.sum(power, axis=1)
+            total = _sum_of_slots(power, SLOTS, TILE_ROWS)
         weight = tl.div_rn(power, tl.broadcast_to(total[:, None], [TILE_ROWS, SLOTS]))  # exactly 1 for K = 1
     else:
         weight = _score(chosen_logit, top, total, SIGMOID)
