@@ -68,7 +68,9 @@ def share(rank: int, count: int, dtype: torch.dtype, options: dict[str, Any], pr
     return results(of, lambda local: ShardedExperts(with_precision(local, precision), owners, ranks, **options))
 
 
-def scheduled_share(rank: int, count: int, dtype: torch.dtype, steps: int) -> tuple[int, list[list[Tensor]]]:
+def scheduled_share(
+    rank: int, count: int, dtype: torch.dtype, steps: int, transport: str = "peers"
+) -> tuple[int, list[list[Tensor]]]:
     """By the scheduled backward: how often it began before dy of the other ranks was there, and what each step gave."""
     from amoeba.tasks.hopper import backward as hopper
     from amoeba.tasks.triton import arrivals
@@ -83,7 +85,7 @@ def scheduled_share(rank: int, count: int, dtype: torch.dtype, steps: int) -> tu
     arrivals.announced = noted
     most = torch.cuda.get_device_properties(0).multi_processor_count // count
     hopper.multiprocessors = plain.programs = lambda device: most  # so that those of all ranks find room at once
-    options = {"transport": "peers", "local_backend": "tasks", "most_tokens": 704, "most_rows": 8 * 704 * K}
+    options = {"transport": transport, "local_backend": "tasks", "most_tokens": 704, "most_rows": 8 * 704 * K}
     found = [share(rank, count, dtype, options) for _ in range(steps)]
     return sum(each is not None for each in taken), found
 
@@ -157,6 +159,20 @@ def test_ranks_that_are_said_to_be_remote_go_by_shmem_and_have_the_gradients_of_
             assert parts[0][0].startswith("shmem"), parts[0][0]
             for step in range(steps):
                 wrong += differences(f"shmem, step {step}", [found[step] for _, found in parts], expected, most)
+    assert not wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" not in os.environ, reason="NVSHMEM wants MPS where ranks share a GPU")
+def test_the_scheduled_backward_begins_early_over_shmem(dtype: torch.dtype) -> None:
+    steps, wrong = 4, list[str]()
+    with LocalRanks(2) as processes:
+        (expected,) = processes.run(alone, [(2, dtype)])
+        parts = processes.run(scheduled_share, [(rank, 2, dtype, steps, "shmem") for rank in range(2)])
+    assert [early for early, _ in parts] == [steps] * 2
+    for step in range(steps):
+        wrong += differences(f"tasks by shmem, {step}", [found[step] for _, found in parts], expected, MOST[dtype])
     assert not wrong
 
 

@@ -51,6 +51,17 @@ def test_gradients_have_the_bits_of_collective_while_rows_come_late(
         assert early == len(steps)
 
 
+@quick(lambda ranks, slow: (ranks, slow) == (2, 1))
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 1)])
+def test_ranks_that_cannot_reach_each_others_memory_start_early_too(fresh: LocalRanks, ranks: int, slow: int) -> None:
+    """The transport puts blocks of dy ahead of the kernel, and its sums behind it. Cells are used again."""
+    steps = [(20, 5, 9)[:ranks], (0, 3, 32)[:ranks], (7, 32, 1)[:ranks]]
+    jobs = [(rank, ranks, steps, 32, slow, True, "shmem") for rank in range(ranks)]
+    for equal, early in fresh.run(rank_jobs.started_early, jobs):
+        assert len(equal) == 7 * len(steps) and all(equal)
+        assert early == len(steps)
+
+
 @quick(lambda last: last)
 @pytest.mark.parametrize("last", [True, False])
 def test_gradients_are_those_without_checkpointing(fresh: LocalRanks, last: bool) -> None:

@@ -165,11 +165,17 @@ def peers_as_collective(
 
 
 def started_early(
-    rank: int, count: int, steps: list[tuple[int, ...]], most_tokens: int, slow: int, biases: bool = False
+    rank: int,
+    count: int,
+    steps: list[tuple[int, ...]],
+    most_tokens: int,
+    slow: int,
+    biases: bool = False,
+    by: str = "peers",
 ) -> tuple[list[bool], int]:
     """As `peers_as_collective`, where the scheduled backward sends dy itself and begins before that of others is there;
     and how often it did. slow: this rank comes late to each backward."""
-    options = {"most_tokens": most_tokens, "biases": biases}
+    options = {"most_tokens": most_tokens, "biases": biases, "by": by}
     run = functools.partial(peers_as_collective, rank, count, steps, "tasks", **options)
     found, early = _counting_early_starts(run, 1.0 if rank == slow else 0.0)
     return found[0], early

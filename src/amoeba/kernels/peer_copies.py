@@ -79,7 +79,7 @@ def others(peers: PeerContext) -> list[int]:
 def cells_as_rows(peers: PeerContext, plan: Plan, like_TH: Tensor) -> Tensor | None:
     """This rank's cells for rows, as rows of all ranks' tokens; None where cells are larger than what a rank sends."""
     hidden, first = like_TH.shape[1], peers.cell_at[ROWS]
-    if not peers.reaches or plan.tokens != peers.tokens or plan.rows != peers.count * peers.tokens:
+    if plan.tokens != peers.tokens or plan.rows != peers.count * peers.tokens:
         return None
     if peers.cell_size[ROWS] != plan.tokens * hidden * like_TH.element_size():
         return None

@@ -91,7 +91,8 @@ def add_kept(peers: PeerContext, own_TH: Tensor, goes_WT: Tensor) -> Tensor:
             own_TH, goes_WT, out_TH, peers.addresses, peers.trouble, peers.cell_at[SUMS], peers.cell_size[SUMS], tokens,
             peers.rank, H=hidden, BLOCK=block, ALIGNED=is_aligned(own_TH, hidden), RANKS=peers.count, num_warps=WARPS,
         )  # fmt: skip
-    count_everywhere(peers, SUMS, TAKEN.value)
+    if peers.reaches:
+        count_everywhere(peers, SUMS, TAKEN.value)
     return out_TH
 
 

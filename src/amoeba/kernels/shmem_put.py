@@ -1,6 +1,7 @@
 """Sends bytes from one rank's heap to another's with NVSHMEM, also to other machines, followed by counters.
 
     put(heap, source_at, dest_at, nbytes, pe)                   # all of it is on its way when the next kernel begins
+    put_blocks(heap, epochs, source_at, dest_at, flags_at, nbytes, block, blocks, pe, channel=1)  # a flag behind each
     count(heap, epochs, pes, counter_at, spare_at, rank, channel=1, ahead=1, parts=16)  # elsewhere, once it is there
 
 A heap is at the same place in every process, so offsets say where. Counters are set, not added to: each has one writer.
@@ -27,6 +28,24 @@ _SET = tl.constexpr(9)
 
 def put(heap: Tensor, source_at: int, dest_at: int, nbytes: int, pe: int) -> None:
     _put[(PROGRAMS,)](heap, source_at, dest_at, nbytes, pe, num_warps=_WARPS)
+
+
+def put_blocks(
+    heap: Tensor,
+    epochs: Tensor,
+    source_at: int,
+    dest_at: int,
+    flags_at: int,
+    nbytes: int,
+    block: int,
+    blocks: int,
+    pe: int,
+    *,
+    channel: int,
+) -> None:
+    """block: bytes. flags_at: of int64, which rise to the epoch after the one that the device has counted to."""
+    numbers = (source_at, dest_at, flags_at, nbytes, block, blocks, pe)
+    _put_blocks[(min(PROGRAMS, blocks),)](heap, epochs, *numbers, CHANNEL=channel, num_warps=_WARPS)
 
 
 def count(
@@ -56,6 +75,19 @@ def _put(heap, source_at, dest_at, nbytes, pe):
     if size > 0:
         nvshmem.put(heap + dest_at + first, heap + source_at + first, size, pe)
     nvshmem.quiet()
+
+
+@nvshmem.requires_nvshmem
+@triton.jit(do_not_specialize=["source_at", "dest_at", "flags_at", "nbytes", "block", "blocks", "pe"])
+def _put_blocks(heap, epochs, source_at, dest_at, flags_at, nbytes, block, blocks, pe, CHANNEL: tl.constexpr):
+    value = tl.load(epochs + CHANNEL) + 1
+    for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        first = index.to(tl.int64) * block
+        size = tl.maximum(tl.minimum(nbytes - first, block), _LEAST_BYTES).to(tl.int64)
+        nvshmem.putmem_signal_block(
+            heap + dest_at + first, heap + source_at + first, size, heap + flags_at + index * 8, value,
+            (pe * 0 + _SET).to(tl.int32), pe,
+        )  # fmt: skip
 
 
 @nvshmem.requires_nvshmem

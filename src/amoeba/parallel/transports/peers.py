@@ -42,6 +42,7 @@ from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
     from amoeba.kernels.peer_context import Plan
+    from amoeba.tasks.triton.arrivals import Sender
 
 
 REMOTE = "AMOEBA_REMOTE_RANKS"
@@ -345,10 +346,16 @@ class PeerExchange(Exchange):
 
         peers, plan = self.buffer.checked(), self.plan
         mark("before the exchange")
-        self._started_RH = start_sending(peers, plan, rows_TH, self.goes_WT, self.comes_R, self._keep_own)
+        self._started_RH = start_sending(
+            peers, plan, rows_TH, self.goes_WT, self.comes_R, self._keep_own, self._sender()
+        )
         if self._started_RH is not None:
             mark("rows: left to tasks")
         return self._started_RH
+
+    def _sender(self) -> Sender | None:
+        """What brings dy and sums of dx to ranks whose memory has no address here."""
+        return None
 
     def _keep_own(self, own_TH: Tensor) -> Tensor:
         """Sums of own tokens: the others' have left."""

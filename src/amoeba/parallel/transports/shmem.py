@@ -28,7 +28,7 @@ from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing.router import Routing
 
 if TYPE_CHECKING:
-    from amoeba.kernels.peer_context import PeerContext
+    from amoeba.kernels.peer_context import PeerContext, Plan
 
 
 class Shmem(Transport):
@@ -56,11 +56,16 @@ class Shmem(Transport):
 
 
 class Courier(ABC):
-    """Brings cells and counters to ranks whose memory has no address here."""
+    """Brings cells, blocks of rows and counters to ranks whose memory has no address here."""
 
     @abstractmethod
     def put(self, peers: PeerContext, channel: int, dest: int, nbytes: int) -> None:
         """Out of the outbox into this rank's cell at the other."""
+
+    @abstractmethod
+    def put_blocks(self, peers: PeerContext, dest: int, nbytes: int, block: int, blocks: int) -> None:
+        """Rows, a block of bytes after the other, each with its flag of `amoeba.tasks.triton.arrivals` behind it; also
+        for blocks behind the last byte."""
 
     @abstractmethod
     def count(self, peers: PeerContext, channel: int, which: int) -> None:
@@ -73,6 +78,13 @@ class Files(Courier):
     def put(self, peers: PeerContext, channel: int, dest: int, nbytes: int) -> None:
         at = _cell_at(peers, channel, peers.rank)
         peers.heaps[dest][at : at + nbytes] = outbox(peers, channel, dest)[:nbytes]
+
+    def put_blocks(self, peers: PeerContext, dest: int, nbytes: int, block: int, blocks: int) -> None:
+        from amoeba.kernels.peer_context import ROWS
+        from amoeba.tasks.triton.arrivals import raise_flags
+
+        self.put(peers, ROWS, dest, nbytes)
+        raise_flags(peers, dest, blocks)
 
     def count(self, peers: PeerContext, channel: int, which: int) -> None:
         from amoeba.kernels.peer_copies import count_everywhere
@@ -90,6 +102,16 @@ class Nvshmem(Courier):
 
         source = _outbox_at(peers) + _cell_at(peers, channel, dest)
         shmem_put.put(peers.heaps[peers.rank], source, _cell_at(peers, channel, peers.rank), nbytes, self._names[dest])
+
+    def put_blocks(self, peers: PeerContext, dest: int, nbytes: int, block: int, blocks: int) -> None:
+        from amoeba.kernels import shmem_put
+        from amoeba.kernels.peer_context import FLAGS, ROWS
+
+        source = _outbox_at(peers) + _cell_at(peers, ROWS, dest)
+        places = source, _cell_at(peers, ROWS, peers.rank), _cell_at(peers, FLAGS, peers.rank)
+        shmem_put.put_blocks(
+            peers.heaps[peers.rank], peers.epochs, *places, nbytes, block, blocks, self._names[dest], channel=ROWS
+        )
 
     def count(self, peers: PeerContext, channel: int, which: int) -> None:
         from amoeba.kernels import shmem_put
@@ -169,6 +191,16 @@ class ShmemExchange(PeerExchange):
         take_copies(peers, self.plan, out_RH)
         self._taken(ROWS)
 
+    def _sender(self) -> EarlyRows:
+        return EarlyRows(self.buffer.checked(), self.plan, _courier(self.buffer))
+
+    def _add_to(self, own_TH: Tensor) -> Tensor:
+        from amoeba.kernels.peer_context import SUMS
+
+        found = super()._add_to(own_TH)
+        self._taken(SUMS)
+        return found
+
     def _send_back(self, channel: int, rows_RH: Tensor) -> None:
         self._ship(channel, lambda dest, cell: _lay(rows_RH[self.plan.places[dest]], cell))
 
@@ -194,6 +226,38 @@ class ShmemExchange(PeerExchange):
         from amoeba.kernels.peer_context import TAKEN
 
         _courier(self.buffer).count(self.buffer.checked(), channel, TAKEN.value)
+
+
+class EarlyRows:
+    """dy of a scheduled backward, which begins before that of other ranks has come, and its sums of dx: the sender of
+    `amoeba.tasks.triton.arrivals`."""
+
+    def __init__(self, peers: PeerContext, plan: Plan, courier: Courier) -> None:
+        self._peers, self._plan, self._courier, self.outbox_at = peers, plan, courier, _outbox_at(peers)
+        self._row_bytes = 0
+
+    def send(self, dy_TH: Tensor, block: int) -> None:
+        from amoeba.kernels.peer_context import ROWS
+        from amoeba.kernels.peer_copies import others, wait_for_room
+
+        self._row_bytes = dy_TH.shape[1] * dy_TH.element_size()
+        blocks = -(-self._plan.tokens // block)
+        wait_for_room(self._peers, ROWS)
+        for dest in others(self._peers):
+            nbytes = _lay(dy_TH, outbox(self._peers, ROWS, dest))
+            self._courier.put_blocks(self._peers, dest, nbytes, block * self._row_bytes, blocks)
+
+    def close(self) -> None:
+        from amoeba.kernels.peer_context import ARRIVED, ROWS, SUMS, TAKEN
+        from amoeba.kernels.peer_copies import others
+
+        peers, courier = self._peers, self._courier
+        courier.count(peers, ROWS, ARRIVED.value)
+        peers.epochs[ROWS].add_(1)
+        courier.count(peers, ROWS, TAKEN.value)
+        for dest in others(peers):
+            courier.put(peers, SUMS, dest, self._plan.tokens * self._row_bytes)
+        courier.count(peers, SUMS, ARRIVED.value)
 
 
 def _lay(rows: Tensor, cell: Tensor) -> int:

@@ -14,6 +14,10 @@ grow. A SEND task puts a block of dy into another rank's heap and raises its fla
 experts here gave to another rank's tokens into that rank's cells for sums, and `close` says that all of it is there.
 The graph is `ShareGraph`.
 
+Where another rank's memory has no address here (`shmem`), the transport puts blocks of dy and raises their flags ahead
+of the kernel, which has no SEND tasks then and waits for the same flags; COMBINE writes to this rank's outbox, and the
+transport puts the sums behind the kernel. Everything that is sent still comes before everything that waits.
+
 Row tiles of own tokens before those that wait for rows of other ranks: `Graph._local_first` on the device.
 
     own = make_local_table(order_N, offs_E, table, row_block, top_k, first_row, end_row)
@@ -26,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -145,6 +149,7 @@ def local_tiles_first(
 
 # Rows of a block that travels, as in `Tiling`. The interpreter's layers are small.
 SENT, SENT_INTERPRETED = 128, 16
+SENT_AHEAD = 64  # as the flags of `amoeba.tasks.hopper.queue`
 _SEND_TILE = 8192  # numbers that a program copies at once
 BLOCK, BLOCK_INTERPRETED = 32, 16  # tokens that a task sums up are those of one rank
 ROWS, SUMS = tl.constexpr(_ROWS), tl.constexpr(_SUMS)
@@ -152,8 +157,22 @@ ROWS, SUMS = tl.constexpr(_ROWS), tl.constexpr(_SUMS)
 GOES, ADDRESSES, EPOCHS, TROUBLE, RECORD, CELL_AT, CELL_SIZE, FLAGS_AT, FLAGS_SIZE, SENT_TOKENS = map(
     tl.constexpr, range(10)
 )
-COMES, SUMS_AT, SUMS_SIZE, MOST_TOKENS, RANK, LIMIT, SENDS, FIRST_LOCAL, OWN_DY = map(tl.constexpr, range(10, 19))
-_FIELDS = 19
+COMES, SUMS_AT, SUMS_SIZE, MOST_TOKENS, RANK, LIMIT, SENDS, FIRST_LOCAL, OWN_DY, OUTBOX = map(
+    tl.constexpr, range(10, 20)
+)
+_FIELDS = 20
+
+
+class Sender(Protocol):
+    """Of a transport that puts rows itself. outbox_at: where cells for others begin in this rank's heap, in bytes."""
+
+    outbox_at: int
+
+    def send(self, dy_TH: Tensor, block: int) -> None:
+        """All of it to all other ranks; a flag for each block of rows."""
+
+    def close(self) -> None:
+        """The sums in the outbox to their ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +180,7 @@ class Arrival:
     """dy_TH: what this rank sends. goes_WT: uint8, which token goes to which rank. comes_R: uint8, which rows come.
 
     keep: is given dx of own tokens, of this rank's experts alone; what it returns stands for dx of all rows.
+    sender: brings rows to ranks whose memory has no address here.
     """
 
     peers: PeerContext
@@ -169,6 +189,7 @@ class Arrival:
     goes_WT: Tensor
     comes_R: Tensor
     keep: Callable[[Tensor], Tensor]
+    sender: Sender | None = None
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -177,12 +198,14 @@ class Arrival:
 
     @property
     def sent(self) -> int:
-        return SENT if self.dy_TH.is_cuda else SENT_INTERPRETED
+        if not self.dy_TH.is_cuda:
+            return SENT_INTERPRETED
+        return SENT if self.sender is None else SENT_AHEAD
 
     @property
     def sends(self) -> int:
         """Tickets of SEND."""
-        return (self.peers.count - 1) * cdiv(self.plan.tokens, self.sent)
+        return 0 if self.sender is not None else (self.peers.count - 1) * cdiv(self.plan.tokens, self.sent)
 
     def context(self, local: LocalTable) -> Tensor:
         """What the kernel is told of the other ranks, in the order of the fields below."""
@@ -190,7 +213,8 @@ class Arrival:
         _write_context[(1,)](
             made, self.goes_WT, *peers.waiting, peers.cell_at[_ROWS], peers.cell_size[_ROWS], peers.cell_at[FLAGS],
             peers.cell_size[FLAGS], self.dy_TH.shape[0], self.comes_R, peers.cell_at[_SUMS], peers.cell_size[_SUMS],
-            self.plan.tokens, peers.rank, peers.limit, self.sends, local.first_local, self.dy_TH, num_warps=1,
+            self.plan.tokens, peers.rank, peers.limit, self.sends, local.first_local, self.dy_TH,
+            0 if self.sender is None else self.sender.outbox_at, num_warps=1,
         )  # fmt: skip
         return made
 
@@ -212,6 +236,8 @@ class Arrival:
 
     def close(self) -> None:
         """Behind the last task: the transport's counters go on as if it had sent and taken dy, and sent the sums."""
+        if self.sender is not None:
+            return self.sender.close()
         peers = self.peers
         _close[(1,)](
             peers.addresses, peers.epochs, peers.rank, PUSHERS=peers.pushers, TAKERS=peers.takers, RANKS=peers.count,
@@ -230,10 +256,16 @@ def announce(dy_RH: Tensor, arrival: Arrival) -> None:
 
 
 def start_sending(
-    peers: PeerContext, plan: Plan, dy_TH: Tensor, goes_WT: Tensor, comes_R: Tensor, keep: Callable[[Tensor], Tensor]
+    peers: PeerContext,
+    plan: Plan,
+    dy_TH: Tensor,
+    goes_WT: Tensor,
+    comes_R: Tensor,
+    keep: Callable[[Tensor], Tensor],
+    sender: Sender | None = None,
 ) -> Tensor | None:
     """dy_RH, announced, for a backward that begins before the rows of other ranks have arrived; or None, on all ranks
-    alike. comes_R, keep: as in `Arrival`.
+    alike. comes_R, keep, sender: as in `Arrival`.
 
     The rows arrive in this rank's heap, in one cell for each rank, and are read there: nothing is copied but own rows.
     For that the cells have to hold just C rows of H numbers each: so `most_tokens` has to be given, a multiple of
@@ -246,7 +278,10 @@ def start_sending(
     dy_TH = dy_TH.contiguous()
     first = peers.rank * plan.tokens
     dy_RH[first : first + dy_TH.shape[0]].copy_(dy_TH)
-    announce(dy_RH, Arrival(peers, plan, dy_TH, goes_WT, comes_R, keep))
+    arrival = Arrival(peers, plan, dy_TH, goes_WT, comes_R, keep, sender)
+    if sender is not None:
+        sender.send(dy_TH, arrival.sent)
+    announce(dy_RH, arrival)
     return dy_RH
 
 
@@ -270,12 +305,12 @@ def _close(addresses, epochs, rank, PUSHERS: tl.constexpr, TAKERS: tl.constexpr,
 @triton.jit(
     do_not_specialize=[
         "cell_at", "cell_size", "flags_at", "flags_size", "sent_tokens", "sums_at", "sums_size", "most_tokens", "rank",
-        "limit", "sends",
+        "limit", "sends", "outbox",
     ]
 )  # fmt: skip
 def _write_context(
     peers, goes_WT, addresses, epochs, trouble, record, cell_at, cell_size, flags_at, flags_size, sent_tokens, comes_R,
-    sums_at, sums_size, most_tokens, rank, limit, sends, first_local, own_dy,
+    sums_at, sums_size, most_tokens, rank, limit, sends, first_local, own_dy, outbox,
 ):  # fmt: skip
     tl.store(peers + GOES, goes_WT.to(tl.int64))
     tl.store(peers + ADDRESSES, addresses.to(tl.int64))
@@ -296,6 +331,7 @@ def _write_context(
     tl.store(peers + SENDS, sends)
     tl.store(peers + FIRST_LOCAL, first_local.to(tl.int64))
     tl.store(peers + OWN_DY, own_dy.to(tl.int64))
+    tl.store(peers + OUTBOX, outbox)
 
 
 @triton.jit
@@ -325,6 +361,21 @@ def _flag_of(addresses, at_rank, source, block, flags_at, flags_size):
     """In the heap of `at_rank`, of a block of rows from `source`."""
     flags = tl.load(addresses + at_rank) + flags_at + source.to(tl.int64) * flags_size
     return flags.to(tl.pointer_type(tl.int64)) + block
+
+
+def raise_flags(peers: PeerContext, dest: int, blocks: int) -> None:
+    """Of this rank's first blocks at `dest`, whose heap has an address here."""
+    _raise_flags[(1,)](
+        peers.addresses, peers.epochs, dest, peers.rank, blocks, peers.cell_at[FLAGS], peers.cell_size[FLAGS]
+    )
+
+
+@quick
+@triton.jit(do_not_specialize=["dest", "rank", "blocks", "flags_at", "flags_size"])
+def _raise_flags(addresses, epochs, dest, rank, blocks, flags_at, flags_size):
+    for block in range(blocks):
+        flag = _flag_of(addresses, dest, rank, block, flags_at, flags_size)
+        tl.atomic_xchg(flag, tl.load(epochs + ROWS) + 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -376,11 +427,13 @@ def send_block(peers, dest, block, like, PLAN: tl.constexpr):
 @triton.jit
 def room_for_sums(peers, block, own, TOKENS: tl.constexpr, H: tl.constexpr):
     """The address for the sums of a block of rows of one rank, as if those of row 0 on lay there: in that rank's heap,
-    where the caller has waited until what was there is read; of own tokens in `own`."""
+    or in the outbox, where the caller has waited until what was there is read; of own tokens in `own`."""
     source = block * TOKENS // number(peers, MOST_TOKENS)
     rank = tl.load(peers + RANK)
-    cell = tl.load(numbers_at(peers, ADDRESSES, tl.int64) + source) + tl.load(peers + SUMS_AT)
-    cell += rank * tl.load(peers + SUMS_SIZE)
+    outbox = tl.load(peers + OUTBOX)
+    heap, place = tl.where(outbox > 0, rank, source), tl.where(outbox > 0, source, rank)
+    cell = tl.load(numbers_at(peers, ADDRESSES, tl.int64) + heap) + tl.load(peers + SUMS_AT)
+    cell += outbox + place * tl.load(peers + SUMS_SIZE)
     address = tl.where(source == rank, own.to(tl.int64), cell)
     size: tl.constexpr = H * (own.dtype.element_ty.primitive_bitwidth // 8)
     address -= source.to(tl.int64) * tl.load(peers + MOST_TOKENS) * size
