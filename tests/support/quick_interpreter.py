@@ -2,15 +2,16 @@
 
     quick_interpreter.install()        # before the first launch; without TRITON_INTERPRET=1 it does nothing
 
-Of a layer's pass, three quarters of the time go into nine things. At every call of a function of ours, also from
+Of a layer's pass, most of the time goes into ten things. At every call of a function of ours, also from
 within another, it looks through all members of `triton.language` for what to replace by its own; these are found once
 here, and replaced once a launch. At every integer operation it computes whether it overflows and throws the answer
 away, as its `debug` is off. For every tensor it writes down a table of dtypes, and works out again what follows from
 its type: shape and number of elements, in objects of their own. Before every operation it works out to which type and
 shape its operands have to be brought, also where they have them. The xor of which `tl.sort` is made goes element by
 element. Every argument of every operation is looked at four times for whether it is a constexpr. A number next to a
-tensor is made into a tensor each time. And an operation is reached through three functions, of which the outer two only
-say who interprets it. Where a version of Triton does these differently, it stays as slow as it is.
+tensor is made into a tensor each time. An operation is reached through three functions, of which the outer two only
+say who interprets it. And operators, loads and conversions work out anew what their operands' types have decided.
+Where a version of Triton does these differently, it stays as slow as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import functools
 import inspect
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,10 +88,197 @@ def _call_builtins_directly(interpreter: Any) -> None:
 
         return call
 
+    language, tensor = interpreter.tl, interpreter.tl.tensor
+    quick = {"to": _quick_to, "__getitem__": _quick_new_axes, "load": _quick_load, "arange": _quick_arange}
+
+    @functools.cache
+    def quickest(name: str, member: Any) -> Any:
+        swapped = name not in OPERATORS and name.startswith("__r")
+        operator = f"__{name[3:]}" if swapped else name
+        if operator in OPERATORS:
+            return _quick_operator(interpreter, operator, swapped, direct(member))
+        return quick[name](interpreter, direct(member)) if name in quick else direct(member)
+
     def patch_attr(where: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        scope.set_attr(where, name, direct(member))
+        has_quick_ones = (
+            where is tensor or where is language or where is language.core
+        )  # a descriptor's load is another
+        scope.set_attr(where, name, quickest(name, member) if has_quick_ones else direct(member))
 
     interpreter._patch_attr = patch_attr
+
+
+# By its method, what the interpreter's builder computes for an operator.
+ARITHMETIC = {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
+COMPARISONS = {
+    "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal,
+    "__eq__": np.equal, "__ne__": np.not_equal,
+}  # fmt: skip
+OF_INTEGERS = {
+    "__and__": np.bitwise_and, "__or__": np.bitwise_or, "__lshift__": np.left_shift, "__rshift__": np.right_shift,
+    "__mod__": np.fmod, "__floordiv__": lambda left, right: (left - np.fmod(left, right)) // right,
+}  # fmt: skip
+OPERATORS = ARITHMETIC | COMPARISONS | OF_INTEGERS
+FLOATS, SIGNED = {"fp32", "fp64"}, {f"int{size}" for size in (8, 16, 32, 64)}
+INTEGERS = SIGNED | {f"u{name}" for name in SIGNED}
+
+
+class _Recipe(NamedTuple):
+    """How numbers become the result of an operation, and all that follows from the types of its operands."""
+
+    compute: Any
+    dtype: Any
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, result: Any, compute: Any) -> _Recipe:
+        fields = {name: value for name, value in vars(result).items() if name != "handle"}
+        return cls(compute, result.handle.dtype, fields)
+
+
+def _follow(interpreter: Any) -> Any:
+    new, tensor, handle = object.__new__, interpreter.tl.tensor, interpreter.TensorHandle
+
+    def follow(recipe: _Recipe, *numbers: Any) -> Any:
+        result = new(tensor)
+        result.__dict__.update(recipe.fields)
+        result.handle = handle(recipe.compute(*numbers), recipe.dtype)
+        return result
+
+    return follow
+
+
+def _quick_operator(interpreter: Any, name: str, swapped: bool, slow: Any) -> Any:
+    tensor, constexpr, follow = interpreter.tl.tensor, interpreter.tl.constexpr, _follow(interpreter)
+    compute, known = OPERATORS[name], dict[tuple[Any, Any], _Recipe | None]()
+    plain = INTEGERS if name in OF_INTEGERS else INTEGERS | FLOATS
+
+    def function_of(left: Any, right: Any, found: Any) -> Any:
+        of = left.dtype.name
+        if right.__class__ is not tensor:
+            return compute if of in plain and (right.__class__ is int or of in FLOATS) else None
+        if len({len(each.type.shape) for each in (left, right) if each.type.is_block()}) > 1:
+            return None
+        if left.dtype.is_ptr() and name == "__add__" and right.dtype.name in SIGNED:
+            width = max(1, left.handle.get_element_ty().primitive_bitwidth // 8)
+            return lambda pointer, offset: pointer + width * offset.astype(np.uint64)
+        if of == right.dtype.name and (of in plain or (of == "int1" and name in ("__and__", "__or__"))):
+            return compute
+        exact = name in COMPARISONS or name.endswith("shift__")  # each by the rules of its operands' own types
+        if exact or found.dtype.name not in plain or not {of, right.dtype.name} <= INTEGERS | FLOATS:
+            return None
+        numbers = interpreter._get_np_dtype(found.dtype)
+        return lambda left, right: compute(left.astype(numbers), right.astype(numbers))
+
+    def call(left: Any, right: Any) -> Any:
+        kind = right.__class__
+        if kind is constexpr:
+            right = right.value
+            kind = right.__class__
+        if kind is tensor:
+            key, numbers = (left.type.name, right.type.name), right.handle.data
+        elif kind is float or (kind is int and -(2**31) <= right < 2**31):
+            key, numbers = (left.type.name, kind), right
+        else:
+            return slow(left, right)
+        if key not in known:
+            found = slow(left, right)
+            function = function_of(left, right, found)
+            known[key] = None if function is None else _Recipe.of(found, function)
+            return found
+        recipe = known[key]
+        if recipe is None:
+            return slow(left, right)
+        return follow(recipe, numbers, left.handle.data) if swapped else follow(recipe, left.handle.data, numbers)
+
+    return call
+
+
+def _quick_to(interpreter: Any, slow: Any) -> Any:
+    scalar, follow = interpreter.tl.dtype, _follow(interpreter)
+    known: dict[tuple[str, str], _Recipe | None] = {}
+
+    def to(value: Any, dtype: Any, *how: Any, **named: Any) -> Any:
+        dtype = getattr(dtype, "value", dtype)
+        if how or named or dtype.__class__ is not scalar:
+            return slow(value, dtype, *how, **named)
+        key = value.type.name, dtype.name
+        if key not in known:
+            found, numbers = slow(value, dtype), interpreter._get_np_dtype(dtype)
+            known[key] = None
+            if value.dtype.name in INTEGERS | FLOATS | {"int1"} and dtype.name in INTEGERS | FLOATS:
+                known[key] = _Recipe.of(found, lambda data: data.astype(numbers))
+            elif (value.dtype.name, dtype.name) == ("bf16", "fp32"):
+                known[key] = _Recipe.of(found, lambda data: (data.astype(np.uint32) << 16).view(np.float32))
+            return found
+        recipe = known[key]
+        return slow(value, dtype) if recipe is None else follow(recipe, value.handle.data)
+
+    return to
+
+
+def _quick_new_axes(interpreter: Any, slow: Any) -> Any:
+    follow, known = _follow(interpreter), dict[tuple[Any, ...], _Recipe]()
+
+    def new_axes(value: Any, slices: Any) -> Any:
+        if slices.__class__ is not tuple:
+            return slow(value, slices)
+        key = (value.type.name, *(each is None for each in slices))
+        if key in known and all(each is None or each == slice(None) for each in slices):
+            return follow(known[key], value.handle.data)
+        found = slow(value, slices)
+        shape = tuple(found.type.shape)
+        known[key] = _Recipe.of(found, lambda data: data.reshape(shape))
+        return found
+
+    return new_axes
+
+
+def _quick_load(interpreter: Any, slow: Any) -> Any:
+    """Where what is not read is zero."""
+    tensor, load, follow = interpreter.tl.tensor, interpreter._interpreter.load, _follow(interpreter)
+    known: dict[tuple[Any, ...], _Recipe | None] = {}
+
+    def recipe(found: Any) -> _Recipe | None:
+        shape, dtype = found.handle.data.shape, found.handle.data.dtype
+        zeros, ones = np.zeros(shape, dtype), np.ones(shape, bool)
+
+        def read(pointers: Any, mask: Any) -> Any:
+            if pointers.shape != shape:
+                pointers = np.broadcast_to(pointers, shape)
+            if mask is None:
+                mask = ones
+            return load(pointers, mask if mask.shape == shape else np.broadcast_to(mask, shape), zeros, dtype)
+
+        return None if found.dtype.name == "int1" else _Recipe.of(found, read)
+
+    def call(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
+        is_plain = mask is None or mask.__class__ is tensor
+        if not is_plain or not (other is None or (other.__class__ in (int, float) and str(other) in ("0", "0.0"))):
+            return slow(pointer, mask, other, **named)
+        key = pointer.type.name, None if mask is None else mask.type.name, other.__class__
+        if key not in known:
+            found = slow(pointer, mask, other, **named)
+            known[key] = recipe(found)
+            return found
+        if known[key] is None:
+            return slow(pointer, mask, other, **named)
+        return follow(known[key], pointer.handle.data, None if mask is None else mask.handle.data)
+
+    return call
+
+
+def _quick_arange(interpreter: Any, slow: Any) -> Any:
+    follow, known = _follow(interpreter), dict[tuple[int, int], _Recipe]()
+
+    def arange(start: Any, end: Any, **named: Any) -> Any:
+        key = getattr(start, "value", start), getattr(end, "value", end)
+        if key not in known:
+            found = slow(start, end, **named)
+            known[key] = _Recipe.of(found, lambda data=found.handle.data: data)
+        return follow(known[key])
+
+    return arange
 
 
 def _trust_sizes(handle: Any) -> None:
@@ -130,13 +318,21 @@ def _replace_once_a_launch(interpreter: Any) -> None:
     def languages(function: Any) -> list[Any]:
         return [value for value in function.__globals__.values() if value is tl or value is tl.core]
 
-    def patch_lang(function: Any) -> Any:
-        found = languages(function)
-        if found and all(language.static_assert.__name__ == "_new_static_assert" for language in found):
-            return interpreter._LangPatchScope()  # the launch that led here has replaced all and will put it back
-        return replace(function)
+    @functools.cache
+    def rewritten(function: Any) -> Any:
+        return function.rewrite()
 
-    interpreter._patch_lang = patch_lang
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        """From within a kernel: its launch has replaced all and will put it back."""
+        for language in languages(self.fn):
+            if language.static_assert.__name__ != "_new_static_assert":
+                replace(self.fn)
+        try:
+            return rewritten(self)(*arguments, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def _take_operands_that_agree(interpreter: Any) -> None:
