@@ -202,14 +202,16 @@ def lines_of(intermediate: int) -> tuple[list, list]:
     """Layouts of a line of the row pass: ours, and the compiler's for `_activate_backward`."""
     from amoeba.core.config import Activation
     from amoeba.kernels.activate import BACKWARD_TILE, WARPS, _activate_backward
-    from amoeba.kernels.activation import constants
+    from amoeba.kernels.activation import constants, group
+    from amoeba.kernels.constants import Group
     from amoeba.tasks.hopper.backward import Plan
 
     plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
-    values = {"I": intermediate, "DA_STRIDE": intermediate, "H_STRIDE": plan.J, "DH_STRIDE": plan.J}
-    values |= {"SCALED_A_STRIDE": intermediate, "NUM_EXPERTS": 8, "WRITE_SCALED_A": True, "INTERLEAVED": False}
+    sizes = {"I": intermediate, "DA_STRIDE": intermediate, "H_STRIDE": plan.J, "DH_STRIDE": plan.J}
+    sizes |= {"SCALED_A_STRIDE": intermediate, "NUM_EXPERTS": 8}
+    values: dict = {"SIZES": Group(**sizes), "ACTIVATION": group(Activation())}
     values |= {"h_scales": None, "codes": None, "scales": None}
-    values |= {"ROWS": BACKWARD_TILE // plan.BLOCK, "BLOCK": plan.BLOCK} | constants(Activation())
+    values |= {"ROWS": BACKWARD_TILE // plan.BLOCK, "BLOCK": plan.BLOCK}
     types = {"da": "*bf16", "h": "*bf16", "weight": "*fp32", "order": "*i32", "offs": "*i32", "dh": "*bf16"}
     types |= {"scaled_a": "*bf16", "ds": "*fp32", "num_rows": "i32"}
     text = compile_as(_activate_backward.kernel, types, values, num_warps=WARPS).asm["ttgir"]

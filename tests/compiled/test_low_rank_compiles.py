@@ -35,7 +35,9 @@ def test_rows_are_copied_once_and_multiplied_twice_from_shared_memory_without_sp
 def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
     import torch
 
+    from amoeba.kernels.constants import Group
     from amoeba.kernels.lora import lora_backward as lora_backward
+    from amoeba.kernels.tiles import tile_constants
 
     kernel = lora_backward._lora_backward.kernel
     names = kernel.arg_names
@@ -53,15 +55,8 @@ def compile_all(wanted: list[str]) -> dict[str, dict[str, int]]:
         of_rows = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         types = (of_rows, of_rows, of_rows, "*i32", of_rows, "*i32", of_rows, "*fp32", "fp32")
         constants = {
-            "STRIDE_ROW": 1024,
-            "STRIDE_LOW": rank,
-            "WIDTH": 1024,
-            "PADDED": rank,
-            "TOP_K": 8,
-            "EXPERTS": 64,
-            "BLOCK_E": 64,
-            "SLOT_PER_ROW": False,
-            "BLOCK_M": chosen.block_m,
+            "OF": Group(STRIDE_ROW=1024, STRIDE_LOW=rank, WIDTH=1024, PADDED=rank, TOP_K=8),
+            "TILES": Group(**tile_constants(1 << 17, 64, chosen)),
             "BLOCK_W": chosen.block_n,
             "BLOCK_R": rank,
         }

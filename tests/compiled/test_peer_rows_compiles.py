@@ -70,6 +70,7 @@ def test_a_wait_looks_with_acquire_and_at_the_clock(order, kernel: str) -> None:
 
 def main() -> dict[str, str]:
     from amoeba.kernels import peer_context, peer_rows, peer_sums
+    from amoeba.kernels.constants import Group
 
     pointers = dict.fromkeys(("addresses", "epochs", "trouble", "record", "places"), "*i64")
     pointers |= dict.fromkeys(("rows", "rows_TH", "rows_RH", "out_RH", "out_TH", "own_TH"), "*bf16")
@@ -82,7 +83,8 @@ def main() -> dict[str, str]:
     )
     constants = {"H": 2048, "BLOCK_T": 8, "BLOCK_H": 2048, "ALIGNED": True, "RANKS": 2, "ON_GPU": True, "CHANNEL": 1}
     constants |= {"TAKERS": 64, "PUSHERS": 16, "PARTS": 16, "WHICH": 0, "OWN": False, "WIDE": False, "TELLS": True}
-    constants |= {"K": 8, "ROW_STRIDE": 2048, "HAS_WEIGHT": True, "AT_ONCE": 8, "BLOCK": 1024}
+    constants |= {"K": 8, "BLOCK": 1024}
+    constants |= {"SUMS": Group(K=8, H=2048, ROW_STRIDE=2048, OUT_STRIDE=2048, AT_ONCE=8, BLOCK=1024)}
     constants |= {"AHEAD": False, "BLOCK_K": 8}
     kernels = {
         "push": peer_rows._push_rows,

@@ -232,9 +232,7 @@ def main() -> dict[str, list[str]]:
     from amoeba.kernels import expert_request as module
     from amoeba.kernels.index_export import sizes
 
-    return {
-        name: _order(module._request_experts.kernel, groups, sizes) for name, groups in (("order", 1), ("in turns", 2))
-    }
+    return {name: _order(module._request.kernel, groups, sizes) for name, groups in (("order", 1), ("in turns", 2))}
 
 
 def _order(kernel, groups: int, sizes) -> list[str]:
@@ -246,7 +244,8 @@ def _order(kernel, groups: int, sizes) -> list[str]:
     types |= dict.fromkeys(("shown", "state", "due", "turn", "requests", "answers", "trouble", "times"), "*i32")
     types |= {"x_TH": "*bf16", "buffer_expert": "*i64", "buffer_arrived": "*i32"}
     types |= dict.fromkeys(("weight_N", "buffer_x", "buffer_weight"), "*fp32")
-    ptx = compile_as(kernel, types, {"REQUEST": request}, aligned=(), num_warps=1).asm["ptx"]
+    absent = ("logits_TE", "bias_E", "chosen_weight_N", "num_tokens", "ROUTER", "TILE_ROWS")
+    ptx = compile_as(kernel, types, {"REQUEST": request, **dict.fromkeys(absent)}, aligned=(), num_warps=1).asm["ptx"]
     kinds = {
         "ld.volatile.global": "look",
         "ld.global": "load",

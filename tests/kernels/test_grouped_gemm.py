@@ -18,7 +18,7 @@ from amoeba.kernels.down_backward import down_backward, number_of_slices
 from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.tile_sizes import Configuration, configuration
-from amoeba.kernels.tiles import expert_constants, slots
+from amoeba.kernels.tiles import slots, tile_constants
 from amoeba.proof.reference.experts import activate, activate_backward
 
 TINY = Configuration(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4, num_stages=2)
@@ -338,7 +338,7 @@ def test_there_are_slots_enough_for_any_routing(block_m: int) -> None:
         for _ in range(20):
             cuts = torch.randint(0, rows + 1, (experts,), generator=g).sort().values.tolist()
             chosen = Configuration(block_m, 16, 16, 1, 1, 1)
-            per_row = expert_constants(rows, experts, chosen)["SLOT_PER_ROW"]
+            per_row = tile_constants(rows, experts, chosen)["SLOT_PER_ROW"]
             start, next_free = 0, 0
             for e, end in enumerate(cuts):
                 first_slot = start if per_row else start // block_m + e

@@ -176,8 +176,8 @@ def main() -> dict[str, object]:
     of_router = router.forward_constants(config)
     constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, **sizes(128, 8)}
     request = Group(**constants, HOST_COMPUTES=True, GROUPS=1, ON_GPU=True)
-    groups = {"REQUEST": request, "ROUTER": Group(**of_router), "bias_E": None}
-    of_router |= {"bias_E": None, "scores_TE": None}
+    groups = {"REQUEST": request, "ROUTER": of_router, "bias_E": None}
+    apart_of = {"ROUTER": of_router, "bias_E": None, "scores_TE": None}
     types = dict.fromkeys(("expert_N", "slot_N", "buffer_expert", "expert_TK"), "*i64")
     types |= dict.fromkeys(("limit", "N", "NUMBERS", "mine", "num_tokens"), "i32") | {"x_TH": "*bf16"}
     words = ("shown", "state", "due", "turn", "requests", "answers", "trouble", "times", "buffer_arrived")
@@ -194,9 +194,9 @@ def main() -> dict[str, object]:
         reduction = r'"tt.reduce"[^\n]*axis = 1[^\n]*\n[^\n]*\n[^\n]*arith.addf.*?\(tensor<\d+x(\d+)xf32'
         return re.findall(reduction, code.asm["ttgir"], re.DOTALL)
 
-    fused = compiled(module._route_and_request.kernel, groups | {"TILE_ROWS": 1}, 1)
+    fused = compiled(module._request.kernel, groups | {"TILE_ROWS": 1}, 1)
     tile = router._tile(128)
-    apart = compiled(router._forward.kernel, of_router | {"TILE_ROWS": tile["TILE_ROWS"]}, tile["num_warps"])
+    apart = compiled(router._forward.kernel, apart_of | {"TILE_ROWS": tile["TILE_ROWS"]}, tile["num_warps"])
     kinds = {"st.global": "store", "fence.acq_rel.sys": "fence", "bar.sync": "barrier"}
     found = re.findall("|".join(re.escape(each) for each in kinds), fused.asm["ptx"])
     return {

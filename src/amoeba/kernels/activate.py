@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.core.config import Activation
-from amoeba.kernels.activation import constants, gated, gated_backward, plain, plain_backward
+from amoeba.kernels.activation import gated, gated_backward, group, plain, plain_backward
+from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.quantise import BLOCK, load_codes, store_codes
@@ -59,29 +60,20 @@ def _activate(
     offs,
     bias,
     num_rows,
-    I: tl.constexpr,
-    H_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-    HAS_OFFS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
+    SIZES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    I: tl.constexpr = SIZES.I
+    NUM_EXPERTS: tl.constexpr = SIZES.NUM_EXPERTS
+    HAS_BIAS: tl.constexpr = bias is not None
+    INTERLEAVED: tl.constexpr = ACTIVATION.INTERLEAVED
     COLUMN_BLOCKS: tl.constexpr = (I + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     first_row = (program // COLUMN_BLOCKS) * ROWS
     first_column = (program % COLUMN_BLOCKS) * BLOCK
-    if HAS_OFFS:
+    if offs is not None:
         num_rows = tl.minimum(num_rows, tl.load(offs + NUM_EXPERTS - 1))
         if first_row >= num_rows:
             return
@@ -89,11 +81,11 @@ def _activate(
     row_in = (row < num_rows)[:, None]
     column = (first_column + _lanes(BLOCK, h.dtype.element_ty, INTERLEAVED))[None, :]
     inside = row_in & (column < I)
-    h_row = h + row.to(tl.int64)[:, None] * H_STRIDE
+    h_row = h + row.to(tl.int64)[:, None] * SIZES.H_STRIDE
     bias_row = bias  # only read where there is a bias
     if HAS_BIAS:
-        expert = tl.minimum(expert_of_row(offs, row, NUM_EXPERTS, EXPERTS_PADDED), NUM_EXPERTS - 1)
-        bias_row = bias + expert.to(tl.int64)[:, None] * BIAS_STRIDE
+        expert = tl.minimum(expert_of_row(offs, row, NUM_EXPERTS, SIZES.EXPERTS_PADDED), NUM_EXPERTS - 1)
+        bias_row = bias + expert.to(tl.int64)[:, None] * SIZES.BIAS_STRIDE
 
     if INTERLEAVED:
         pair = (2 * first_column + tl.arange(0, 2 * BLOCK))[None, :]
@@ -102,21 +94,21 @@ def _activate(
         if HAS_BIAS:
             tl.store(h_row + pair, both, mask=pair_inside)
         gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, BLOCK, 2)))
-        a = gated(gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
-    elif GATED:
+        a = gated(gate, up, ACTIVATION)
+    elif ACTIVATION.GATED:
         up_column = I + column
         gate = _load(h_row + column, bias_row, column, inside, HAS_BIAS)
         up = _load(h_row + up_column, bias_row, up_column, inside, HAS_BIAS)
         if HAS_BIAS:  # after both loads: neither waits for a store
             tl.store(h_row + column, gate, mask=inside)
             tl.store(h_row + up_column, up, mask=inside)
-        a = gated(gate.to(tl.float32), up.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+        a = gated(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     else:
         z = _load(h_row + column, bias_row, column, inside, HAS_BIAS)
         if HAS_BIAS:
             tl.store(h_row + column, z, mask=inside)
-        a = plain(z.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT)
-    tl.store(out + row.to(tl.int64)[:, None] * OUT_STRIDE + column, a.to(out.dtype.element_ty), mask=inside)
+        a = plain(z.to(tl.float32), ACTIVATION)
+    tl.store(out + row.to(tl.int64)[:, None] * SIZES.OUT_STRIDE + column, a.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -147,16 +139,15 @@ def activate(
         offs_E,
         bias_EJ,
         rows,
-        I=intermediate,
-        H_STRIDE=h_NJ.stride(0),
-        OUT_STRIDE=out_NI.stride(0),
-        BIAS_STRIDE=0 if bias_EJ is None else bias_EJ.stride(0),
-        NUM_EXPERTS=experts,
-        EXPERTS_PADDED=next_power_of_2(experts),
-        HAS_OFFS=offs_E is not None,
-        HAS_BIAS=bias_EJ is not None,
-        INTERLEAVED=activation.interleaved,
-        **constants(activation),
+        SIZES=Group(
+            I=intermediate,
+            H_STRIDE=h_NJ.stride(0),
+            OUT_STRIDE=out_NI.stride(0),
+            BIAS_STRIDE=0 if bias_EJ is None else bias_EJ.stride(0),
+            NUM_EXPERTS=experts,
+            EXPERTS_PADDED=next_power_of_2(experts),
+        ),
+        ACTIVATION=group(activation),
         ROWS=tile_rows,
         BLOCK=block,
         num_warps=WARPS,
@@ -179,20 +170,8 @@ def _activate_backward(
     codes,
     scales,
     num_rows,
-    I: tl.constexpr,
-    DA_STRIDE: tl.constexpr,
-    H_STRIDE: tl.constexpr,
-    DH_STRIDE: tl.constexpr,
-    SCALED_A_STRIDE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    WRITE_SCALED_A: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
+    SIZES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -203,9 +182,11 @@ def _activate_backward(
     tile's loads and its stores. A tile with fewer elements than threads would be loaded twice over by the idle ones;
     its size excludes that.
     """
+    I: tl.constexpr = SIZES.I
+    INTERLEAVED: tl.constexpr = ACTIVATION.INTERLEAVED
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
-    owned_rows = tl.minimum(num_rows, tl.load(offs + NUM_EXPERTS - 1))
+    owned_rows = tl.minimum(num_rows, tl.load(offs + SIZES.NUM_EXPERTS - 1))
     if first_row >= owned_rows:
         tl.store(ds + row, tl.zeros((ROWS,), tl.float32), mask=row < num_rows)
         return
@@ -213,13 +194,13 @@ def _activate_backward(
     slot = tl.load(order + row, mask=row_in, other=0)
     scale = tl.load(weight + slot, mask=row_in, other=0.0).to(tl.float32)[:, None]
     row_64 = row.to(tl.int64)[:, None]
-    h_row = h + row_64 * H_STRIDE
-    dh_row = dh + row_64 * DH_STRIDE
+    h_row = h + row_64 * SIZES.H_STRIDE
+    dh_row = dh + row_64 * SIZES.DH_STRIDE
     dot = tl.zeros((ROWS, BLOCK), tl.float32)
     for first_column in range(0, I, BLOCK):
         column = (first_column + _lanes(BLOCK, h.dtype.element_ty, INTERLEAVED))[None, :]
         inside = row_in[:, None] & (column < I)
-        d = tl.load(da + row_64 * DA_STRIDE + column, mask=inside, other=0.0)
+        d = tl.load(da + row_64 * SIZES.DA_STRIDE + column, mask=inside, other=0.0)
         if INTERLEAVED:
             pair = (2 * first_column + tl.arange(0, 2 * BLOCK))[None, :]
             pair_inside = row_in[:, None] & (pair < 2 * I)
@@ -227,10 +208,10 @@ def _activate_backward(
             tl.debug_barrier()
             d = d.to(tl.float32)
             gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, BLOCK, 2)))
-            a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+            a, dgate, dup = gated_backward(scale * d, gate, up, ACTIVATION)
             d_both = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * BLOCK))
             tl.store(dh_row + pair, d_both.to(dh.dtype.element_ty), mask=pair_inside)
-        elif GATED:
+        elif ACTIVATION.GATED:
             if h_scales is None:
                 gate = tl.load(h_row + column, mask=inside, other=0.0)
                 up = tl.load(h_row + (I + column), mask=inside, other=0.0)
@@ -239,7 +220,7 @@ def _activate_backward(
                 up = load_codes(h, h_scales, row, row_in, first_column, I, 2 * I, I, ROWS, BLOCK)
             tl.debug_barrier()
             d, gate, up = d.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
-            a, dgate, dup = gated_backward(scale * d, gate, up, KIND, ALPHA, CLAMP, LIMIT, UP_SHIFT)
+            a, dgate, dup = gated_backward(scale * d, gate, up, ACTIVATION)
             dgate, dup = dgate.to(dh.dtype.element_ty), dup.to(dh.dtype.element_ty)
             tl.store(dh_row + column, dgate, mask=inside)
             tl.store(dh_row + (I + column), dup, mask=inside)
@@ -253,14 +234,14 @@ def _activate_backward(
                 z = load_codes(h, h_scales, row, row_in, first_column, I, I, 0, ROWS, BLOCK)
             tl.debug_barrier()
             d = d.to(tl.float32)
-            a, dz = plain_backward(scale * d, z.to(tl.float32), KIND, ALPHA, CLAMP, LIMIT)
+            a, dz = plain_backward(scale * d, z.to(tl.float32), ACTIVATION)
             dz = dz.to(dh.dtype.element_ty)
             tl.store(dh_row + column, dz, mask=inside)
             if codes is not None:
                 store_codes(dz.to(tl.float32), codes, scales, row, row_in, first_column, I, I, 0, ROWS, BLOCK)
         dot += d * a
-        if WRITE_SCALED_A:
-            scaled_at = scaled_a + row_64 * SCALED_A_STRIDE + column
+        if scaled_a is not None:
+            scaled_at = scaled_a + row_64 * SIZES.SCALED_A_STRIDE + column
             tl.store(scaled_at, (scale * a).to(scaled_a.dtype.element_ty), mask=inside)
     tl.store(ds + row, tl.sum(dot, axis=1), mask=row < num_rows)
 
@@ -318,15 +299,15 @@ def activate_backward(
         None if quantised_dh is None else quantised_dh.data,
         None if quantised_dh is None else quantised_dh.scales,
         rows,
-        I=intermediate,
-        DA_STRIDE=da_NI.stride(0),
-        H_STRIDE=h_NJ.stride(0),
-        DH_STRIDE=dh_NJ.stride(0),
-        SCALED_A_STRIDE=0 if scaled_a_NI is None else scaled_a_NI.stride(0),
-        NUM_EXPERTS=offs_E.shape[0],
-        WRITE_SCALED_A=scaled_a_NI is not None,
-        INTERLEAVED=activation.interleaved,
-        **constants(activation),
+        SIZES=Group(
+            I=intermediate,
+            DA_STRIDE=da_NI.stride(0),
+            H_STRIDE=h_NJ.stride(0),
+            DH_STRIDE=dh_NJ.stride(0),
+            SCALED_A_STRIDE=0 if scaled_a_NI is None else scaled_a_NI.stride(0),
+            NUM_EXPERTS=offs_E.shape[0],
+        ),
+        ACTIVATION=group(activation),
         ROWS=tile_rows,
         BLOCK=block,
         num_warps=WARPS,

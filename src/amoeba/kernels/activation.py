@@ -4,11 +4,14 @@ Called from Triton and from Gluon kernels alike. What an `Activation` says becom
 
     constants(activation)  # {"KIND": "silu", "GATED": True, "ALPHA": 1.0, "CLAMP": False, "LIMIT": 0.0, ...}
     group(activation)      # the same, and INTERLEAVED, as one parameter of a kernel
+
+The functions take that group as A, or a plan that has the same constants.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -19,13 +22,13 @@ from amoeba.kernels.constants import Group
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of `value_and_slope`
 
 
-def constants(activation: Activation) -> dict[str, object]:
-    """The compile-time constants that a kernel with an activation takes."""
+def constants(activation: Activation, fast: bool = False) -> dict[str, object]:
+    """The compile-time constants that a kernel with an activation takes. fast: see `_fast_sigmoid`."""
     if activation.kind not in KINDS:
         raise unknown_kind(activation.kind, "a kernel (kernels/activation.py)")
     clamp = activation.limit != math.inf
     return {
-        "KIND": activation.kind,
+        "KIND": fast_kind(activation.kind) if fast else activation.kind,
         "GATED": activation.gated,
         "ALPHA": activation.alpha,
         "CLAMP": clamp,
@@ -34,6 +37,11 @@ def constants(activation: Activation) -> dict[str, object]:
     }
 
 
+def fast_kind(kind: str) -> str:
+    return "fast_silu" if kind == "silu" else kind
+
+
+@cache
 def group(activation: Activation) -> Group:
     return Group(INTERLEAVED=activation.interleaved, **constants(activation))
 
@@ -103,83 +111,53 @@ def _shifted(up, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def gated(
-    gate,
-    up,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-):
+def gated(gate, up, A: tl.constexpr):
     """a = act(gate) · (up + shift)."""
-    return plain(gate, KIND, ALPHA, CLAMP, LIMIT) * factor(up, CLAMP, LIMIT, UP_SHIFT)
+    return plain(gate, A) * factor(up, A)
 
 
 @triton.jit
-def gated_by(gate, up, ACTIVATION: tl.constexpr):
-    """The same of a `group`."""
-    A: tl.constexpr = ACTIVATION
-    return gated(gate, up, A.KIND, A.ALPHA, A.CLAMP, A.LIMIT, A.UP_SHIFT)
-
-
-@triton.jit
-def plain_by(h, ACTIVATION: tl.constexpr):
-    A: tl.constexpr = ACTIVATION
-    return plain(h, A.KIND, A.ALPHA, A.CLAMP, A.LIMIT)
-
-
-@triton.jit
-def factor(up, CLAMP: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr):
+def factor(up, A: tl.constexpr):
     """What act(gate) is multiplied by."""
-    if CLAMP:
-        up = _at_most(_at_least(up, -LIMIT), LIMIT)
-    return _shifted(up, UP_SHIFT)
+    if A.CLAMP:
+        up = _at_most(_at_least(up, -A.LIMIT), A.LIMIT)
+    return _shifted(up, A.UP_SHIFT)
 
 
 @triton.jit
-def gated_backward(
-    da,
-    gate,
-    up,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CLAMP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_SHIFT: tl.constexpr,
-):
+def gated_backward(da, gate, up, A: tl.constexpr):
     """a, dgate and dup from the gradient of a."""
     gate_in, up_in = gate, up
-    if CLAMP:
-        gate_in = _at_most(gate, LIMIT)
-        up_in = _at_most(_at_least(up, -LIMIT), LIMIT)
-    value, slope = value_and_slope(gate_in, KIND, ALPHA)
-    up_in = _shifted(up_in, UP_SHIFT)
+    if A.CLAMP:
+        gate_in = _at_most(gate, A.LIMIT)
+        up_in = _at_most(_at_least(up, -A.LIMIT), A.LIMIT)
+    value, slope = value_and_slope(gate_in, A.KIND, A.ALPHA)
+    up_in = _shifted(up_in, A.UP_SHIFT)
     dgate = da * up_in * slope
     dup = da * value
-    if CLAMP:
-        dgate = tl.where(gate > LIMIT, 0.0, dgate)
-        dup = tl.where(tl.abs(up) > LIMIT, 0.0, dup)
+    if A.CLAMP:
+        dgate = tl.where(gate > A.LIMIT, 0.0, dgate)
+        dup = tl.where(tl.abs(up) > A.LIMIT, 0.0, dup)
     return value * up_in, dgate, dup
 
 
 @triton.jit
-def plain(h, KIND: tl.constexpr, ALPHA: tl.constexpr, CLAMP: tl.constexpr, LIMIT: tl.constexpr):
+def plain(h, A: tl.constexpr):
     """a = act(h)."""
-    if CLAMP:
-        h = _at_most(h, LIMIT)
-    value, _ = value_and_slope(h, KIND, ALPHA)
+    if A.CLAMP:
+        h = _at_most(h, A.LIMIT)
+    value, _ = value_and_slope(h, A.KIND, A.ALPHA)
     return value
 
 
 @triton.jit
-def plain_backward(da, h, KIND: tl.constexpr, ALPHA: tl.constexpr, CLAMP: tl.constexpr, LIMIT: tl.constexpr):
+def plain_backward(da, h, A: tl.constexpr):
     """a and dh from the gradient of a."""
     h_in = h
-    if CLAMP:
-        h_in = _at_most(h, LIMIT)
-    value, slope = value_and_slope(h_in, KIND, ALPHA)
+    if A.CLAMP:
+        h_in = _at_most(h, A.LIMIT)
+    value, slope = value_and_slope(h_in, A.KIND, A.ALPHA)
     dh = da * slope
-    if CLAMP:
-        dh = tl.where(h > LIMIT, 0.0, dh)
+    if A.CLAMP:
+        dh = tl.where(h > A.LIMIT, 0.0, dh)
     return value, dh

@@ -12,10 +12,13 @@ nothing. Row buffers have N rows or more, contiguous inside (stride 1), with any
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.tiles import column_block
@@ -30,50 +33,46 @@ MOST_AT_ONCE, STEP = 12, 8
 SLOTS = 1024
 
 
+def sums_of(rows_NH: Tensor, top_k: int, out_TH: Tensor | None = None, onto_TH: Tensor | None = None) -> dict[str, Any]:
+    """Constants of the kernels that add up a token's rows."""
+    hidden = rows_NH.shape[1]
+    at_once, block = combine_block(hidden, top_k)
+    of_sums = Group(
+        K=top_k,
+        H=hidden,
+        ROW_STRIDE=rows_NH.stride(0),
+        OUT_STRIDE=hidden if out_TH is None else out_TH.stride(0),
+        ONTO_STRIDE=0 if onto_TH is None else onto_TH.stride(0),
+        AT_ONCE=at_once,
+        BLOCK=block,
+    )
+    return {"SUMS": of_sums, "num_warps": WARPS}
+
+
 @triton.jit
-def combine_tile(
-    token,
-    column_block,
-    rows,
-    slot_row,
-    weight,
-    out,
-    num_rows,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    onto=None,
-    ONTO_STRIDE: tl.constexpr = 0,
-):
+def combine_tile(token, column_block, rows, slot_row, weight, out, onto, num_rows, SUMS: tl.constexpr):
     """One block of columns of a token; `token` is int64."""
-    column = column_block * BLOCK + tl.arange(0, BLOCK)
+    column = column_block * SUMS.BLOCK + tl.arange(0, SUMS.BLOCK)
     if onto is not None:
-        residual = tl.load(onto + token * ONTO_STRIDE + column, mask=column < H, other=0.0).to(tl.float32)
-    total = sum_of_slots(token, column, rows, slot_row, weight, num_rows, K, H, ROW_STRIDE, HAS_WEIGHT, AT_ONCE, BLOCK)
+        residual = tl.load(onto + token * SUMS.ONTO_STRIDE + column, mask=column < SUMS.H, other=0.0).to(tl.float32)
+    total = sum_of_slots(token, column, rows, slot_row, weight, num_rows, SUMS)
     if onto is not None:  # rounded before, as a sum of two tensors is
         total = total.to(out.dtype.element_ty).to(tl.float32) + residual
-    tl.store(out + token * OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < H)
+    tl.store(out + token * SUMS.OUT_STRIDE + column, total.to(out.dtype.element_ty), mask=column < SUMS.H)
 
 
 @triton.jit
-def sum_of_slots(
-    token, column, rows, slot_row, weight, num_rows,
-    K: tl.constexpr, H: tl.constexpr, ROW_STRIDE: tl.constexpr, HAS_WEIGHT: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def sum_of_slots(token, column, rows, slot_row, weight, num_rows, SUMS: tl.constexpr):
     """In fp32, in the order of k."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, K, AT_ONCE):
-        for step in tl.static_range(AT_ONCE):  # unrolled: the loads do not wait for one another
+    K: tl.constexpr = SUMS.K
+    total = tl.zeros((SUMS.BLOCK,), tl.float32)
+    for first in range(0, K, SUMS.AT_ONCE):
+        for step in tl.static_range(SUMS.AT_ONCE):  # unrolled: the loads do not wait for one another
             slot = token * K + first + step
             row = tl.load(slot_row + slot, mask=first + step < K, other=num_rows).to(tl.int64)
-            width = tl.where(row < num_rows, H, 0)  # the row of a sentinel has no columns
-            values = tl.load(rows + row * ROW_STRIDE + column, mask=column < width, other=0.0).to(tl.float32)
-            if HAS_WEIGHT:
+            width = tl.where(row < num_rows, SUMS.H, 0)  # the row of a sentinel has no columns
+            values = tl.load(rows + row * SUMS.ROW_STRIDE + column, mask=column < width, other=0.0).to(tl.float32)
+            if weight is not None:
                 values *= tl.load(weight + slot, mask=row < num_rows, other=0.0).to(tl.float32)
             total += values
     return total
@@ -81,29 +80,11 @@ def sum_of_slots(
 
 @quick
 @triton.jit(do_not_specialize=["num_rows"])
-def _combine(
-    rows,
-    slot_row,
-    weight,
-    out,
-    onto,
-    num_rows,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    ONTO_STRIDE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
+def _combine(rows, slot_row, weight, out, onto, num_rows, SUMS: tl.constexpr):
+    COLUMN_BLOCKS: tl.constexpr = (SUMS.H + SUMS.BLOCK - 1) // SUMS.BLOCK
     program = tl.program_id(0)
     token = (program // COLUMN_BLOCKS).to(tl.int64)
-    combine_tile(
-        token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, num_rows, K, H, ROW_STRIDE, OUT_STRIDE,
-        HAS_WEIGHT, AT_ONCE, BLOCK, onto, ONTO_STRIDE,
-    )  # fmt: skip
+    combine_tile(token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, onto, num_rows, SUMS)
 
 
 def combine_block(hidden: int, top_k: int) -> tuple[int, int]:
@@ -135,41 +116,32 @@ def combine(
     check_arguments(fit, "rows that are contiguous inside", **given)
     if tokens == 0:
         return out_TH
-    at_once, block = combine_block(hidden, top_k)
-    _combine[(tokens * cdiv(hidden, block),)](
+    _combine[(tokens * cdiv(hidden, combine_block(hidden, top_k)[1]),)](
         rows_NH,
         slot_row_TK,
         None if weight_TK is None else weight_TK.contiguous(),
         out_TH,
         onto_TH,
         slot_row_TK.numel() if sentinel is None else sentinel,
-        K=top_k,
-        H=hidden,
-        ROW_STRIDE=rows_NH.stride(0),
-        OUT_STRIDE=out_TH.stride(0),
-        ONTO_STRIDE=0 if onto_TH is None else onto_TH.stride(0),
-        HAS_WEIGHT=weight_TK is not None,
-        AT_ONCE=at_once,
-        BLOCK=block,
-        num_warps=WARPS,
+        **sums_of(rows_NH, top_k, out_TH, onto_TH),
     )
     return out_TH
 
 
 @quick
 @triton.jit(do_not_specialize=["num_rows"])
-def _slot_gradient(ds, slot_row, extra, out, num_rows, HAS_EXTRA: tl.constexpr, SLOTS: tl.constexpr):
+def _slot_gradient(ds, slot_row, extra, out, num_rows, SLOTS: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-    slot_gradient_tile(slot, slot < num_rows, ds, slot_row, extra, out, num_rows, HAS_EXTRA)
+    slot_gradient_tile(slot, slot < num_rows, ds, slot_row, extra, out, num_rows)
 
 
 @triton.jit
-def slot_gradient_tile(slot, inside, ds, slot_row, extra, out, num_rows, HAS_EXTRA: tl.constexpr):
+def slot_gradient_tile(slot, inside, ds, slot_row, extra, out, num_rows):
     """Those of the slots that are `inside`."""
     row = tl.load(slot_row + slot, mask=inside, other=num_rows)
     owned = row < num_rows
     gradient = tl.load(ds + row, mask=owned, other=0.0).to(tl.float32)
-    if HAS_EXTRA:
+    if extra is not None:
         gradient += tl.load(extra + slot, mask=owned, other=0.0).to(tl.float32)
     tl.store(out + slot, gradient.to(out.dtype.element_ty), mask=inside)
 
@@ -181,7 +153,6 @@ def slot_gradient(ds_N: Tensor, slot_row_TK: Tensor, extra_TK: Tensor | None, ou
     fit = fit and (extra_TK is None or (extra_TK.is_contiguous() and extra_TK.numel() == rows))
     check_arguments(fit, "contiguous tensors", ds_N=ds_N, slot_row_TK=slot_row_TK, extra_TK=extra_TK, out_TK=out_TK)
     if rows:
-        _slot_gradient[(cdiv(rows, SLOTS),)](
-            ds_N, slot_row_TK, extra_TK, out_TK, rows, HAS_EXTRA=extra_TK is not None, SLOTS=SLOTS, num_warps=WARPS
-        )
+        grid = (cdiv(rows, SLOTS),)
+        _slot_gradient[grid](ds_N, slot_row_TK, extra_TK, out_TK, rows, SLOTS=SLOTS, num_warps=WARPS)
     return out_TK

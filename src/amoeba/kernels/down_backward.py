@@ -21,11 +21,11 @@ from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
 from amoeba.kernels.activation import gated_backward, group, plain_backward
 from amoeba.kernels.constants import Group
-from amoeba.kernels.gemm_tiles import accumulate, halves, of_matrix, of_rows, tile_of, tile_of_program
+from amoeba.kernels.gemm_tiles import accumulate, halves, of_matrix, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
-from amoeba.kernels.tiles import rows_of_tile, slots
+from amoeba.kernels.tiles import find_tile, rows_of_tile, slots
 
 # Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all
 # want registers. Found by compiling for sm80 and sm90 until nothing spilled; speed not measured yet.
@@ -141,7 +141,6 @@ def _epilogue(
 ):
     """Everything that follows from the columns of dA' beginning at `first_column`; returns their part of ds."""
     P: tl.constexpr = PRODUCT
-    A: tl.constexpr = ACTIVATION
     WIDTH: tl.constexpr = P.BLOCK_N // P.SLICES
     EVEN_COLUMNS: tl.constexpr = P.COLUMNS % P.BLOCK_N == 0
     local_M = tl.arange(0, P.BLOCK_M)
@@ -163,9 +162,8 @@ def _epilogue(
         else:
             gate = tl.load(h + column[None, :], mask=mask, other=0.0)
             up = tl.load(h + P.COLUMNS + column[None, :], mask=mask, other=0.0)
-        a, dgate, dup = gated_backward(
-            da * scale_M[:, None], gate.to(tl.float32), up.to(tl.float32), A.KIND, A.ALPHA, A.CLAMP, A.LIMIT, A.UP_SHIFT
-        )
+        scaled_da = da * scale_M[:, None]
+        a, dgate, dup = gated_backward(scaled_da, gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
         if ACTIVATION.INTERLEAVED:
             pair = tl.reshape(tl.join(dgate.to(dtype), dup.to(dtype)), (P.BLOCK_M, 2 * WIDTH))
             tl.store(dh + both[None, :], pair, mask=both_mask)
@@ -174,7 +172,7 @@ def _epilogue(
             tl.store(dh + P.COLUMNS + column[None, :], dup.to(dtype), mask=mask)
     else:
         z = tl.load(h + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        a, dz = plain_backward(da * scale_M[:, None], z, A.KIND, A.ALPHA, A.CLAMP, A.LIMIT)
+        a, dz = plain_backward(da * scale_M[:, None], z, ACTIVATION)
         tl.store(dh + column[None, :], dz.to(dtype), mask=mask)
     if scaled_a_NI is not None:
         scaled_a = scaled_a_NI + row * P.STRIDE_A_ROW + (local_M * P.STRIDE_A_ROW)[:, None] + column[None, :]
@@ -236,7 +234,7 @@ def _down_backward(
     PRODUCT: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    expert, row, row_end, column_tile = tile_of_program(offs_E, PRODUCT)
+    expert, row, row_end, column_tile = find_tile(offs_E, PRODUCT)
     if row >= row_end:
         return
     down_backward_tile(

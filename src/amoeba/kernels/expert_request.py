@@ -95,7 +95,8 @@ def request_experts(
     turn: where others pass over the layer too."""
     given = buffer, x_TH, weight_TK, turn
     operands, constants = _operands(expert_TK, slot_TK, shown, experts, mailbox, due, limit, *given)
-    _request_experts[(1,)](*operands, REQUEST=constants, num_warps=_WARPS)
+    no_router = None, None, None, None
+    _request[(1,)](*no_router, *operands, REQUEST=constants, ROUTER=None, TILE_ROWS=None, num_warps=_WARPS)
 
 
 def _operands(
@@ -213,95 +214,16 @@ def route_and_request(
     check_arguments(fit, reason or "contiguous results of (T, K)", logits_TE=logits_TE, weight_TK=weight_TK)
     given = buffer, x_TH, weight_TK, turn
     operands, constants = _operands(expert_TK, slot_TK, shown, experts, mailbox, due, limit, *given)
-    _route_and_request[(1,)](
+    _request[(1,)](
         logits_TE.contiguous(),
         None if bias_E is None else bias_E.float().contiguous(),
         weight_TK,
         tokens,
         *operands,
         REQUEST=constants,
-        ROUTER=Group(**forward_constants(config)),
+        ROUTER=forward_constants(config),
         TILE_ROWS=next_power_of_2(tokens),
         num_warps=_WARPS,
-    )
-
-
-@quick
-@triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
-def _route_and_request(
-    logits_TE,
-    bias_E,
-    chosen_weight_N,
-    num_tokens,
-    expert_N,
-    slot_N,
-    shown,
-    state,
-    due,
-    turn,
-    requests,
-    answers,
-    trouble,
-    times,
-    x_TH,
-    weight_N,
-    buffer_x,
-    buffer_expert,
-    buffer_weight,
-    buffer_arrived,
-    limit,
-    N,
-    NUMBERS,
-    mine,
-    REQUEST: tl.constexpr,
-    ROUTER: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    choose_experts(
-        logits_TE,
-        bias_E,
-        expert_N,
-        chosen_weight_N,
-        None,
-        num_tokens,
-        ROUTER.SIGMOID,
-        ROUTER.RENORMALIZE,
-        ROUTER.RANK_LOGITS,
-        ROUTER.SCALE,
-        ROUTER.K,
-        ROUTER.GROUPS,
-        ROUTER.GROUP_SIZE,
-        ROUTER.TOPK_GROUP,
-        ROUTER.TOP2_SUM,
-        ROUTER.GROUP_COLUMNS,
-        ROUTER.SIZE_COLUMNS,
-        ROUTER.SLOTS,
-        ROUTER.LOG_FLOOR,
-        TILE_ROWS,
-    )
-    tl.debug_barrier()  # ids and weights are there for every thread
-    _request(
-        expert_N,
-        slot_N,
-        shown,
-        state,
-        due,
-        turn,
-        requests,
-        answers,
-        trouble,
-        times,
-        x_TH,
-        weight_N,
-        buffer_x,
-        buffer_expert,
-        buffer_weight,
-        buffer_arrived,
-        limit,
-        N,
-        NUMBERS,
-        mine,
-        REQUEST,
     )
 
 
@@ -335,8 +257,13 @@ def _copy_routing(expert_N, weight_N, buffer_expert, buffer_weight, N, PIECE: tl
         tl.store(buffer_weight + index, weight.to(tl.float32), mask=index < N)
 
 
+@quick
 @triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
 def _request(
+    logits_TE,
+    bias_E,
+    chosen_weight_N,
+    num_tokens,
     expert_N,
     slot_N,
     shown,
@@ -358,7 +285,12 @@ def _request(
     NUMBERS,
     mine,
     REQUEST: tl.constexpr,
+    ROUTER: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):
+    if ROUTER is not None:
+        choose_experts(logits_TE, bias_E, expert_N, chosen_weight_N, None, num_tokens, ROUTER, TILE_ROWS)
+        tl.debug_barrier()  # ids and weights are there for every thread
     serial = tl.load(state) + 1
     wanted = tl.load(due)
     arrived = tl.load(state + 1, volatile=True)
@@ -444,9 +376,6 @@ def _request(
     if REQUEST.GROUPS > 1:
         tl.debug_barrier()  # every thread has written its part of the map
         tl.store(turn, fenced((mine + 1) % REQUEST.GROUPS, REQUEST.ON_GPU, FOR_HOST=False), mask=whose == mine)
-
-
-_request_experts = quick(_request)  # without a router ahead of it
 
 
 @quick

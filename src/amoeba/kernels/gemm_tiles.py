@@ -17,7 +17,7 @@ from torch import Tensor
 from amoeba.kernels.launch import cdiv
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.tile_sizes import Configuration
-from amoeba.kernels.tiles import expert_constants, find_tile, rows_of_tile
+from amoeba.kernels.tiles import rows_of_tile, tile_constants
 
 
 def of_rows(rows_NI: Tensor, top_k: int) -> dict[str, int]:
@@ -52,25 +52,12 @@ def of_result(out_NO: Tensor | None, bias_EO: Tensor | None = None, addend: Adde
 
 
 def tile_of(chosen: Configuration, rows: int, experts: int, columns: int) -> dict[str, object]:
-    return {
-        "BLOCK_M": chosen.block_m,
-        "BLOCK_N": chosen.block_n,
-        "BLOCK_K": chosen.block_k,
-        "GROUP_M": chosen.group_m,
-        "COLUMN_TILES": cdiv(columns, chosen.block_n),
-        **expert_constants(rows, experts, chosen),
-    }
+    tiles = tile_constants(rows, experts, chosen, cdiv(columns, chosen.block_n))
+    return {"BLOCK_N": chosen.block_n, "BLOCK_K": chosen.block_k, **tiles}
 
 
 def added(addend: Addend | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if addend is None else addend[:2]
-
-
-@triton.jit
-def tile_of_program(offs_E, PRODUCT: tl.constexpr):
-    """As `find_tile`."""
-    P: tl.constexpr = PRODUCT
-    return find_tile(offs_E, P.EXPERTS, P.BLOCK_E, P.SLOT_PER_ROW, P.COLUMN_TILES, P.BLOCK_M, P.GROUP_M)
 
 
 @triton.jit

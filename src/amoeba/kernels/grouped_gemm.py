@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.core.config import Activation
-from amoeba.kernels.activation import gated_by, group, plain_by
+from amoeba.kernels.activation import gated, group, plain
 from amoeba.kernels.constants import Group
 from amoeba.kernels.gemm_tiles import (
     accumulate,
@@ -29,13 +29,12 @@ from amoeba.kernels.gemm_tiles import (
     of_result,
     of_rows,
     tile_of,
-    tile_of_program,
 )
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.tile_sizes import Configuration, configuration_on, with_addend
-from amoeba.kernels.tiles import rows_of_tile, slots
+from amoeba.kernels.tiles import find_tile, rows_of_tile, slots
 
 
 def multiply_rows(
@@ -145,7 +144,7 @@ def multiply_rows_activated(
 @quick
 @triton.jit
 def _multiply(rows_NI, matrix_EIO, offs_E, out_NO, order_N, bias_EO, low_NR, factor_EOR, scale, PRODUCT: tl.constexpr):
-    expert, row, row_end, column_tile = tile_of_program(offs_E, PRODUCT)
+    expert, row, row_end, column_tile = find_tile(offs_E, PRODUCT)
     if row >= row_end:
         return
     multiply_tile(
@@ -175,7 +174,7 @@ def _multiply_activated(
     INTERMEDIATE: tl.constexpr = P.INTERMEDIATE
     BLOCK_M: tl.constexpr = P.BLOCK_M
     BLOCK_N: tl.constexpr = P.BLOCK_N
-    expert, row, row_end, column_tile = tile_of_program(offs_E, PRODUCT)
+    expert, row, row_end, column_tile = find_tile(offs_E, PRODUCT)
     if row >= row_end:
         return
     row_M, source_M = rows_of_tile(order_N, row, row_end, order_N is not None, P.TOP_K, BLOCK_M)
@@ -210,9 +209,9 @@ def _multiply_activated(
         tl.store(h_pointers, h.to(h_NJ.dtype.element_ty), mask=h_mask)
     if GATED:
         gate, up = halves(h, INTERLEAVED)
-        a = gated_by(gate, up, ACTIVATION)
+        a = gated(gate, up, ACTIVATION)
     else:
-        a = plain_by(h, ACTIVATION)
+        a = plain(h, ACTIVATION)
     activated = column_tile * ACTIVATED + tl.arange(0, ACTIVATED)
     a_pointers = a_NI + first_row * P.STRIDE_A_ROW + (local_M * P.STRIDE_A_ROW)[:, None] + activated[None, :]
     a_mask = valid

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from amoeba.kernels.combine import WARPS, combine, combine_block, combine_tile, sum_of_slots
+from amoeba.kernels.combine import WARPS, combine, combine_block, combine_tile, sum_of_slots, sums_of
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.peer_context import ARRIVED, SUMS, TAKEN, PeerContext, Plan
 from amoeba.kernels.peer_copies import count_everywhere, wait_for_room
@@ -33,15 +33,13 @@ def send_sums(
 ) -> None:
     """comes_R: of tokens that have no expert here nothing is written."""
     hidden, top_k = rows_NH.shape[1], slot_row_RK.shape[1]
-    at_once, block = combine_block(hidden, top_k)
     tokens = max((place.stop - place.start for place in plan.places), default=0)
     wait_for_room(peers, SUMS)
     if tokens and peers.count > 1:
-        _send_sums[(tokens * cdiv(hidden, block), peers.count - 1)](
+        _send_sums[(tokens * cdiv(hidden, combine_block(hidden, top_k)[1]), peers.count - 1)](
             rows_NH, slot_row_RK, weight_RK, comes_R, plan.back, peers.addresses, peers.trouble, peers.cell_at[SUMS],
-            peers.cell_size[SUMS], slot_row_RK.numel(), peers.rank, K=top_k, H=hidden, ROW_STRIDE=rows_NH.stride(0),
-            HAS_WEIGHT=weight_RK is not None, AT_ONCE=at_once, BLOCK=block, ALIGNED=is_aligned(rows_NH, hidden),
-            RANKS=peers.count, num_warps=WARPS,
+            peers.cell_size[SUMS], slot_row_RK.numel(), peers.rank, ALIGNED=is_aligned(rows_NH, hidden),
+            RANKS=peers.count, **sums_of(rows_NH, top_k),
         )  # fmt: skip
     count_everywhere(peers, SUMS, ARRIVED.value)
 
@@ -51,15 +49,13 @@ def add_sums(
 ) -> Tensor:
     """For each token of this rank the sum over the ranks, in their order; NaN after a wait in vain."""
     tokens, hidden, top_k = goes_WT.shape[1], rows_NH.shape[1], slot_row_RK.shape[1]
-    at_once, block = combine_block(hidden, top_k)
     wait_for_all(peers, SUMS)
     out_TH = torch.empty((tokens, hidden), dtype=rows_NH.dtype, device=rows_NH.device)
     if tokens:
-        _add_sums[(tokens * cdiv(hidden, block),)](
+        _add_sums[(tokens * cdiv(hidden, combine_block(hidden, top_k)[1]),)](
             rows_NH, slot_row_RK, weight_RK, goes_WT, out_TH, plan.back, peers.addresses, peers.trouble,
-            peers.cell_at[SUMS], peers.cell_size[SUMS], slot_row_RK.numel(), tokens, peers.rank, K=top_k, H=hidden,
-            ROW_STRIDE=rows_NH.stride(0), HAS_WEIGHT=weight_RK is not None, AT_ONCE=at_once, BLOCK=block,
-            ALIGNED=is_aligned(rows_NH, hidden), RANKS=peers.count, num_warps=WARPS,
+            peers.cell_at[SUMS], peers.cell_size[SUMS], slot_row_RK.numel(), tokens, peers.rank,
+            ALIGNED=is_aligned(rows_NH, hidden), RANKS=peers.count, **sums_of(rows_NH, top_k),
         )  # fmt: skip
     count_everywhere(peers, SUMS, TAKEN.value)
     return out_TH
@@ -74,8 +70,8 @@ def own_sums(peers: PeerContext, plan: Plan, rows_NH: Tensor, slot_row_RK: Tenso
         combine(rows_NH, slots_TK, None, own_TH, sentinel=slot_row_RK.numel())
     elif tokens:
         _own_sums[(tokens * cdiv(hidden, block),)](
-            rows_NH, slot_row_RK, own_TH, plan.back, peers.trouble, slot_row_RK.numel(), tokens, peers.rank, K=top_k,
-            H=hidden, ROW_STRIDE=rows_NH.stride(0), BLOCK=block, num_warps=WARPS,
+            rows_NH, slot_row_RK, own_TH, plan.back, peers.trouble, slot_row_RK.numel(), tokens, peers.rank,
+            **sums_of(rows_NH, top_k),
         )  # fmt: skip
 
 
@@ -97,15 +93,13 @@ def add_kept(peers: PeerContext, own_TH: Tensor, goes_WT: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rows_of_slots(
-    token, inside, column, rows, slot_row, weight, num_rows,
-    K: tl.constexpr, H: tl.constexpr, ROW_STRIDE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-):  # fmt: skip
+def _rows_of_slots(token, inside, column, rows, slot_row, weight, num_rows, SUMS: tl.constexpr):
     """Of one token, all asked for before anything waits for one of them: the values of its K rows, their weights, and
     how many there are. inside: whether there is such a token.
 
     Left to itself the compiler keeps few registers and asks for one after the other. A barrier is what it does not move
     loads across."""
+    K: tl.constexpr = SUMS.K
     places = ()
     for k in tl.static_range(K):
         places += (tl.load(slot_row + token * K + k, mask=inside, other=num_rows),)  # type: ignore[assignment]
@@ -113,24 +107,24 @@ def _rows_of_slots(
     values, weights, owned = (), (), 0
     for k in tl.static_range(K):
         has_row = places[k] < num_rows
-        width = tl.where(has_row, H, 0)  # the row of a sentinel has no columns
+        width = tl.where(has_row, SUMS.H, 0)  # the row of a sentinel has no columns
         row = places[k].to(tl.int64)  # type: ignore[var-annotated]
-        values += (tl.load(rows + row * ROW_STRIDE + column, mask=column < width, other=0.0),)
-        if HAS_WEIGHT:
+        values += (tl.load(rows + row * SUMS.ROW_STRIDE + column, mask=column < width, other=0.0),)
+        if weight is not None:
             weights += (tl.load(weight + token * K + k, mask=has_row, other=0.0),)
         owned += has_row.to(tl.int32)
     return values, weights, owned
 
 
 @triton.jit
-def _summed(values, weights, trouble, K: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _summed(values, weights, trouble, WEIGHTED: tl.constexpr, SUMS: tl.constexpr):
     """As `sum_of_slots` has it: in fp32, in the order of k; NaN after a wait in vain. That is looked up behind the
     barrier and added to first, so that no sum comes before the last load."""
     tl.debug_barrier()
-    total = tl.zeros((BLOCK,), tl.float32) + tl.where(tl.load(trouble) != 0, float("nan"), 0.0)
-    for k in tl.static_range(K):
+    total = tl.zeros((SUMS.BLOCK,), tl.float32) + tl.where(tl.load(trouble) != 0, float("nan"), 0.0)
+    for k in tl.static_range(SUMS.K):
         value = values[k].to(tl.float32)
-        if HAS_WEIGHT:
+        if WEIGHTED:
             value *= weights[k].to(tl.float32)
         total += value
     return total
@@ -140,10 +134,11 @@ def _summed(values, weights, trouble, K: tl.constexpr, HAS_WEIGHT: tl.constexpr,
 @triton.jit(do_not_specialize=["num_rows", "rank"])
 def _send_sums(
     rows, slot_row, weight, comes_R, places, addresses, trouble, cell_at, cell_size, num_rows, rank,
-    K: tl.constexpr, H: tl.constexpr, ROW_STRIDE: tl.constexpr, HAS_WEIGHT: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANKS: tl.constexpr,
+    SUMS: tl.constexpr, ALIGNED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """AT_ONCE < K: there are too many rows for all of them to be under way."""
+    H: tl.constexpr = SUMS.H
+    BLOCK: tl.constexpr = SUMS.BLOCK
     COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     dest = (rank + 1 + tl.program_id(1)) % RANKS
@@ -151,44 +146,38 @@ def _send_sums(
     first, count = tl.load(places + dest), tl.load(places + 2 * RANKS + dest)
     cell = tl.load(addresses + dest) + cell_at + rank.to(tl.int64) * cell_size
     out = rows_at(cell - first * (H * (rows.dtype.element_ty.primitive_bitwidth // 8)), rows, ALIGNED)
-    if AT_ONCE == K:
+    if SUMS.AT_ONCE == SUMS.K:
         column = (program % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         values, weights, owned = _rows_of_slots(
-            first + token, token < count, column, rows, slot_row, weight, num_rows, K, H, ROW_STRIDE, HAS_WEIGHT
+            first + token, token < count, column, rows, slot_row, weight, num_rows, SUMS
         )
-        total = _summed(values, weights, trouble, K, HAS_WEIGHT, BLOCK)
+        total = _summed(values, weights, trouble, weight is not None, SUMS)
         width = tl.where(owned > 0, H, 0)
         tl.store(out + (first + token) * H + column, total.to(rows.dtype.element_ty), mask=column < width)
     elif token < count:  # noqa: SIM102 - of two conditions in one both would be loaded
         if tl.load(comes_R + first + token) != 0:
-            combine_tile(
-                first + token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, num_rows, K, H, ROW_STRIDE, H,
-                HAS_WEIGHT, AT_ONCE, BLOCK,
-            )  # fmt: skip
+            combine_tile(first + token, program % COLUMN_BLOCKS, rows, slot_row, weight, out, None, num_rows, SUMS)
 
 
 @quick
 @triton.jit(do_not_specialize=["num_rows", "tokens", "rank"])
 def _add_sums(
     rows, slot_row, weight, goes_WT, out_TH, places, addresses, trouble, cell_at, cell_size, num_rows, tokens, rank,
-    K: tl.constexpr, H: tl.constexpr, ROW_STRIDE: tl.constexpr, HAS_WEIGHT: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANKS: tl.constexpr,
+    SUMS: tl.constexpr, ALIGNED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    H: tl.constexpr = SUMS.H
+    BLOCK: tl.constexpr = SUMS.BLOCK
     COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     token = (program // COLUMN_BLOCKS).to(tl.int64)
     column = (program % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     heap, own_token = tl.load(addresses + rank) + cell_at, tl.load(places + rank) + token
     came = _came(token, column, heap, rows, goes_WT, cell_size, tokens, rank, H, ALIGNED, RANKS)
-    if AT_ONCE == K:
-        values, weights, _ = _rows_of_slots(
-            own_token, token < tokens, column, rows, slot_row, weight, num_rows, K, H, ROW_STRIDE, HAS_WEIGHT
-        )
-        own = _summed(values, weights, trouble, K, HAS_WEIGHT, BLOCK)
+    if SUMS.AT_ONCE == SUMS.K:
+        values, weights, _ = _rows_of_slots(own_token, token < tokens, column, rows, slot_row, weight, num_rows, SUMS)
+        own = _summed(values, weights, trouble, weight is not None, SUMS)
     else:
-        own = sum_of_slots(
-            own_token, column, rows, slot_row, weight, num_rows, K, H, ROW_STRIDE, HAS_WEIGHT, AT_ONCE, BLOCK
-        )
+        own = sum_of_slots(own_token, column, rows, slot_row, weight, num_rows, SUMS)
         own += tl.where(tl.load(trouble) != 0, float("nan"), 0.0)
     own = own.to(rows.dtype.element_ty).to(tl.float32)
     total = _added(own, came, rank, RANKS, BLOCK)
@@ -221,18 +210,17 @@ def _added(own, came, rank, RANKS: tl.constexpr, BLOCK: tl.constexpr):
 
 @quick
 @triton.jit(do_not_specialize=["num_rows", "tokens", "rank"])
-def _own_sums(
-    rows, slot_row, own_TH, places, trouble, num_rows, tokens, rank,
-    K: tl.constexpr, H: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _own_sums(rows, slot_row, own_TH, places, trouble, num_rows, tokens, rank, SUMS: tl.constexpr):
+    H: tl.constexpr = SUMS.H
+    BLOCK: tl.constexpr = SUMS.BLOCK
     COLUMN_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     token = (program // COLUMN_BLOCKS).to(tl.int64)
     column = (program % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     values, weights, _ = _rows_of_slots(
-        tl.load(places + rank) + token, token < tokens, column, rows, slot_row, None, num_rows, K, H, ROW_STRIDE, False
+        tl.load(places + rank) + token, token < tokens, column, rows, slot_row, None, num_rows, SUMS
     )
-    total = _summed(values, weights, trouble, K, False, BLOCK)
+    total = _summed(values, weights, trouble, False, SUMS)
     tl.store(own_TH + token * H + column, total.to(own_TH.dtype.element_ty), mask=column < H)
 
 

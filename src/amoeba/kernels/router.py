@@ -18,6 +18,7 @@ also tells experts apart whose scores round to the same number.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from amoeba.core.config import DENOMINATOR_FLOOR, RouterConfig
 from amoeba.core.errors import bad_value
+from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 MAX_COLUMNS = 512  # a row stays in registers
@@ -68,25 +70,27 @@ def router_forward(
         weight_TK,
         scores_TE if scores else None,
         num_tokens,
-        **forward_constants(config),
+        ROUTER=forward_constants(config),
         **tile,
     )
     return expert_TK, weight_TK, scores_TE
 
 
-def forward_constants(config: RouterConfig) -> dict[str, object]:
+@cache
+def forward_constants(config: RouterConfig) -> Group:
     """Of `choose_experts`, but for its tile."""
     groups, size = _groups(config)
-    return _constants(config) | {
-        "GROUPS": groups,
-        "GROUP_SIZE": size,
-        "TOPK_GROUP": config.topk_group,
-        "TOP2_SUM": config.group_score == "top2_sum" and size > 1,
-        "GROUP_COLUMNS": next_power_of_2(groups),
-        "SIZE_COLUMNS": next_power_of_2(size),
-        "SLOTS": next_power_of_2(config.top_k),
-        "LOG_FLOOR": math.log(DENOMINATOR_FLOOR),
-    }
+    return Group(
+        **_constants(config),
+        GROUPS=groups,
+        GROUP_SIZE=size,
+        TOPK_GROUP=config.topk_group,
+        TOP2_SUM=config.group_score == "top2_sum" and size > 1,
+        GROUP_COLUMNS=next_power_of_2(groups),
+        SIZE_COLUMNS=next_power_of_2(size),
+        SLOTS=next_power_of_2(config.top_k),
+        LOG_FLOOR=math.log(DENOMINATOR_FLOOR),
+    )
 
 
 def router_backward(
@@ -118,9 +122,7 @@ def router_backward(
         None if dscores_TE is None else dscores_TE.float().contiguous(),
         dlogits_TE,
         num_tokens,
-        **_constants(config),
-        EXPERTS=num_experts,
-        COLUMNS=tile_columns,
+        ROUTER=Group(**_constants(config), EXPERTS=num_experts, COLUMNS=tile_columns),
         **tile,
     )
     return dlogits_TE
@@ -181,30 +183,24 @@ def _log_sigmoid(x):
 
 
 @triton.jit
-def _allow_best_groups(
-    key,
-    TOPK_GROUP: tl.constexpr,
-    TOP2_SUM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr,
-    SIZE_COLUMNS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
+def _allow_best_groups(key, ROUTER: tl.constexpr, TILE_ROWS: tl.constexpr):
     """key, with the smallest int32 for the experts outside the TOPK_GROUP best groups."""
     NOTHING: tl.constexpr = -0x80000000
+    GROUP_COLUMNS: tl.constexpr = ROUTER.GROUP_COLUMNS
+    SIZE_COLUMNS: tl.constexpr = ROUTER.SIZE_COLUMNS
     key_3d = tl.reshape(key, [TILE_ROWS, GROUP_COLUMNS, SIZE_COLUMNS])
     best = tl.max(key_3d, axis=2)
     group = tl.arange(0, GROUP_COLUMNS)[None, :]
-    if TOP2_SUM:
+    if ROUTER.TOP2_SUM:
         member = tl.arange(0, SIZE_COLUMNS)[None, None, :]
         first = tl.min(tl.where(key_3d == best[:, :, None], member, SIZE_COLUMNS), axis=2)
         second = tl.max(tl.where(member == first[:, :, None], NOTHING, key_3d), axis=2)
         rank = _ordered(_from_ordered(best) + _from_ordered(second))
     else:
         rank = best
-    rank = tl.where(group < GROUPS, rank, NOTHING)
+    rank = tl.where(group < ROUTER.GROUPS, rank, NOTHING)
     allowed = tl.zeros([TILE_ROWS, GROUP_COLUMNS], tl.int32)
-    for _ in tl.static_range(TOPK_GROUP):
+    for _ in tl.static_range(ROUTER.TOPK_GROUP):
         top = tl.max(rank, axis=1)
         chosen = tl.min(tl.where(rank == top[:, None], group, GROUP_COLUMNS), axis=1)
         allowed = tl.where(group == chosen[:, None], 1, allowed)
@@ -223,32 +219,27 @@ def _sum_of_slots(power, SLOTS: tl.constexpr, TILE_ROWS: tl.constexpr):
     return tl.sum(power, axis=1)  # of one
 
 
-@quick
-@triton.jit
-def _forward(
-    logits_TE, bias_E, expert_TK, weight_TK, scores_TE, num_tokens,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, RANK_LOGITS: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP2_SUM: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr, SIZE_COLUMNS: tl.constexpr, SLOTS: tl.constexpr, LOG_FLOOR: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):  # fmt: skip
-    choose_experts(
-        logits_TE, bias_E, expert_TK, weight_TK, scores_TE, num_tokens, SIGMOID, RENORMALIZE, RANK_LOGITS, SCALE, K,
-        GROUPS, GROUP_SIZE, TOPK_GROUP, TOP2_SUM, GROUP_COLUMNS, SIZE_COLUMNS, SLOTS, LOG_FLOOR, TILE_ROWS,
-    )  # fmt: skip
-
-
 @triton.jit
 def choose_experts(
-    logits_TE, bias_E, expert_TK, weight_TK, scores_TE, num_tokens,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, RANK_LOGITS: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP2_SUM: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr, SIZE_COLUMNS: tl.constexpr, SLOTS: tl.constexpr, LOG_FLOOR: tl.constexpr,
+    logits_TE,
+    bias_E,
+    expert_TK,
+    weight_TK,
+    scores_TE,
+    num_tokens,
+    ROUTER: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Of the program's rows: experts, weights and scores, which are stored."""
     NOTHING: tl.constexpr = -0x80000000
-    COLUMNS: tl.constexpr = GROUP_COLUMNS * SIZE_COLUMNS
+    SIGMOID: tl.constexpr = ROUTER.SIGMOID
+    K: tl.constexpr = ROUTER.K
+    GROUPS: tl.constexpr = ROUTER.GROUPS
+    GROUP_SIZE: tl.constexpr = ROUTER.GROUP_SIZE
+    SIZE_COLUMNS: tl.constexpr = ROUTER.SIZE_COLUMNS
+    SLOTS: tl.constexpr = ROUTER.SLOTS
+    LOG_FLOOR: tl.constexpr = ROUTER.LOG_FLOOR
+    COLUMNS: tl.constexpr = ROUTER.GROUP_COLUMNS * SIZE_COLUMNS
     EXPERTS: tl.constexpr = GROUPS * GROUP_SIZE
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.arange(0, COLUMNS)
@@ -270,7 +261,7 @@ def choose_experts(
     if scores_TE is not None:
         tl.store(scores_TE + at, score, mask=inside & exists)
 
-    if RANK_LOGITS or (bias_E is None and GROUPS == 1):
+    if ROUTER.RANK_LOGITS or (bias_E is None and GROUPS == 1):
         choice = logit
     else:
         choice = score
@@ -280,7 +271,7 @@ def choose_experts(
         choice = tl.maximum(choice, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
     key = tl.where(exists, _ordered(choice), NOTHING)
     if GROUPS > 1:
-        key = _allow_best_groups(key, TOPK_GROUP, TOP2_SUM, GROUPS, GROUP_COLUMNS, SIZE_COLUMNS, TILE_ROWS)
+        key = _allow_best_groups(key, ROUTER, TILE_ROWS)
 
     slot = tl.arange(0, SLOTS)[None, :]
     chosen = tl.zeros([TILE_ROWS, SLOTS], tl.int32)
@@ -297,7 +288,7 @@ def choose_experts(
     chosen_at = row[:, None] * EXPERTS + chosen
     chosen_logit = tl.load(logits_TE + chosen_at, mask=used, other=-float("inf")).to(tl.float32)
     chosen_logit = tl.where(inside, chosen_logit, 0.0)
-    if RENORMALIZE:
+    if ROUTER.RENORMALIZE:
         # the weights are a softmax over the chosen alone (of log σ, and of the log of the floor): amoeba.routing says
         # why
         if SIGMOID:
@@ -314,7 +305,10 @@ def choose_experts(
     weight = tl.where(meaningless[:, None], float("nan"), weight)
     at = row[:, None] * K + slot
     tl.store(expert_TK + at, chosen.to(tl.int64), mask=used)
-    tl.store(weight_TK + at, weight * SCALE, mask=used)
+    tl.store(weight_TK + at, weight * ROUTER.SCALE, mask=used)
+
+
+_forward = quick(choose_experts)
 
 
 @quick
@@ -328,15 +322,15 @@ def _backward(
     dscores_TE,
     dlogits_TE,
     num_tokens,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RANK_LOGITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROUTER: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
+    K: tl.constexpr = ROUTER.K
+    SIGMOID: tl.constexpr = ROUTER.SIGMOID
+    SCALE: tl.constexpr = ROUTER.SCALE
+    RENORMALIZE: tl.constexpr = ROUTER.RENORMALIZE
+    EXPERTS: tl.constexpr = ROUTER.EXPERTS
+    COLUMNS: tl.constexpr = ROUTER.COLUMNS
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     here = row < num_tokens
     expert = tl.arange(0, COLUMNS)[None, :]

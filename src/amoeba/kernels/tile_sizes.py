@@ -43,16 +43,6 @@ class Configuration:
     num_warps: int
     num_stages: int
 
-    def constants(self) -> dict[str, int]:
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
-
 
 # (rows per expert, length of the reduction) up to which a configuration serves -> configuration; the first that fits is
 # taken. Chosen by what the compiled kernels need: shared memory, and registers without spills. Speed not measured yet.

@@ -38,12 +38,15 @@ def slots(rows: int, experts: int, block_m: int) -> int:
     return min(rows, rows // block_m + experts)
 
 
-def expert_constants(rows: int, experts: int, chosen: Configuration) -> dict[str, object]:
-    """The compile-time constants of `find_tile` that follow from the rows and the experts."""
+def tile_constants(rows: int, experts: int, chosen: Configuration, column_tiles: int = 1) -> dict[str, object]:
+    """The compile-time constants of `find_tile`."""
     return {
         "EXPERTS": experts,
         "BLOCK_E": next_power_of_2(experts),
         "SLOT_PER_ROW": rows < rows // chosen.block_m + experts,
+        "COLUMN_TILES": column_tiles,
+        "BLOCK_M": chosen.block_m,
+        "GROUP_M": chosen.group_m,
     }
 
 
@@ -58,21 +61,18 @@ def grouped_order(program, row_tiles, COLUMN_TILES: tl.constexpr, GROUP_M: tl.co
 
 
 @triton.jit
-def find_tile(
-    offs_E,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SLOT_PER_ROW: tl.constexpr,
-    COLUMN_TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
+def find_tile(offs_E, TILES: tl.constexpr):
     """This program's expert, its first sorted row, the end of the expert's rows, and its tile of columns.
 
-    No rows are left for this program where the first row is not before the end.
+    No rows are left for this program where the first row is not before the end. TILES: a group with the constants of
+    `tile_constants`.
     """
-    slot, column_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // COLUMN_TILES, COLUMN_TILES, GROUP_M)
-    expert_E = tl.arange(0, BLOCK_E)
+    EXPERTS: tl.constexpr = TILES.EXPERTS
+    SLOT_PER_ROW: tl.constexpr = TILES.SLOT_PER_ROW
+    COLUMN_TILES: tl.constexpr = TILES.COLUMN_TILES
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    slot, column_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // COLUMN_TILES, COLUMN_TILES, TILES.GROUP_M)
+    expert_E = tl.arange(0, TILES.BLOCK_E)
     start_E = tl.load(offs_E + expert_E - 1, mask=(expert_E > 0) & (expert_E < EXPERTS), other=0)
     first_slot_E = start_E if SLOT_PER_ROW else start_E // BLOCK_M + expert_E
     expert = tl.sum(((first_slot_E <= slot) & (expert_E < EXPERTS)).to(tl.int32), 0) - 1

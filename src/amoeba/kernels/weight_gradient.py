@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
@@ -41,10 +42,8 @@ def weight_gradient(
     more_EOI: gets what comes of the columns of left that out has no room for, so that one pass serves two tensors.
     heaviest_E: see `heaviest_first`; made here if not given.
     """
-    out = out_EOI
-    if (
-        more_EOI is None and out_EOI.stride(1) == 1 and out_EOI.stride(2) != 1
-    ):  # stored as (E, I, O): the transposed product is the same
+    out, turned = out_EOI, out_EOI.stride(1) == 1 and out_EOI.stride(2) != 1
+    if more_EOI is None and turned:  # stored as (E, I, O): the transposed product is the same
         left_NO, right_NI = right_NI, left_NO
         left_order_N, right_order_N = right_order_N, left_order_N
         out_EOI = out_EOI.transpose(1, 2)
@@ -64,8 +63,7 @@ def weight_gradient(
         columns=width,
         dtype=left_NO.dtype,
     )
-    height_tiles, width_tiles = cdiv(height, chosen.block_m), cdiv(width, chosen.block_n)
-    _weight_gradient[(height_tiles * width_tiles * experts,)](
+    _weight_gradient[(cdiv(height, chosen.block_m) * cdiv(width, chosen.block_n) * experts,)](
         left_NO,
         right_NI,
         offs_E,
@@ -74,19 +72,36 @@ def weight_gradient(
         more_EOI,
         left_order_N,
         right_order_N,
-        *left_NO.stride(),
-        *right_NI.stride(),
-        *out_EOI.stride(),
-        *(out_EOI if more_EOI is None else more_EOI).stride(),
-        HEIGHT=height,
-        FIRST_HEIGHT=first_height,
-        WIDTH=width,
-        TOP_K=top_k,
-        HEIGHT_TILES=height_tiles,
-        WIDTH_TILES=width_tiles,
-        **chosen.constants(),
+        PRODUCT=product_of(left_NO, right_NI, out_EOI, more_EOI, top_k, chosen),
+        GROUP_M=chosen.group_m,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
     )
     return out
+
+
+def product_of(
+    left_NO: Tensor,
+    right_NI: Tensor,
+    out_EOI: Tensor,
+    more_EOI: Tensor | None,
+    top_k: int,
+    chosen: Configuration,
+) -> Group:
+    """What a kernel is told of a product: strides of both sides and of the results, sizes and tiles."""
+    return Group(
+        LEFT=left_NO.stride(),
+        RIGHT=right_NI.stride(),
+        OUT=out_EOI.stride(),
+        MORE=None if more_EOI is None else more_EOI.stride(),
+        HEIGHT=left_NO.shape[1],
+        FIRST_HEIGHT=out_EOI.shape[1],
+        WIDTH=right_NI.shape[1],
+        TOP_K=top_k,
+        BLOCK_M=chosen.block_m,
+        BLOCK_N=chosen.block_n,
+        BLOCK_K=chosen.block_k,
+    )
 
 
 def heaviest_first(offs_E: Tensor) -> Tensor:
@@ -135,33 +150,20 @@ def weight_gradient_tile(
     more_EOI,
     left_order_N,
     right_order_N,
-    STRIDE_LEFT: tl.constexpr,
-    STRIDE_LEFT_IN: tl.constexpr,
-    STRIDE_RIGHT: tl.constexpr,
-    STRIDE_RIGHT_IN: tl.constexpr,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_HEIGHT: tl.constexpr,
-    STRIDE_WIDTH: tl.constexpr,
-    STRIDE_MORE_EXPERT: tl.constexpr,
-    STRIDE_MORE_HEIGHT: tl.constexpr,
-    STRIDE_MORE_WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    FIRST_HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """One tile of an expert's gradient, zeros where it has no rows."""
+    P: tl.constexpr = PRODUCT
+    TOP_K: tl.constexpr = P.TOP_K
+    BLOCK_K: tl.constexpr = P.BLOCK_K
     start = tl.load(offs_E + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offs_E + expert)
 
-    height_M = height_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    width_N = width_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    left = left_NO + (height_M.to(tl.int64) * STRIDE_LEFT_IN)[:, None]
-    right = right_NI + (width_N.to(tl.int64) * STRIDE_RIGHT_IN)[None, :]
-    result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    height_M = height_tile * P.BLOCK_M + tl.arange(0, P.BLOCK_M)
+    width_N = width_tile * P.BLOCK_N + tl.arange(0, P.BLOCK_N)
+    left = left_NO + (height_M.to(tl.int64) * P.LEFT[1])[:, None]
+    right = right_NI + (width_N.to(tl.int64) * P.RIGHT[1])[None, :]
+    result = tl.zeros((P.BLOCK_M, P.BLOCK_N), dtype=tl.float32)
     # Gathered row numbers are read one step ahead and carried along: a load that waits for another one in the same
     # step would halve the depth of the software pipeline. (Carried over two steps they would end it.)
     row_K = start + tl.arange(0, BLOCK_K)
@@ -177,35 +179,24 @@ def weight_gradient_tile(
         if right_order_N is None:
             right_K = row_K
         left_mask = valid_K[None, :]
-        if HEIGHT % BLOCK_M != 0:
-            left_mask = left_mask & (height_M < HEIGHT)[:, None]
+        if P.HEIGHT % P.BLOCK_M != 0:
+            left_mask = left_mask & (height_M < P.HEIGHT)[:, None]
         right_mask = valid_K[:, None]
-        if WIDTH % BLOCK_N != 0:
-            right_mask = right_mask & (width_N < WIDTH)[None, :]
-        left_tile = tl.load(left + (left_K.to(tl.int64) * STRIDE_LEFT)[None, :], mask=left_mask, other=0.0)
-        right_tile = tl.load(right + (right_K.to(tl.int64) * STRIDE_RIGHT)[:, None], mask=right_mask, other=0.0)
+        if P.WIDTH % P.BLOCK_N != 0:
+            right_mask = right_mask & (width_N < P.WIDTH)[None, :]
+        left_tile = tl.load(left + (left_K.to(tl.int64) * P.LEFT[0])[None, :], mask=left_mask, other=0.0)
+        right_tile = tl.load(right + (right_K.to(tl.int64) * P.RIGHT[0])[:, None], mask=right_mask, other=0.0)
         result = tl.dot(left_tile, right_tile, result, input_precision="ieee")
         if left_order_N is not None:
             left_K = _gathered(left_order_N, row_K + BLOCK_K, end, TOP_K)
         if right_order_N is not None:
             right_K = _gathered(right_order_N, row_K + BLOCK_K, end, TOP_K)
 
-    inside = (height_M < FIRST_HEIGHT)[:, None] & (width_N < WIDTH)[None, :]
-    _store(out_EOI, result, expert, height_M, width_N, inside, STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH)
+    inside = (height_M < P.FIRST_HEIGHT)[:, None] & (width_N < P.WIDTH)[None, :]
+    _store(out_EOI, result, expert, height_M, width_N, inside, P.OUT)
     if more_EOI is not None:
-        inside = ((height_M >= FIRST_HEIGHT) & (height_M < HEIGHT))[:, None] & (width_N < WIDTH)[None, :]
-        left_M = height_M - FIRST_HEIGHT
-        _store(
-            more_EOI,
-            result,
-            expert,
-            left_M,
-            width_N,
-            inside,
-            STRIDE_MORE_EXPERT,
-            STRIDE_MORE_HEIGHT,
-            STRIDE_MORE_WIDTH,
-        )
+        inside = ((height_M >= P.FIRST_HEIGHT) & (height_M < P.HEIGHT))[:, None] & (width_N < P.WIDTH)[None, :]
+        _store(more_EOI, result, expert, height_M - P.FIRST_HEIGHT, width_N, inside, P.MORE)
 
 
 @quick
@@ -219,50 +210,22 @@ def _weight_gradient(
     more_EOI,
     left_order_N,
     right_order_N,
-    STRIDE_LEFT: tl.constexpr,
-    STRIDE_LEFT_IN: tl.constexpr,
-    STRIDE_RIGHT: tl.constexpr,
-    STRIDE_RIGHT_IN: tl.constexpr,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_HEIGHT: tl.constexpr,
-    STRIDE_WIDTH: tl.constexpr,
-    STRIDE_MORE_EXPERT: tl.constexpr,
-    STRIDE_MORE_HEIGHT: tl.constexpr,
-    STRIDE_MORE_WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    FIRST_HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HEIGHT_TILES: tl.constexpr,
-    WIDTH_TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PRODUCT: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
+    HEIGHT_TILES: tl.constexpr = (PRODUCT.HEIGHT + PRODUCT.BLOCK_M - 1) // PRODUCT.BLOCK_M
+    WIDTH_TILES: tl.constexpr = (PRODUCT.WIDTH + PRODUCT.BLOCK_N - 1) // PRODUCT.BLOCK_N
     program = tl.program_id(0)
     expert = tl.load(heaviest_E + program // (HEIGHT_TILES * WIDTH_TILES))
     height_tile, width_tile = grouped_order(program % (HEIGHT_TILES * WIDTH_TILES), HEIGHT_TILES, WIDTH_TILES, GROUP_M)
     weight_gradient_tile(
         expert, height_tile, width_tile, left_NO, right_NI, offs_E, out_EOI, more_EOI, left_order_N, right_order_N,
-        STRIDE_LEFT, STRIDE_LEFT_IN, STRIDE_RIGHT, STRIDE_RIGHT_IN, STRIDE_EXPERT, STRIDE_HEIGHT, STRIDE_WIDTH,
-        STRIDE_MORE_EXPERT, STRIDE_MORE_HEIGHT, STRIDE_MORE_WIDTH, HEIGHT, FIRST_HEIGHT, WIDTH, TOP_K, BLOCK_M,
-        BLOCK_N, BLOCK_K,
+        PRODUCT,
     )  # fmt: skip
 
 
 @triton.jit
-def _store(
-    out_EOI,
-    result,
-    expert,
-    height_M,
-    width_N,
-    inside,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_HEIGHT: tl.constexpr,
-    STRIDE_WIDTH: tl.constexpr,
-):
-    out = out_EOI + expert.to(tl.int64) * STRIDE_EXPERT
-    out += (height_M.to(tl.int64) * STRIDE_HEIGHT)[:, None] + (width_N.to(tl.int64) * STRIDE_WIDTH)[None, :]
+def _store(out_EOI, result, expert, height_M, width_N, inside, STRIDES: tl.constexpr):
+    out = out_EOI + expert.to(tl.int64) * STRIDES[0]
+    out += (height_M.to(tl.int64) * STRIDES[1])[:, None] + (width_N.to(tl.int64) * STRIDES[2])[None, :]
     tl.store(out, result.to(out_EOI.dtype.element_ty), mask=inside)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from amoeba.kernels.constants import Group
 from amoeba.kernels.dequantise import block_constants, load_scales, scale_row, unpack_e2m1, unpack_e4m3
-from amoeba.kernels.gemm_tiles import added, finish_tile, of_result, of_rows, tile_of, tile_of_program
+from amoeba.kernels.gemm_tiles import added, finish_tile, of_result, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
-from amoeba.kernels.tiles import rows_of_tile, slots
+from amoeba.kernels.tiles import find_tile, rows_of_tile, slots
 from amoeba.precision.quantised import QuantisedMatrix
 
 # Two numbers to a byte are half as many bytes, which are a tile too; and a tile of weights passes through registers, in
@@ -188,7 +188,7 @@ def _multiply(
     MATRIX: tl.constexpr,
 ):
     P: tl.constexpr = PRODUCT
-    expert, row, row_end, column_tile = tile_of_program(offs_E, PRODUCT)
+    expert, row, row_end, column_tile = find_tile(offs_E, PRODUCT)
     if row >= row_end:
         return
     row_M, source_M = rows_of_tile(order_N, row, row_end, order_N is not None, P.TOP_K, P.BLOCK_M)

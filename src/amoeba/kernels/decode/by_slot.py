@@ -248,11 +248,11 @@ def _activated_at_once(
             up += tl.load(bias + j + apart, mask=column_ok, other=0.0).to(tl.float32)
         if RANKS.UP > 0:
             up += times_low(up_b, low + RANKS.UP_AT, RANKS.UP)
-        return activations.gated_by(gate, up, ACTIVATION)
+        return activations.gated(gate, up, ACTIVATION)
     else:
         if RANKS.UP > 0:
             gate += times_low(up_b, low, RANKS.UP)
-        return activations.plain_by(gate, ACTIVATION)
+        return activations.plain(gate, ACTIVATION)
 
 
 @triton.jit

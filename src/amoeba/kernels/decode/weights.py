@@ -164,113 +164,83 @@ def activate(h, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.conste
         else:
             pairs = tl.permute(tl.reshape(h, (2, COLUMNS, ROWS)), (1, 2, 0))
         gate, up = tl.split(pairs)
-        a = activations.gated_by(gate, up, ACTIVATION)
+        a = activations.gated(gate, up, ACTIVATION)
     else:
-        a = activations.plain_by(h, ACTIVATION)
+        a = activations.plain(h, ACTIVATION)
     return a
 
 
-# Bytes b0 b1 b2 b3 to the high bytes of four halves; of each, both nibbles' sign to bit 15 and the rest to bits 9 to
-# 11.
-_PAIR_E2M1 = tl.constexpr("""
-{
-    .reg .b32 u, v, s;
-    prmt.b32 u, $4, 0, 0x1404;
+# Bytes b0 b1 b2 b3 to the high bytes of four halves, u and v; of each, both nibbles' sign to bit 15 and the rest to
+# where a mask has its bits.
+_NIBBLES = """    prmt.b32 u, $4, 0, 0x1404;
     prmt.b32 v, $4, 0, 0x3424;
     shl.b32 s, u, 4;
     and.b32 s, s, 0x80008000;
-    shl.b32 $0, u, 1;
-    lop3.b32 $0, $0, 0x0E000E00, s, 0xEA;
+    {low} $0, u, {low_by};
+    lop3.b32 $0, $0, {mask}, s, 0xEA;
     shl.b32 s, v, 4;
     and.b32 s, s, 0x80008000;
-    shl.b32 $1, v, 1;
-    lop3.b32 $1, $1, 0x0E000E00, s, 0xEA;
+    {low} $1, v, {low_by};
+    lop3.b32 $1, $1, {mask}, s, 0xEA;
     and.b32 s, u, 0x80008000;
-    shr.b32 $2, u, 3;
-    lop3.b32 $2, $2, 0x0E000E00, s, 0xEA;
+    shr.b32 $2, u, {high_by};
+    lop3.b32 $2, $2, {mask}, s, 0xEA;
     and.b32 s, v, 0x80008000;
-    shr.b32 $3, v, 3;
-    lop3.b32 $3, $3, 0x0E000E00, s, 0xEA;
-}
-""")
+    shr.b32 $3, v, {high_by};
+    lop3.b32 $3, $3, {mask}, s, 0xEA;
+"""
+
+
+def _each(instruction: str, *values: object) -> str:
+    """An instruction of each of the four results."""
+    return "".join(f"    {instruction.format(i=i, value=value)}\n" for i, value in enumerate(values))
+
+
+# To bits 9 to 11, as fp16 divided by PAIR_SCALE.
+_TO_HALVES = _NIBBLES.format(low="shl.b32", low_by=1, high_by=3, mask="0x0E000E00")
+_PAIR_E2M1 = tl.constexpr("\n{\n    .reg .b32 u, v, s;\n" + _TO_HALVES + "}\n")
 PAIR_SCALE = tl.constexpr(16384.0)
-# The same to bits 6 to 8, which are the number times 2^-126 in bf16, times a scale that is 2^63 too large: what is
-# multiplied is exact from 2^-62 to 2^64 and 2^-63 of what it stands for. Larger scales give infinities.
-_SCALED_PAIR_E2M1 = tl.constexpr("""
-{
-    .reg .b32 u, v, s, none;
-    mov.b32 none, 0x80008000;
-    prmt.b32 u, $4, 0, 0x1404;
-    prmt.b32 v, $4, 0, 0x3424;
-    shl.b32 s, u, 4;
-    and.b32 s, s, 0x80008000;
-    shr.b32 $0, u, 2;
-    lop3.b32 $0, $0, 0x01C001C0, s, 0xEA;
-    shl.b32 s, v, 4;
-    and.b32 s, s, 0x80008000;
-    shr.b32 $1, v, 2;
-    lop3.b32 $1, $1, 0x01C001C0, s, 0xEA;
-    and.b32 s, u, 0x80008000;
-    shr.b32 $2, u, 6;
-    lop3.b32 $2, $2, 0x01C001C0, s, 0xEA;
-    and.b32 s, v, 0x80008000;
-    shr.b32 $3, v, 6;
-    lop3.b32 $3, $3, 0x01C001C0, s, 0xEA;
-    fma.rn.bf16x2 $0, $0, $5, none;
-    fma.rn.bf16x2 $1, $1, $7, none;
-    fma.rn.bf16x2 $2, $2, $5, none;
-    fma.rn.bf16x2 $3, $3, $7, none;
-}
-""")
+# To bits 6 to 8, which are the number times 2^-126 in bf16, times a scale that is 2^63 too large: what is multiplied is
+# exact from 2^-62 to 2^64 and 2^-63 of what it stands for. Larger scales give infinities.
+_NO_ADDEND = "    mov.b32 none, 0x80008000;\n"
+_SCALED_PAIR_E2M1 = tl.constexpr(
+    "\n{\n    .reg .b32 u, v, s, none;\n"
+    + _NO_ADDEND
+    + _NIBBLES.format(low="shr.b32", low_by=2, high_by=6, mask="0x01C001C0")
+    + _each("fma.rn.bf16x2 ${i}, ${i}, ${value}, none;", 5, 7, 5, 7)
+    + "}\n"
+)
 RAISED = tl.constexpr(2.0**63)
 # The same numbers in another order, with nine integer instructions for eight of them instead of sixteen (Hopper starts
 # one every other clock; multiplications go elsewhere): of eight numbers the pairs (0, 4), (1, 5), (2, 6) and (3, 7) lie
 # at the same place of a word's two halves. One multiplication brings a nibble's sign to bit 15 and the rest to bits 6
 # to 8; what else it leaves is masked.
-_SCALED_LANES_E2M1 = tl.constexpr("""
-{
-    .reg .b32 v, none;
-    mov.b32 none, 0x80008000;
-    shr.b32 v, $4, 8;
-    and.b32 $0, $4, 0x000F000F;
-    mul.lo.u32 $0, $0, 0x1040;
-    and.b32 $0, $0, 0x81C081C0;
-    and.b32 $1, $4, 0x00F000F0;
-    mul.lo.u32 $1, $1, 0x104;
-    and.b32 $1, $1, 0x81C081C0;
-    and.b32 $2, v, 0x000F000F;
-    mul.lo.u32 $2, $2, 0x1040;
-    and.b32 $2, $2, 0x81C081C0;
-    and.b32 $3, v, 0x00F000F0;
-    mul.lo.u32 $3, $3, 0x104;
-    and.b32 $3, $3, 0x81C081C0;
-    fma.rn.bf16x2 $0, $0, $5, none;
-    fma.rn.bf16x2 $1, $1, $5, none;
-    fma.rn.bf16x2 $2, $2, $5, none;
-    fma.rn.bf16x2 $3, $3, $5, none;
-}
-""")
+_LANE = """    and.b32 ${i}, {word}, {nibble};
+    mul.lo.u32 ${i}, ${i}, {factor};
+    and.b32 ${i}, ${i}, 0x81C081C0;
+"""
+_LOW_NIBBLE, _HIGH_NIBBLE = ("0x000F000F", "0x1040"), ("0x00F000F0", "0x104")
+_SCALED_LANES_E2M1 = tl.constexpr(
+    "\n{\n    .reg .b32 v, none;\n"
+    + _NO_ADDEND
+    + "    shr.b32 v, $4, 8;\n"
+    + "".join(
+        _LANE.format(i=i, word="$4" if i < 2 else "v", nibble=nibble, factor=factor)
+        for i, (nibble, factor) in enumerate((_LOW_NIBBLE, _HIGH_NIBBLE) * 2)
+    )
+    + _each("fma.rn.bf16x2 ${i}, ${i}, $5, none;", *range(4))
+    + "}\n"
+)
 # Four exponents to their powers of two times 2^63, each in both halves of a word: what is too large is infinite. Four
 # integer instructions, where a minimum and a multiplication of each byte took sixteen.
-_RAISED_E8M0 = tl.constexpr("""
-{
-    .reg .b32 raise, none;
-    mov.b32 raise, 0x5F005F00;
-    mov.b32 none, 0x80008000;
-    prmt.b32 $0, $4, 0, 0x4040;
-    prmt.b32 $1, $4, 0, 0x4141;
-    prmt.b32 $2, $4, 0, 0x4242;
-    prmt.b32 $3, $4, 0, 0x4343;
-    mul.lo.u32 $0, $0, 128;
-    mul.lo.u32 $1, $1, 128;
-    mul.lo.u32 $2, $2, 128;
-    mul.lo.u32 $3, $3, 128;
-    fma.rn.bf16x2 $0, $0, raise, none;
-    fma.rn.bf16x2 $1, $1, raise, none;
-    fma.rn.bf16x2 $2, $2, raise, none;
-    fma.rn.bf16x2 $3, $3, raise, none;
-}
-""")
+_RAISED_E8M0 = tl.constexpr(
+    "\n{\n    .reg .b32 raise, none;\n    mov.b32 raise, 0x5F005F00;\n"
+    + _NO_ADDEND
+    + _each("prmt.b32 ${i}, $4, 0, 0x4{i}4{i};", *range(4))
+    + _each("mul.lo.u32 ${i}, ${i}, 128;", *range(4))
+    + _each("fma.rn.bf16x2 ${i}, ${i}, raise, none;", *range(4))
+    + "}\n"
+)
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def finish_tile(
         if PLAN.KEEP:
             store_tile(gate, h, h_desc, buffer, h_stride, row, end, column, columns, 0)
             store_tile(up, h, h_desc, buffer, h_stride, row, end, column, columns, columns)
-        a = gated(gate, up, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+        a = gated(gate, up, PLAN)
         store_tile(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
     else:
         for i in gl.static_range(2):
@@ -128,5 +128,5 @@ def finish_tile(
             if PLAN.ACTIVATE:
                 if PLAN.KEEP:
                     store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)
-                value = plain(value, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+                value = plain(value, PLAN)
             store_tile(value, out, out_desc, buffer, out_stride, row, end, at, width, 0)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
-from amoeba.kernels.activation import constants
+from amoeba.kernels.activation import constants, fast_kind
 from amoeba.kernels.hopper.fp8_gemm_kernel import fp8_gemm_kernel
 from amoeba.kernels.hopper.gemm_kernel import Constants
 from amoeba.kernels.hopper.tile_order import IN_GROUPS, KEPT_BYTES, TALL, list_tiles
@@ -113,16 +113,6 @@ class Plan:
     def TWO_BUFFERS(self) -> bool:
         """h in bf16 is stored through two alternating buffers that take the memory of one."""
         return self.SCALES_IN_STAGE and self.KEEP and not self.CODED
-
-    @property
-    def FAST_SIGMOID(self) -> bool:
-        """Instructions that flush subnormal numbers: 0 for gates below -87 (where silu is 1e-36 at most)."""
-        return self.KIND == "silu" and not (self.CODED and self.VARIANT == "in_order")
-
-    @property
-    def FORM(self) -> str:
-        """The activation, as `amoeba.kernels.activation` names it."""
-        return "fast_silu" if self.FAST_SIGMOID else self.KIND
 
     @property
     def PAIRED(self) -> bool:
@@ -257,7 +247,9 @@ def _launch(
 ) -> None:
     _, width, depth = matrix_EOW.shape
     columns = width // 2 if plan.PAIRED else width
-    plan = replace(plan, VARIANT=variant_of(plan, depth, columns), ORDER=order_of_tiles(plan, width * depth))
+    variant, order = variant_of(plan, depth, columns), order_of_tiles(plan, width * depth)
+    kind = plan.KIND if plan.CODED and variant == "in_order" else fast_kind(plan.KIND)
+    plan = replace(plan, VARIANT=variant, ORDER=order, KIND=kind)
     fit = rows.shape[1] == depth and out.shape[1] == columns and not (depth % WIDTH or columns % WIDTH)
     fit = fit and not (plan.CODED and plan.PAIRED and plan.CUT) and matrix_EOW.format.block == (BLOCK, BLOCK)
     fit = fit and (matrix_EOW.parts == 1 or plan.APART or not columns % BLOCK)

@@ -165,9 +165,7 @@ def consume_overlapped(
         )
         if PLAN.PAIRED:
             up = right.to(gl.bfloat16)
-            a = gated(
-                gate.to(gl.float32), up.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
-            )  # fmt: skip
+            a = gated(gate.to(gl.float32), up.to(gl.float32), PLAN)
             store_codes(
                 a, out, out_desc, out_scale, staging.index(first_buffer), out_stride, row, end,
                 n * BLOCK, columns, 0, gl.cdiv(columns, BLOCK), 0, PLAN,
@@ -369,7 +367,7 @@ def _consume_in_order(
                     PLAN,
                 )  # fmt: skip
             left, right = left.to(gl.float32), right.to(gl.float32)
-            a = gated(left, right, PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+            a = gated(left, right, PLAN)
             if PLAN.PREFETCHED:
                 first = first_scales(row_scale, matrix_scale, m, next_expert, next_n, columns, blocks, steps, PLAN)
             store_codes(

@@ -234,7 +234,7 @@ def store_half(
         value = value.to(gl.bfloat16)
         if PLAN.KEEP:
             keep(value, h, h_desc, h_scale, kept, h_stride, row, end, column, width, 0, blocks, WARPGROUP, PLAN)
-        a = plain(value.to(gl.float32), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+        a = plain(value.to(gl.float32), PLAN)
         store_codes(a, out, out_desc, out_scale, buffer, out_stride, row, end, column, width, 0, blocks, 0, PLAN)
     else:
         store_tile(value, out, out_desc, staging.index(FIRST + HALF), out_stride, row, end, column, width, 0, 1)

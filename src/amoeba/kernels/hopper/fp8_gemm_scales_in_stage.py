@@ -219,12 +219,12 @@ def consume_scales_in_stage(
                 keep(
                     up, h, h_desc, h_scale, kept, h_stride, row, end, column, columns, columns, blocks, WARPGROUP, PLAN
                 )  # fmt: skip
-            act = plain(_widened(left_half), PLAN.FORM, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT)
+            act = plain(_widened(left_half), PLAN)
             if PLAN.KEEP and not PLAN.CODED:  # meanwhile its left half was read
                 store_both_halves(up, h, h_desc, one, other, h_stride, row, end, column, columns, columns)
             store_codes(
-                act * factor(_widened(up), PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT), out, out_desc, out_scale, buffer,
-                out_stride, row, end, column, columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.TWO_BUFFERS else 0, PLAN,
+                act * factor(_widened(up), PLAN), out, out_desc, out_scale, buffer, out_stride, row, end, column,
+                columns, 0, gl.cdiv(columns, BLOCK), 1 if PLAN.TWO_BUFFERS else 0, PLAN,
             )  # fmt: skip
         else:
             store_halves(

@@ -225,6 +225,6 @@ def up(
         KEEP=h_NJ is not None,
         LOW=_step(addend),
         **_chosen(gate_up_EJH, addend, True, whole_table),
-        **constants(activation),  # type: ignore[arg-type]
+        **constants(activation, fast=True),  # type: ignore[arg-type]
     )
     _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)

@@ -71,11 +71,6 @@ class Plan:
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.launch.persistent_grid`
 
     @property
-    def FORM(self) -> str:
-        """The activation, as `amoeba.kernels.activation` names it."""
-        return "fast_silu" if self.KIND == "silu" else self.KIND
-
-    @property
     def OVERLAPPED(self) -> bool:
         """Half of a tile's sums leave while the next tile's products run."""
         return self.UNROLLED and not self.ACTIVATE and not self.GATHER

@@ -169,7 +169,7 @@ def _differentiate(da_buf, gate_buf, up_buf, scale, PLAN: gl.constexpr, layout: 
     da = da_buf.load(layout).to(gl.float32)
     gate = gate_buf.load(layout).to(gl.float32)
     up = up_buf.load(layout).to(gl.float32)
-    a, dgate, dup = gated_backward(scale * da, gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT)
+    a, dgate, dup = gated_backward(scale * da, gate, up, PLAN)
     da_buf.store((scale * a).to(dtype))
     gate_buf.store(dgate.to(dtype))
     up_buf.store(dup.to(dtype))

@@ -110,7 +110,7 @@ def _launch(
         COLUMN_BLOCK=block_columns,
         MATRIX_SCALE=matrix.matrix_scale is not None,
         ORDER=order,
-        **({} if activation is None else constants(activation)),  # type: ignore[arg-type]
+        **({} if activation is None else constants(activation, fast=True)),  # type: ignore[arg-type]
     )
     if plan.ORDER > 0:
         table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, BLOCK_M)

@@ -24,7 +24,7 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.lora.epilogue import padded_rank
 from amoeba.kernels.tile_sizes import Configuration, as_many, capability_of
-from amoeba.kernels.tiles import expert_constants, find_tile, slots
+from amoeba.kernels.tiles import find_tile, slots, tile_constants
 
 # block_n: columns of a step; block_k is not used. The large one takes 172 KB of shared memory and 102 registers at rank
 # 32, 213 KB at rank 64 (Triton 3.9 for Hopper): rows are copied there once and multiplied twice. On an H200, rank 16,
@@ -71,16 +71,14 @@ class Sums:
         block_o = max(1, _SUM_BLOCK // block_r)
         columns_and_ranks = Group(
             WIDTH=self.parts.shape[1], RANK=self.parts.shape[2], COLUMNS=columns, RANKS=ranks, FIRST=first, STEP=step,
-            FIRST_RANK=rank,
+            FIRST_RANK=rank, STRIDES=out_EOR.stride(),
         )  # fmt: skip
         _add_parts[(experts, cdiv(columns, block_o))](
             self.parts,
             self.offs_E,
             out_EOR,
-            *out_EOR.stride(),
             OF=columns_and_ranks,
-            SLOT_PER_ROW=expert_constants(self.rows, experts, self.chosen)["SLOT_PER_ROW"],
-            BLOCK_M=self.chosen.block_m,
+            TILES=Group(**tile_constants(self.rows, experts, self.chosen)),
             BLOCK_O=block_o,
             BLOCK_R=block_r,
             STAGES=_SUM_STAGES,
@@ -125,13 +123,8 @@ def lora_backward(
             thin_NP,
             parts,
             scaling,
-            STRIDE_ROW=rows.stride(0),
-            STRIDE_LOW=low_NP.stride(0),
-            WIDTH=width,
-            PADDED=padded,
-            TOP_K=top_k,
-            **expert_constants(count, experts, chosen),
-            BLOCK_M=chosen.block_m,
+            OF=Group(STRIDE_ROW=rows.stride(0), STRIDE_LOW=low_NP.stride(0), WIDTH=width, PADDED=padded, TOP_K=top_k),
+            TILES=Group(**tile_constants(count, experts, chosen)),
             BLOCK_W=min(chosen.block_n, max(16, next_power_of_2(width))),
             BLOCK_R=block_r,
             num_warps=chosen.num_warps,
@@ -152,19 +145,15 @@ def _lora_backward(
     thin,
     parts,
     scaling,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_LOW: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SLOT_PER_ROW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    OF: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    expert, first_row, row_end, _ = find_tile(offs, EXPERTS, BLOCK_E, SLOT_PER_ROW, 1, BLOCK_M, 1)
+    WIDTH: tl.constexpr = OF.WIDTH
+    PADDED: tl.constexpr = OF.PADDED
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    expert, first_row, row_end, _ = find_tile(offs, TILES)
     if first_row >= row_end:
         return
     dtype: tl.constexpr = thin.dtype.element_ty
@@ -172,16 +161,16 @@ def _lora_backward(
     inside = (row < row_end)[:, None]
     row_64 = row.to(tl.int64)[:, None]
     rank = tl.arange(0, BLOCK_R)[None, :]
-    other = tl.load(low + row_64 * STRIDE_LOW + rank, mask=inside, other=0.0)
+    other = tl.load(low + row_64 * OF.STRIDE_LOW + rank, mask=inside, other=0.0)
     source = row
     if order is not None:
         slot = tl.load(order + row, mask=row < row_end, other=0)
-        source = slot // TOP_K
+        source = slot // OF.TOP_K
         if weight is not None:
             scale = tl.load(weight + slot, mask=row < row_end, other=0.0).to(tl.float32)
             other = (other.to(tl.float32) * scale[:, None]).to(dtype)
     column = tl.arange(0, BLOCK_W)
-    row_pointers = rows + source.to(tl.int64)[:, None] * STRIDE_ROW + column[None, :]
+    row_pointers = rows + source.to(tl.int64)[:, None] * OF.STRIDE_ROW + column[None, :]
     factor_pointers = factor + expert.to(tl.int64) * (WIDTH * PADDED) + column[:, None] * PADDED + rank
     part_pointers = parts + tl.program_id(0).to(tl.int64) * (WIDTH * BLOCK_R) + column[:, None] * BLOCK_R + rank
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -208,12 +197,8 @@ def _add_parts(
     parts,
     offs,
     out,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_COLUMN: tl.constexpr,
-    STRIDE_RANK: tl.constexpr,
     OF: tl.constexpr,
-    SLOT_PER_ROW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
@@ -222,7 +207,8 @@ def _add_parts(
     expert = tl.program_id(0)
     start = tl.load(offs + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offs + expert)
-    first_slot = start if SLOT_PER_ROW else start // BLOCK_M + expert
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    first_slot = start if TILES.SLOT_PER_ROW else start // BLOCK_M + expert
     count = (end - start + BLOCK_M - 1) // BLOCK_M
     column = (tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O))[:, None]
     rank = tl.arange(0, BLOCK_R)[None, :]
@@ -233,5 +219,5 @@ def _add_parts(
     for _ in tl.range(count, num_stages=STAGES):
         total += tl.load(at, mask=inside, other=0.0)
         at += PART
-    place = out + expert.to(tl.int64) * STRIDE_EXPERT + column.to(tl.int64) * STRIDE_COLUMN + rank * STRIDE_RANK
+    place = out + expert.to(tl.int64) * OF.STRIDES[0] + column.to(tl.int64) * OF.STRIDES[1] + rank * OF.STRIDES[2]
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)

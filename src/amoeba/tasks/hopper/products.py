@@ -205,9 +205,7 @@ def _activate_lines(
         d = d.to(gl.float32)
         gate = gate.to(gl.float32)
         up = up.to(gl.float32)
-        a, dgate, dup = gated_backward(
-            scale * d, gate, up, PLAN.KIND, PLAN.ALPHA, PLAN.CLAMP, PLAN.LIMIT, PLAN.UP_SHIFT
-        )
+        a, dgate, dup = gated_backward(scale * d, gate, up, PLAN)
         dh_at = dh + n_64 * PLAN.J + column
         gl.store(dh_at, dgate.to(dtype), mask=inside)
         gl.store(dh_at + PLAN.I, dup.to(dtype), mask=inside)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.kernels.activation import group
-from amoeba.kernels.combine import combine_block
+from amoeba.kernels.combine import sums_of
 from amoeba.kernels.constants import Group
 from amoeba.kernels.down_backward import of_epilogue
 from amoeba.kernels.expert_sums import CHUNK, DOT_COLUMNS, SUM_ROWS
@@ -27,6 +27,7 @@ from amoeba.kernels.gemm_tiles import of_matrix, of_result, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.tile_sizes import Configuration, configuration_on
 from amoeba.kernels.tiles import slots
+from amoeba.kernels.weight_gradient import product_of
 from amoeba.tasks.triton.arrivals import NO_RANKS, Arrival, make_local_table
 from amoeba.tasks.triton.kernel import backward_kernel
 from amoeba.tasks.triton.tickets import Layout, make_table
@@ -108,7 +109,6 @@ def scheduled_backward(
     if arrival is not None:
         local = make_local_table(order_N, offs_E, table, layout.row_block, top_k, *arrival.rows)
         peers, sends = arrival.context(local), arrival.sends
-    at_once, block = combine_block(hidden, top_k)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
     dx_NH, scaled_a_NI = h_NJ.new_empty((rows, hidden)), h_NJ.new_empty((rows, intermediate))
     part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
@@ -140,12 +140,8 @@ def scheduled_backward(
             **(tile_of(up, rows, experts, hidden) | {"BLOCK_M": down.block_m}),
         ),
         ACTIVATION=group(activation),
-        DOWN_WEIGHTS_M=down_weights.block_m,
-        DOWN_WEIGHTS_N=down_weights.block_n,
-        DOWN_WEIGHTS_K=down_weights.block_k,
-        UP_WEIGHTS_M=up_weights.block_m,
-        UP_WEIGHTS_N=up_weights.block_n,
-        UP_WEIGHTS_K=up_weights.block_k,
+        OF_DOWN=product_of(dy_TH, scaled_a_NI, found.down, None, top_k, down_weights),
+        OF_UP=product_of(dh_NJ, x_TH, found.gate_up, None, top_k, up_weights),
         BIASES=d_biases is not None,
         UP_BIAS=biases[0] is not None,
         DOWN_BIAS_FROM=layout.down_weight_parts,
@@ -157,8 +153,7 @@ def scheduled_backward(
         DOT_COLUMNS=DOT_COLUMNS,
         TOKENS=TOKENS,
         SLOTS=next_power_of_2(TOKENS * top_k),
-        AT_ONCE=at_once,
-        COMBINE_BLOCK=block,
+        SUMS=sums_of(dx_NH, top_k)["SUMS"],
         INTERPRETED=backward_kernel.interpreted,
         **(NO_RANKS if arrival is None else arrival.constants()),
     )

@@ -156,8 +156,8 @@ def _slots_of(block, tokens, PLAN: tl.constexpr):
 @triton.jit
 def _combine(block, ds_N, dx_NH, slot_row_N, d_x, d_weight, peers, tokens, rows, PLAN: tl.constexpr):
     slot, inside = _slots_of(block, tokens, PLAN)
-    slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows, False)
-    COLUMN_BLOCKS: tl.constexpr = (PLAN.H + PLAN.COMBINE_BLOCK - 1) // PLAN.COMBINE_BLOCK
+    slot_gradient_tile(slot, inside, ds_N, slot_row_N, None, d_weight, rows)
+    COLUMN_BLOCKS: tl.constexpr = (PLAN.H + PLAN.SUMS.BLOCK - 1) // PLAN.SUMS.BLOCK
     sums = d_x
     if PLAN.RANKS > 1:  # straight to the rank whose tokens they are, where they came from
         address = room_for_sums(peers, block, d_x, PLAN.TOKENS, PLAN.H)
@@ -170,15 +170,9 @@ def _combine(block, ds_N, dx_NH, slot_row_N, d_x, d_weight, peers, tokens, rows,
         token = first_token + index // COLUMN_BLOCKS
         if PLAN.RANKS > 1:
             if tl.load(comes_R + token) != 0:
-                combine_tile(
-                    token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, PLAN.TOP_K, PLAN.H, PLAN.H,
-                    PLAN.H, False, PLAN.AT_ONCE, PLAN.COMBINE_BLOCK,
-                )  # fmt: skip
+                combine_tile(token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, None, rows, PLAN.SUMS)
         else:
-            combine_tile(
-                token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, rows, PLAN.TOP_K, PLAN.H, PLAN.H, PLAN.H,
-                False, PLAN.AT_ONCE, PLAN.COMBINE_BLOCK,
-            )  # fmt: skip
+            combine_tile(token, index % COLUMN_BLOCKS, dx_NH, slot_row_N, None, sums, None, rows, PLAN.SUMS)
 
 
 @triton.jit
@@ -250,18 +244,15 @@ def _weight_tile(kind, expert, part, inputs, between, maps, d_gate_up, d_down, P
     dh_NJ, scaled_a_NI, _, _, _ = between
     order_N, _, offs_E = maps
     if kind == DOWN_WEIGHTS:
-        DOWN_WIDTH: tl.constexpr = (PLAN.I + PLAN.DOWN_WEIGHTS_N - 1) // PLAN.DOWN_WEIGHTS_N
+        DOWN_WIDTH: tl.constexpr = (PLAN.I + PLAN.OF_DOWN.BLOCK_N - 1) // PLAN.OF_DOWN.BLOCK_N
         weight_gradient_tile(
             expert, part // DOWN_WIDTH, part % DOWN_WIDTH, dy_TH, scaled_a_NI, offs_E, d_down, None, order_N, None,
-            PLAN.H, 1, PLAN.I, 1, PLAN.H * PLAN.I, PLAN.I, 1, 0, 0, 0, PLAN.H, PLAN.H, PLAN.I, PLAN.TOP_K,
-            PLAN.DOWN_WEIGHTS_M, PLAN.DOWN_WEIGHTS_N, PLAN.DOWN_WEIGHTS_K,
+            PLAN.OF_DOWN,
         )  # fmt: skip
     else:
-        UP_WIDTH: tl.constexpr = (PLAN.H + PLAN.UP_WEIGHTS_N - 1) // PLAN.UP_WEIGHTS_N
+        UP_WIDTH: tl.constexpr = (PLAN.H + PLAN.OF_UP.BLOCK_N - 1) // PLAN.OF_UP.BLOCK_N
         weight_gradient_tile(
-            expert, part // UP_WIDTH, part % UP_WIDTH, dh_NJ, x_TH, offs_E, d_gate_up, None, None, order_N, PLAN.J, 1,
-            PLAN.H, 1, PLAN.J * PLAN.H, PLAN.H, 1, 0, 0, 0, PLAN.J, PLAN.J, PLAN.H, PLAN.TOP_K, PLAN.UP_WEIGHTS_M,
-            PLAN.UP_WEIGHTS_N, PLAN.UP_WEIGHTS_K,
+            expert, part // UP_WIDTH, part % UP_WIDTH, dh_NJ, x_TH, offs_E, d_gate_up, None, None, order_N, PLAN.OF_UP
         )  # fmt: skip
 
 
