@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +40,6 @@ HITS = 50
 # What a layer may take whose experts come from pinned memory: so many times what has to be, and so many microseconds.
 BAR_TIMES, BAR_BYTES_PER_SECOND, BAR_US = 1.10, 55e9, 15.0
 
-Routes = tuple[Sequence[Tensor], Sequence[Tensor]]  # ids of each token, and hints or none
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -53,12 +50,10 @@ class Setting:
     host_slots: int
     is_on_disk: bool = False
     miss: str = "move"  # or cpu, or auto
-    pause_us: float = 0.0  # between layers, as attention would take
-    early: bool = False  # copies begin ahead of the question, by the next layer's router
 
     @property
     def part(self) -> Part:
-        return "disk" if self.is_on_disk else "prefetch" if self.pause_us else "decode"
+        return "disk" if self.is_on_disk else "decode"
 
 
 @dataclass(frozen=True)
@@ -113,9 +108,6 @@ class DecodeMeasurement:
     computed_us: float | None = None  # of one, lately
     median_us: float | None = None
     simulated_hit_rate: float | None = None
-    pause_us: float = 0.0
-    early_per_token: float | None = None  # copies that began early
-    early_recall: float | None = None  # of what would have missed
     over_bar: float | None = None  # where all experts are in pinned memory or in slots, and misses are moved
     rounds: list[Round] = field(default_factory=list)
 
@@ -156,8 +148,8 @@ class Tokens:
                 if self._pause_us:
                     self.place.pause(self._pause_us)
 
-    def outputs(self, ids: Tensor, hint: Tensor | None = None) -> list[Tensor]:
-        self.run([ids], [] if hint is None else [hint])
+    def outputs(self, ids: Tensor) -> list[Tensor]:
+        self.run([ids])
         return [y_TH.clone() for y_TH in self.y]
 
     def feed(self, ids: Tensor) -> None:
@@ -168,13 +160,11 @@ class Tokens:
         self.feed(ids)
         self._step()
 
-    def run(self, routes: Sequence[Tensor], hints: Sequence[Tensor] = ()) -> float:
-        """Seconds a token. hints: x_TH of each; none: it stays as it is."""
+    def run(self, routes: Sequence[Tensor]) -> float:
+        """Seconds a token."""
         self.place.wait()
         began, ended = time.perf_counter(), list[float]()
-        for number, ids in enumerate(routes):
-            if hints:
-                self._x_TH.copy_(hints[number])
+        for ids in routes:
             self.step(ids)
             ended.append(time.perf_counter())
         self.place.wait()
@@ -212,17 +202,14 @@ def measure(
     behind = warm + rounds * of_round
     trace = problem.trace(layers, behind)
     routes = problem.routes(trace)
-    hints: Sequence[Any] = problem.hints(routes) if setting.pause_us else ()
-    parts = [(routes[at : at + of_round], hints[at : at + of_round]) for at in range(warm, behind, of_round)]
-    with closing(place.memory(store, setting.slots, setting.host_slots, setting.miss, setting.early)) as memory:
+    parts = [routes[at : at + of_round] for at in range(warm, behind, of_round)]
+    with closing(place.memory(store, setting.slots, setting.host_slots, setting.miss)) as memory:
         fill(memory)
         place.wait()
-        if setting.early:
-            memory.replays.predict_by(problem.routers(layers))
-        streamed = Tokens(problem, place, memory.layers, memory, setting.pause_us)
+        streamed = Tokens(problem, place, memory.layers, memory)
         worst, same_bits = 0.0, True
-        for ids, hint in zip(routes[:COMPARED], hints[:COMPARED] or [None] * COMPARED, strict=False):
-            found, truth = streamed.outputs(ids, hint), resident.outputs(ids, hint)
+        for ids in routes[:COMPARED]:
+            found, truth = streamed.outputs(ids), resident.outputs(ids)
             place.check(memory)
             same_bits &= all(map(torch.equal, found, truth))
             worst = max(worst, *map(relative_error, found, truth))
@@ -232,7 +219,7 @@ def measure(
             return DecodeMeasurement(*begun, reason=reason, miss=setting.miss)
         if memory.miss != setting.miss:
             return DecodeMeasurement(*begun, reason="the CPU cannot compute experts here", miss=setting.miss)
-        streamed.run(routes[COMPARED:warm], hints[COMPARED:warm])
+        streamed.run(routes[COMPARED:warm])
         timed, every, of_tokens = list[Round](), list[Counters](), list[float]()
         for each, counters in timed_rounds(streamed, resident, memory, place, parts, AHEAD):
             timed.append(each)
@@ -254,7 +241,7 @@ def measure(
     up, from_disk = (
         counters.per_token(each) for each in (counters.host_bytes + counters.disk_bytes, counters.disk_bytes)
     )
-    has_bar = place.has_link and not setting.is_on_disk and setting.miss == "move" and not setting.pause_us
+    has_bar = place.has_link and not setting.is_on_disk and setting.miss == "move"
     return DecodeMeasurement(
         *begun,
         us=statistics.median(each.us for each in timed),
@@ -276,16 +263,18 @@ def measure(
         computed_us=computed_seconds * 1e6 or None,
         median_us=None if is_whole else statistics.median(of_tokens) * per_layer,
         simulated_hit_rate=simulated,
-        pause_us=setting.pause_us,
-        early_per_token=counters.per_token(counters.prefetched) if setting.early else None,
-        early_recall=counters.prefetch_recall if setting.early else None,
         over_bar=statistics.median(each.us / each.bar_us for each in timed) if has_bar else None,
         rounds=timed,
     )
 
 
 def timed_rounds(
-    streamed: Tokens, resident: Tokens, memory: StreamedMemory, place: Place, parts: Sequence[Routes], ahead: int
+    streamed: Tokens,
+    resident: Tokens,
+    memory: StreamedMemory,
+    place: Place,
+    parts: Sequence[Sequence[Tensor]],
+    ahead: int,
 ) -> Iterator[tuple[Round, Counters]]:
     """Each round times the same part of a trace through resident layers and streamed ones, and goes on where the one
     before it ended. A part that came by before would be no fair one: the cache has counted its favourites. With half of
@@ -294,22 +283,22 @@ def timed_rounds(
 
     ahead: tokens of each part that are not timed, behind which link and host are as they are within a run."""
     per_layer = 1e6 / len(memory.store.layers)
-    for routes, hints in parts:
-        first, rest = (routes[:ahead], hints[:ahead]), (routes[ahead:], hints[ahead:])
+    for routes in parts:
+        first, rest = routes[:ahead], routes[ahead:]
         link = place.link_rate()
-        resident.run(*first)
-        resident_us = resident.run(*rest) * per_layer
-        streamed.run(*first)
+        resident.run(first)
+        resident_us = resident.run(rest) * per_layer
+        streamed.run(first)
         memory.cache.restart_counters()
         waited = memory.waited_seconds
-        us = streamed.run(*rest) * per_layer
+        us = streamed.run(rest) * per_layer
         place.check(memory)
         counters = memory.cache.restart_counters()
         up = counters.per_token(counters.host_bytes + counters.disk_bytes)
         bar = BAR_TIMES * (resident_us + up / BAR_BYTES_PER_SECOND * per_layer) + BAR_US
         from_disk = counters.per_token(counters.disk_bytes)
-        waited = (memory.waited_seconds - waited) / len(rest[0]) * per_layer
-        yield Round(len(rest[0]), us, resident_us, counters.top_hit_rate, up, from_disk, bar, waited, link), counters
+        waited = (memory.waited_seconds - waited) / len(rest) * per_layer
+        yield Round(len(rest), us, resident_us, counters.top_hit_rate, up, from_disk, bar, waited, link), counters
 
 
 def summed(every: Sequence[Counters]) -> Counters:

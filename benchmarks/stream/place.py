@@ -25,7 +25,6 @@ from amoeba.core.graph_replays import Member
 from amoeba.core.torch_internals import occupy_gpu
 from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.gpu.device import CudaDevice, Device
-from amoeba.stream.gpu.fast_path import spares_of
 from amoeba.stream.report import copy_rate
 from amoeba.stream.store.store import Store
 
@@ -41,10 +40,7 @@ class Place(ABC):
     backend = "auto"  # of resident experts
 
     @abstractmethod
-    def memory(
-        self, store: Store, slots: int, host_slots: int, miss: str = "move", early: bool = False
-    ) -> StreamedMemory:
-        """early: some of the slots are for copies that begin early."""
+    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> StreamedMemory: ...
 
     @abstractmethod
     def repeated(self, run: Callable[[], None], memory: StreamedMemory | None = None) -> Callable[[], None]:
@@ -87,9 +83,7 @@ class Place(ABC):
 
 
 class CpuPlace(Place):
-    def memory(
-        self, store: Store, slots: int, host_slots: int, miss: str = "move", early: bool = False
-    ) -> ExpertMemory:
+    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> ExpertMemory:
         from amoeba.stream import placement  # noqa: F401  registers the backend
 
         return ExpertMemory(store, [slots] * len(store.layers))
@@ -116,16 +110,13 @@ class LinkedPlace(Place):
     def device(self) -> Device:
         """For one memory, which closes it."""
 
-    def memory(
-        self, store: Store, slots: int, host_slots: int, miss: str = "move", early: bool = False
-    ) -> StreamedMemory:
+    def memory(self, store: Store, slots: int, host_slots: int, miss: str = "move") -> StreamedMemory:
         from amoeba.stream.gpu.memory import DeviceMemory
         from amoeba.stream.placement import MOST_IDS
 
         layers = len(store.layers)
-        spares = [spares_of(slots, entry.experts) if early else 0 for entry in store.layers]
         sizes = [slots] * layers, [host_slots] * layers, MOST_IDS
-        return DeviceMemory(store, self.device(), *sizes, miss=miss, spares=spares)
+        return DeviceMemory(store, self.device(), *sizes, miss=miss)
 
     def check(self, memory: StreamedMemory) -> None:
         memory.replays.check()

@@ -4,12 +4,10 @@ problem = choose_problem(["qwen3_30b"], None, torch.device("cuda"))
 problem.resident(2)          # random experts of the first two layers
 problem.trace(24, 200)       # expert ids of 200 tokens, as often repeated as a model does
 problem.routes(trace)        # the same as tensors, (layers, 1, K) each
-problem.hints(routes)        # inputs of these tokens, by which the routers of `problem.routers` guess most of the ids
 """
 
 from __future__ import annotations
 
-import random
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -32,13 +30,9 @@ from amoeba.stream.store.layers import LayerEntry, StoredExperts, layer_entry
 from amoeba.system.machine import available_memory
 from benchmarks.stream.synthetic import Locality, synthetic_trace
 
-Part = Literal["decode", "disk", "lora", "prefetch", "turns"]
-PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "prefetch", "turns")
-OVER_A_LINK: tuple[Part, ...] = ("prefetch", "turns")
-
-# Of what the next layer's router says of a token a layer ahead, the share that it chooses then: others saw 72 to 77 %.
-RIGHT = 0.75
-_LATELY = 16  # tokens
+Part = Literal["decode", "disk", "lora", "turns"]
+PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "turns")
+OVER_A_LINK: tuple[Part, ...] = ("turns",)
 
 
 @dataclass(frozen=True)
@@ -124,35 +118,6 @@ class StreamProblem:
             for each in trace.passes
         ]
 
-    @property
-    def hinted_layers(self) -> int:
-        """Layers whose experts all have a number of x to themselves."""
-        return min(self.size.layers, self.size.hidden // self.size.experts)
-
-    def routers(self, layers: int) -> list[Tensor]:
-        """The score of each expert is a number of x."""
-        e, h = self.size.experts, self.size.hidden
-        every = torch.eye(h, dtype=self.dtype, device=self.device)
-        return [every[layer * e : (layer + 1) * e] for layer in range(layers)]
-
-    def hints(self, routes: Sequence[Tensor]) -> list[Tensor]:
-        """x_TH of each token: 1 for experts that are expected. Of those so many are chosen (`RIGHT`); instead of the
-        others come some that the layer chose lately, since a router that errs prefers its favourites."""
-        experts, generator, lately = self.size.experts, random.Random(3), list[list[list[int]]]()
-        found = []
-        for ids in routes:
-            x_TH = torch.zeros(1, self.size.hidden, dtype=self.dtype, device="cpu")
-            lately.append(ids.flatten(1).tolist())
-            for layer, chosen in enumerate(lately[-1]):
-                others = {each for token in lately[-_LATELY:] for each in token[layer]}.difference(chosen)
-                if len(others) < len(chosen):
-                    others = {*range(experts)}.difference(chosen)
-                wrong = generator.sample(sorted(others), len(chosen))
-                for expert, other in zip(chosen, wrong, strict=True):
-                    x_TH[0, layer * experts + (expert if generator.random() < RIGHT else other)] = 1
-            found.append(x_TH.to(self.device))
-        return found
-
 
 def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
     """Refuses what cannot fit: resident experts and slots on the device, as much again pinned on the host, files in
@@ -162,7 +127,6 @@ def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
     of_part = {
         "decode": size.layers if has_link else size.disk_layers,
         "disk": size.disk_layers,
-        "prefetch": size.layers,
         "turns": size.layers,
     }
     layers = max(of_part.get(part, size.lora_layers) for part in problem.parts)

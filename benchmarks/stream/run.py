@@ -43,7 +43,7 @@ from benchmarks.stream.turns import TurnsMeasurement
 TOKENS_PER_REPEAT = 10
 # Of the tokens: a read takes a hundred times as long as a copy.
 _TOKENS_FROM_DISK = 4
-# What attention and all else between two layers of experts take, about; it is the time that copies can begin early.
+# What attention and all else between two layers of experts take, about.
 PAUSE_US = 50.0
 # Of two sequences in turns: so many of the experts have slots, one of so many, and pauses.
 TURNS_SHARES, TURNS_PAUSES = (2, 4), (0.0, PAUSE_US)
@@ -83,8 +83,6 @@ def settings(experts: int, has_link: bool) -> list[Setting]:
         Setting("25 %, all in pinned memory", quarter, experts),
         Setting("25 %, the CPU computes misses", quarter, experts, miss="cpu"),
         Setting("25 %, misses split (auto)", quarter, experts, miss="auto"),
-        Setting("25 %, pauses between layers", quarter, experts, pause_us=PAUSE_US),
-        Setting("25 %, pauses, copies begin early", quarter, experts, pause_us=PAUSE_US, early=True),
         Setting("25 %, 25 % in pinned memory, rest on disk", quarter, quarter, is_on_disk=True),
     ]
 
@@ -167,18 +165,17 @@ class _Decodes:
     ) -> None:
         self._problem, self._place, self._resident, self._files = problem, place, resident, files
         self._tokens, self._report, self._progress, self._so_far = tokens, report, progress, so_far
-        self._residents: dict[tuple[int, float, int], Tokens] = {}
+        self._residents: dict[tuple[int, int], Tokens] = {}
 
     def measure(self, setting: Setting) -> None:
         problem, place, report, tokens = self._problem, self._place, self._report, self._tokens
         if report.resident_us is None:
             report.resident_us = self._time_resident(len(self._resident))
         is_read = setting.is_on_disk or not place.has_link
-        layers = problem.hinted_layers if setting.pause_us else problem.size.layers
-        store: Store = self._files() if is_read else ResidentStore(problem, self._resident[:layers])
+        store: Store = self._files() if is_read else ResidentStore(problem, self._resident[: problem.size.layers])
         self._progress(f"{problem.size.name}: {setting.name}")
         count = max(1, tokens // _TOKENS_FROM_DISK) if setting.is_on_disk else tokens
-        resident = self._of_resident(len(store.layers), setting.pause_us)
+        resident = self._of_resident(len(store.layers))
         rates = report.link_bytes_per_second, report.disk_bytes_per_second
         found = measure(problem, place, store, setting, resident, count, *rates)
         if is_read:
@@ -207,7 +204,7 @@ class _Decodes:
                 self._place,
                 ResidentStore(problem, self._resident[:layers]),
                 slots,
-                lambda ids, number: self._of_resident(layers, 0.0, 1 + number).outputs(ids),
+                lambda ids, number: self._of_resident(layers, 1 + number).outputs(ids),
                 TURNS_PAUSES,
                 self._tokens,
                 report.link_bytes_per_second,
@@ -222,12 +219,11 @@ class _Decodes:
         resident.run(routes[:WARM])
         return resident.run(routes[WARM:]) * 1e6 / layers
 
-    def _of_resident(self, layers: int, pause_us: float = 0.0, seed: int = 1) -> Tokens:
-        what = layers, pause_us, seed
-        if what not in self._residents:
+    def _of_resident(self, layers: int, seed: int = 1) -> Tokens:
+        if (layers, seed) not in self._residents:
             kinds = self._resident[:layers]
-            self._residents[what] = Tokens(self._problem, self._place, kinds, pause_us=pause_us, seed=seed)
-        return self._residents[what]
+            self._residents[layers, seed] = Tokens(self._problem, self._place, kinds, seed=seed)
+        return self._residents[layers, seed]
 
 
 @contextmanager
@@ -299,8 +295,6 @@ def _in_short(found: DecodeMeasurement) -> str:
     said = f"{found.setting}: {three_digits(found.us)} us a layer, {found.hit_rate:.1%} hits"
     if found.simulated_hit_rate is not None:
         said += f" ({found.simulated_hit_rate:.1%} simulated)"
-    if found.early_recall is not None:
-        said += f", {found.early_per_token:.3g} copies a token began early, {found.early_recall:.0%} of what missed"
     return said
 
 
@@ -337,7 +331,6 @@ def _row(found: DecodeMeasurement, report: StreamSuiteReport) -> dict[str, str]:
             "ids us": "-" if found.export_us is None else three_digits(found.export_us),
             "by CPU": "-" if not found.computed_per_token else three_digits(found.computed_per_token / found.layers),
             "CPU us": "-" if found.computed_us is None else three_digits(found.computed_us),
-            "early": "-" if found.early_recall is None else f"{found.early_recall:.0%}",
         }
     if report.disk_bytes_per_second is not None:
         over = "-" if found.over_disk is None else f"{found.over_disk:.2f}"
@@ -369,8 +362,6 @@ def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> lis
             lines.append(f"x bar: over {BAR_TIMES:.2f} x (resident + bytes at {at}) + {BAR_US:g} us")
         if report.disk_bytes_per_second is not None:
             lines.append("x disk: over the bytes from the disk at its rate")
-    if any(each.pause_us for each in timed):
-        lines.append("early: of what would have missed, the share whose copy had begun; pauses stand for attention")
     if any(each.computed_us is not None for each in timed):
         lines.append("by CPU: experts of a layer that it computed and that were not moved; CPU us: it took for one")
     return lines + [_turns_line(each) for each in report.turns] + _lora_lines(report)

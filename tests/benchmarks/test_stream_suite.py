@@ -90,17 +90,6 @@ def check_lora(report: suite.StreamSuiteReport) -> None:
     assert lora.bytes_per_step > 0 and lora.bytes_per_step % report.expert_bytes == 0
 
 
-def test_routers_guess_three_of_four_experts_by_the_hints() -> None:
-    routes = TINY.routes(TINY.trace(2, 300))
-    found = wanted = 0
-    for ids, x_TH in zip(routes, TINY.hints(routes), strict=True):
-        for chosen, router in zip(ids, TINY.routers(2), strict=True):
-            guessed = (x_TH @ router.mT).topk(TINY.size.top_k, dim=1).indices
-            found += len({*guessed.flatten().tolist()} & {*chosen.flatten().tolist()})
-            wanted += chosen.numel()
-    assert 0.7 < found / wanted < 0.8
-
-
 def test_the_simulator_says_the_hits_that_are_measured(tmp_path: Path) -> None:
     report = suite.run_stream(replace(TINY, parts=("disk",)), 400, tmp_path)
     assert [each.slots for each in report.decodes] == [8, 4]
@@ -193,7 +182,6 @@ def test_with_a_link_the_table_has_its_share(capsys) -> None:
         (["tiny", "small"], None, "Give one name"),
         (["tiny"], "training", "one of decode, disk, lora"),
         (["tiny"], "turns", "--pass turns: expected a GPU.*on a CPU there are decode, disk, lora.*got --device cpu"),
-        (["tiny"], "prefetch", "--pass prefetch: expected a GPU"),
     ],
 )
 def test_what_it_does_not_measure_is_refused(shapes, passes, said) -> None:

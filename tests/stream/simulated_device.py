@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -138,12 +137,6 @@ class SimulatedDevice(Device):
 
     def launch(self, kernel: Callable[[], None]) -> None:
         self._enqueue(self._compute, kernel)
-
-    def aside(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def join(self) -> None:
-        """Nothing runs beside the stream that computes."""
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         with self.lock:

@@ -66,17 +66,12 @@ class Captured:
         layers: int = 2,
         lora: LoraFactors | None = None,
         miss: str = "move",
-        routers: list[Tensor] | None = None,
         store: Store | None = None,
     ) -> None:
-        """routers: of each layer, by which its experts are predicted; two of the slots are spared then."""
         self.device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else LiveDevice(inline=True)
         self.store = SameLayers(resident, layers) if store is None else store
         budgets = [slots] * layers, [host_slots] * layers
-        spares = None if routers is None else [2] * layers
-        self.memory = DeviceMemory(self.store, self.device, *budgets, MOST_IDS, miss=miss, spares=spares)
-        if routers is not None:
-            self.memory.replays.predict_by(routers)
+        self.memory = DeviceMemory(self.store, self.device, *budgets, MOST_IDS, miss=miss)
         self.x_TH, self.lora = given[0].clone(), lora
         self.expert_TK, self.weight_TK = given[1].expert_TK.clone(), given[1].weight_TK.clone()
         self.found: list[Tensor] = []

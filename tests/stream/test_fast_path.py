@@ -16,19 +16,17 @@ from amoeba.stream.cache.slot_table import LFRU
 from amoeba.stream.gpu import fast_path
 from selection import each_value_once, quick
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU"),
+    pytest.mark.skipif(fast_path.serving_library() is None, reason="no compiler"),
+]
 
 
-@pytest.fixture(params=["compiled", "compiled, copies at once", "in Python"])
-def language(request, monkeypatch) -> None:
-    """Of what answers requests."""
-    if request.param == "compiled, copies at once":
+@pytest.fixture(params=["one by one", "at once"])
+def copies(request, monkeypatch) -> None:
+    if request.param == "at once":
         monkeypatch.setattr(LiveDevice, "copies_at_once", True)
         monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
-    if request.param == "in Python":
-        monkeypatch.setattr(fast_path, "serving_library", lambda: None)
-    elif fast_path.serving_library() is None:
-        pytest.skip("no compiler")
 
 
 class NoCalls(LiveDevice):
@@ -42,8 +40,7 @@ def tables(served: Served) -> list[tuple]:
     """Who is where on both tiers, who would leave, and what it cost."""
     cache = served.memory.cache
     layers = [
-        (dict(here.top.slot_of), dict(here.host.slot_of), here.top.rank(), here.top._holds, here.host._holds)
-        for here in cache._layers
+        (dict(here.top.slot_of), dict(here.host.slot_of), here.top._holds, here.host._holds) for here in cache._layers
     ]
     return [*layers, cache.counters, [dict(shown) for shown in served.memory.pool.shown]]
 
@@ -51,7 +48,7 @@ def tables(served: Served) -> list[tuple]:
 @each_value_once()
 @quick(lambda slots, host_slots: (slots, host_slots) in ((4, E), (4, 5)))
 @pytest.mark.parametrize(("slots", "host_slots", "tokens"), [(3, E, 1), (4, E, 2), (4, 5, 1), (3, 2, 1)])
-@pytest.mark.usefixtures("language")
+@pytest.mark.usefixtures("copies")
 def test_the_fast_path_gives_the_slots_and_the_tables_of_the_long_way(slots: int, host_slots: int, tokens: int) -> None:
     found = []
     for make in (LiveDevice, NoCalls):
@@ -67,7 +64,7 @@ def test_the_fast_path_gives_the_slots_and_the_tables_of_the_long_way(slots: int
     assert found[0] == found[1]
 
 
-@pytest.mark.usefixtures("language")
+@pytest.mark.usefixtures("copies")
 def test_where_all_are_in_host_memory_every_miss_takes_the_fast_path() -> None:
     with closing(Served(0, 3, E)) as served:
         fill(served)
@@ -88,8 +85,7 @@ def test_where_all_are_in_host_memory_every_miss_takes_the_fast_path() -> None:
 
 
 def test_compiled_code_says_who_leaves_as_the_policy_does() -> None:
-    if (library := fast_path.serving_library()) is None:
-        pytest.skip("no compiler")
+    library = fast_path.serving_library()
     drawn, policy = random.Random(0), LFRU()
     policy.begin(40)
     for step in range(300):
@@ -106,8 +102,6 @@ def test_compiled_code_says_who_leaves_as_the_policy_does() -> None:
 
 
 def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by_one(monkeypatch) -> None:
-    if fast_path.serving_library() is None:
-        pytest.skip("no compiler")
     monkeypatch.setattr(LiveDevice, "copies_at_once", True)
     monkeypatch.setattr(LiveDevice, "refuses_at_once", True)
     monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
@@ -133,7 +127,7 @@ def fill(served: Served) -> None:
 @each_value_once()
 @quick(lambda fails_at: fails_at != 2)
 @pytest.mark.parametrize("fails_at", [1, 2, 4])
-@pytest.mark.usefixtures("language")
+@pytest.mark.usefixtures("copies")
 def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_at: int) -> None:
     with closing(Served(0, 3, E, layers=3)) as served:
         fill(served)

@@ -30,7 +30,6 @@ from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching
 from amoeba.stream.cache.trace import read_trace
-from amoeba.stream.gpu import fast_path
 from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store, reading
@@ -156,7 +155,7 @@ class RepeatedSteps:
         monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
         monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: None))
         monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: LiveGraph(self.device))
         prepare, call = Step.prepare, Step.__call__
 
@@ -200,9 +199,9 @@ class RepeatedSteps:
             step._run()
 
 
-@quick(lambda miss, prefetch: ON_GPU or prefetch)  # on the CPU: test_computed_misses.py
-@pytest.mark.parametrize(("miss", "prefetch"), [("move", False), ("cpu", False), ("move", True)])
-def test_captured_steps_give_the_resident_tokens(miss: str, prefetch: bool, stores, monkeypatch) -> None:
+@quick(lambda miss: ON_GPU or miss == "move")  # on the CPU: test_computed_misses.py
+@pytest.mark.parametrize("miss", ["move", "cpu"])
+def test_captured_steps_give_the_resident_tokens(miss: str, stores, monkeypatch) -> None:
     folder, packed = stores[torch.float32]
     repeated = None if ON_GPU else RepeatedSteps(monkeypatch)
 
@@ -219,16 +218,13 @@ def test_captured_steps_give_the_resident_tokens(miss: str, prefetch: bool, stor
     with monkeypatch.context() as plain:
         plain.setattr(token_steps, "why_plain", lambda model: "plain")
         expected = generated(resident(folder), "plain")
-    has_all = miss != "move" or prefetch  # in host memory
-    monkeypatch.setattr(fast_path, "LEAST_SLOTS", TOP_K + fast_path.SPARES)
-    given = {"vram": vram(packed, TOP_K + fast_path.SPARES * prefetch), "ram": "auto" if has_all else "1MiB"}
-    with amoeba.stream.attach(packed, **given, miss=miss, prefetch=prefetch) as streamed:
+    has_all = miss != "move"  # in host memory
+    given = {"vram": vram(packed, TOP_K), "ram": "auto" if has_all else "1MiB"}
+    with amoeba.stream.attach(packed, **given, miss=miss) as streamed:
         assert generated(streamed.model, "captured") == expected
         report = streamed.report()
         assert report.requested > report.hits and report.miss == miss
-        assert (report.prefetch_recall is None) == (report.prefetched == 0) and (prefetch or not report.prefetched)
-        if prefetch and not ON_GPU:  # there the host may be too late
-            assert report.prefetched > 0 and "prefetched" in str(report)
+        assert report.prefetched == 0 and report.prefetch_recall is None
         if miss == "cpu" and serving_library() is not None:
             assert report.computed > 0 and "computed by the CPU" in str(report)
             assert "not their bits" in str(streamed.memory)
@@ -267,15 +263,6 @@ def test_two_rows_are_interleaved_and_give_the_tokens_of_one_after_the_other(sto
         given = {"batch": 2, "prompt_tokens": 3, "new_tokens": NEW_TOKENS}
         streamed.model.generation_config.update(eos_token_id=None, do_sample=False)
         assert token_steps.choose_steps(streamed.model, {"do_sample": False}, **given).kind == "plain"
-
-
-@pytest.mark.parametrize("given", [{"ram": "1MiB"}, {"vram": "1MiB", "miss": "cpu"}])
-def test_prefetching_without_misses_that_are_moved_to_a_gpu_is_refused(given: dict, stores) -> None:
-    with pytest.raises(ValueError, match="prefetch: expected vram as well"):
-        amoeba.stream.attach(stores[torch.float32][1], prefetch=True, **given)
-    options = [word for name, value in given.items() for word in (f"--{name}", value)]
-    found = CliRunner().invoke(app, ["generate", str(stores[torch.float32][1]), "a", "--prefetch", *options])
-    assert found.exit_code == 2 and "prefetch" in found.output
 
 
 @pytest.mark.parametrize(("given", "said"), [({"miss": "guess"}, "one of move, cpu, auto"), ({"miss": "cpu"}, "vram")])

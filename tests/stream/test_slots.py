@@ -208,33 +208,13 @@ def test_request_some_takes_what_there_is_room_for():
     assert SlotTable(0, 10, LRU()).request_some([8]) == Plan({}, {}, [], [])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_who_leaves_is_the_same_whether_it_was_found_out_ahead_or_not(policy):
-    dice = random.Random(policy.__name__)
-    plain, ahead = (SlotTable(5, 16, policy()) for _ in range(2))
-    for _ in range(300):
-        ids, how = dice.sample(range(16), dice.randint(1, 5)), dice.choice(["request", "request_some", "prefetch"])
-        if dice.random() < 0.8:
-            ahead.rank()
-        plans = [getattr(table, how)(ids) for table in (plain, ahead)]
-        assert plans[0] == plans[1]
-        for expert, _ in plans[0].loads:
-            end = dice.choice(["loaded", "loaded", "failed"])
-            for table in (plain, ahead):
-                getattr(table, end)(expert)
-        if how != "prefetch":
-            for table in (plain, ahead):
-                table.release([e for e in dict.fromkeys(ids) if e in table and table._holds[e]])
-
-
-def test_what_is_held_does_not_leave_though_it_was_ranked_first():
+def test_what_is_held_does_not_leave_though_it_is_the_coldest():
     table = SlotTable(2, 4, LRU())
     table.request([0])
     table.loaded(0)
     table.request([1])
     table.loaded(1)
     table.release([1])
-    table.rank()
     assert table.request([2]).evicted == [1]
     with pytest.raises(SlotsInUse):
         table.request([3])
@@ -251,21 +231,3 @@ def test_where_all_experts_have_slots_ids_are_slots():
 def test_slots_nobody_could_fill_are_refused(slots):
     with pytest.raises(ValueError, match="slots: expected 0 to 10, the number of experts"):
         SlotTable(slots, 10, LRU())
-
-
-def test_spare_slots_are_given_to_nobody_until_an_expert_is_moved_there():
-    table = SlotTable(2, 6, LRU(), spares=2)
-    assert table.spare == [2, 3]
-    for ids in ([0, 1], [2, 3], [4, 5]):
-        plan = table.request(ids)
-        assert {slot for _, slot in plan.loads} == {0, 1}
-        for expert in ids:
-            table.loaded(expert)
-        table.release(ids)
-    slot = table.slot_of[5]
-    table.move(5, table.spare.pop())
-    table.spare.append(slot)
-    assert table.slot_of == {4: 1 - slot, 5: 3} and sorted(table.spare) == sorted((2, slot))
-    assert table.rank() == [4, 5]  # of those that are there
-    plan = table.request([0, 1])
-    assert {slot for _, slot in plan.loads} == {1 - slot, 3} and len(plan.evicted) == 2

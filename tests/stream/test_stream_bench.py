@@ -88,9 +88,7 @@ def few_tokens(monkeypatch) -> None:
 def test_every_setting_over_a_link_is_right_and_timed(tmp_path: Path) -> None:
     report = suite.run_stream(TINIEST, 2, tmp_path, make_place=SimulatedPlace)
     assert not report.wrong
-    assert [each.setting for each in report.decodes] == [
-        each.name for each in suite.settings(16, True) if each.part != "prefetch"
-    ]
+    assert [each.setting for each in report.decodes] == [each.name for each in suite.settings(16, True)]
     for each in report.decodes:
         assert (each.same_bits and each.error == 0) or each.miss != "move"
         assert each.error < 1e-5 and each.us > 0 and each.hits_us > 0 and each.over_least > 0
@@ -110,16 +108,6 @@ def test_a_fine_tuning_step_over_a_link_is_right_and_timed(tmp_path: Path) -> No
     lora = report.lora
     assert lora.same_bits and lora.ms > 0 and lora.resident_ms > 0 and lora.share_of_link > 0
     assert lora.bytes_per_step > 0 and lora.bytes_per_step % report.expert_bytes == 0
-
-
-def test_copies_that_begin_early_are_right_timed_and_counted(tmp_path: Path) -> None:
-    size = replace(SIZES["tiny"], experts=64, hidden=128)
-    problem = StreamProblem(size, CPU, ("prefetch",))
-    report = suite.run_stream(problem, 12, tmp_path, make_place=SimulatedPlace)
-    plain, early = report.decodes
-    assert plain.same_bits and early.same_bits and plain.us > 0 and early.us > 0
-    assert plain.early_recall is None and early.early_recall > 0 and early.early_per_token > 0
-    assert plain.pause_us == early.pause_us == suite.PAUSE_US
 
 
 def test_two_sequences_in_turns_are_right_and_timed_beside_a_batch(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -111,12 +111,6 @@ class Computing:
             help="With --vram, on a cache miss: move (copy it to the GPU), cpu (compute it on the CPU) or auto."
         ),
     ] = "move"
-    prefetch: Annotated[
-        bool,
-        typer.Option(
-            "--prefetch", help="With --vram: prefetch experts the next layer may need, as long as that saves time."
-        ),
-    ] = False
     record: Annotated[
         Path | None, typer.Option(help="With --ram or --vram: save the routing, for `python -m benchmarks cache`.")
     ] = None

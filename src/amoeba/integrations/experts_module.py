@@ -93,15 +93,6 @@ def routers_in(block: nn.Module | None) -> list[Any]:
     return [router for router in found if isinstance(router, nn.Module)]
 
 
-def router_matrix(block: nn.Module | None, experts: int, hidden: int) -> Tensor | None:
-    """(E, H), by which the router in a block scores tokens, whatever it then does with the scores; None: not found."""
-    for router in routers_in(block):
-        for matrix in router.parameters():
-            if matrix.shape == (experts, hidden):
-                return matrix.detach()
-    return None
-
-
 def layout_of(module: Any) -> ExpertsLayout | None:
     """None for experts that are not stacked."""
     down = getattr(module, "down_proj", None)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
@@ -45,7 +45,6 @@ from amoeba.integrations.experts_module import (
     layout_of,
     placed_in,
     resident,
-    router_matrix,
 )
 from amoeba.integrations.model_folder import load_config, load_rest, load_without_weights
 from amoeba.integrations.quantised_models import unquantised
@@ -54,7 +53,6 @@ from amoeba.stream.cache.trace import LayerShape, Recorder
 from amoeba.stream.cpu.memory import READS, ExpertMemory
 from amoeba.stream.experts import ExpertsInSlots
 from amoeba.stream.gpu.device import CudaDevice, Device
-from amoeba.stream.gpu.fast_path import spares_of
 from amoeba.stream.gpu.host_compute import check_miss
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.gpu.reads import PASSING
@@ -145,7 +143,6 @@ def attach(
     vram: str | int | None = None,
     store: str | Path | None = None,
     miss: str = "move",
-    prefetch: bool = False,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     reserved: Callable[[Store], int] = lambda store: 0,
@@ -161,8 +158,6 @@ def attach(
             experts that the model has now; others, such as those from before a merge, are refused.
     miss:   what to do when a captured step on a GPU misses an expert that is in pinned memory: "move" copies it to the
             GPU (bitwise identical to resident experts), "cpu" computes it on the CPU, "auto" does whichever is faster.
-    prefetch: whether captured steps on a GPU copy the experts that the next layer's router would choose one layer
-            early, as long as that saves time.
     dtype:  of everything but the experts, which keep the checkpoint's numbers; None: the checkpoint's. On a CPU without
             bf16 instructions, float32 is many times faster; a GPU computes in the checkpoint's dtype.
     reserved: bytes needed where the model runs that no budget includes, for example for LoRA factors: "auto"
@@ -175,9 +170,6 @@ def attach(
         raise bad_value(
             "miss", "move, or vram as well", repr(miss), "without a GPU experts are computed on the CPU anyway"
         )
-    if prefetch and (vram is None or miss != "move"):
-        got = "no vram" if vram is None else f"miss={miss!r}"
-        raise bad_value("prefetch", "vram as well, and miss='move'", got, "leave it out")
     home_of(vram)
     if isinstance(model, nn.Module):
         loaded, source = model, model_folder(str(store or getattr(model, "name_or_path", "")))
@@ -189,7 +181,7 @@ def attach(
         _check_dtype(opened, dtype, vram is not None or loaded is not None)
         stored = opened.layers[0].dtype
         rest = opened.rest_bytes * (dtype or stored).itemsize // stored.itemsize
-        make, budget, on_gpu = _ways(opened, rest, ram, vram, miss, prefetch, reserved(opened))
+        make, budget, on_gpu = _ways(opened, rest, ram, vram, miss, reserved(opened))
         if loaded is None:
             config = unquantised(load_config(str(source), trust_remote_code=trust_remote_code))
             shape = load_without_weights(config, str(source), trust_remote_code=trust_remote_code)
@@ -203,8 +195,6 @@ def attach(
         for entry, experts in zip(opened.layers, memory.layers, strict=True):
             hand_over(loaded.get_submodule(entry.name), experts, placement)
         loaded.to(memory.layers[0].device)
-        if prefetch and isinstance(memory, DeviceMemory):
-            memory.replays.predict_by([_router(loaded, entry) for entry in opened.layers])
     except BaseException:
         closing.close()
         raise
@@ -223,7 +213,7 @@ def gpu() -> Device:
 
 
 def _ways(
-    store: Store, rest: int, ram: str | int, vram: str | int | None, miss: str, early: bool, reserved: int
+    store: Store, rest: int, ram: str | int, vram: str | int | None, miss: str, reserved: int
 ) -> tuple[Callable[[], ExpertMemory | DeviceMemory], int, int | None]:
     """What makes the memory, and its budgets: on the host, and on the GPU."""
     if vram is None:
@@ -233,19 +223,13 @@ def _ways(
     found = share(store, rest, vram, ram, device.device, reserved)
 
     def make() -> DeviceMemory:
-        experts = (entry.experts for entry in store.layers)
-        spares = [spares_of(*each) for each in zip(found.slots, experts, strict=True)] if early else None
         try:
-            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, miss, spares)
+            return DeviceMemory(store, device, found.slots, found.host_slots, MOST_IDS, miss)
         except BaseException:
             device.close()
             raise
 
     return make, found.ram_bytes, found.vram_bytes
-
-
-def _router(model: nn.Module, entry: LayerEntry) -> Tensor | None:
-    return router_matrix(model.get_submodule(entry.name.rpartition(".")[0]), entry.experts, entry.hidden)
 
 
 def _shapes(store: Store) -> list[LayerShape]:

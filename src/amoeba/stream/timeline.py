@@ -290,7 +290,6 @@ class _OnGpu:
             fast, around = self._memory.replays.serving.fast, _Around(self._timeline)
             assert fast is not None
             around.call(fast, "write_down", _of_fast_path)
-            around.call(fast.early, "begin", _of_early)
         self._serve(passes, first)
 
     def read(self, serial: int) -> Any:
@@ -363,7 +362,3 @@ def _of_fast_path(computed: Any, layer: int, serial: int, missing: list[int], th
     by_cpu = f", {len(computed)} computed by the CPU" if computed else ""
     name = f"layer {layer} has {len(copied)} copied from host memory{by_cpu}, tables follow"
     return "load", name, _of(layer) | {"from_host": copied, "from_disk": [], "computed": list(computed or ())}
-
-
-def _of_early(_: Any, layer: int, expected: list[int]) -> Described:
-    return "load", f"layer {layer} is expected to miss {len(expected)}", _of(layer) | {"expected": expected}

@@ -242,7 +242,6 @@ def _stream(found: FoundModel, options: GenerationOptions, choice: DtypeChoice) 
         ram="auto" if options.ram is None else options.ram,
         vram=options.vram,
         miss=options.miss,
-        prefetch=options.prefetch,
         trust_remote_code=options.trust_remote_code,
     )
     try:

@@ -40,7 +40,6 @@ class GenerationOptions:
     ram: str | None = None  # a budget through which the experts are streamed, as amoeba.stream.attach takes it
     vram: str | None = None  # the same on a GPU; ram is then for experts in pinned memory
     miss: str = "move"  # experts that a step misses on a GPU: moved there, computed by the cpu, or auto
-    prefetch: bool = False  # whether a captured step on a GPU copies what the next layer may ask for
     record: str | None = None  # a file for the routing of streamed experts
     trace: str | None = None  # a file for a timeline of streaming
     compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
@@ -68,8 +67,6 @@ class GenerationOptions:
             )
         if self.miss != "move" and self.vram is None:
             raise bad_value("miss", "move, or vram as well", repr(self.miss), "leave it out, or stream with --vram")
-        if self.prefetch and self.vram is None:
-            raise bad_value("prefetch", "vram as well", "no vram", "leave it out, or stream with --vram")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out for a random seed")
 

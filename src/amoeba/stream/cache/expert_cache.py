@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import NamedTuple
 
 from amoeba.core.errors import bad_value
@@ -105,11 +104,11 @@ class _CopiesFirst(Policy):
 
 
 class _Layer:
-    def __init__(self, shape: LayerShape, top: int, host: int | None, spares: int, policy: type[Policy]) -> None:
-        self.anew = partial(_Layer, shape, top, host, spares, policy)
+    def __init__(self, shape: LayerShape, top: int, host: int | None, policy: type[Policy]) -> None:
+        self.anew = partial(_Layer, shape, top, host, policy)
         self.bytes = shape.expert_bytes
         order = policy()
-        self.top = SlotTable(top, shape.experts, order, spares)
+        self.top = SlotTable(top, shape.experts, order)
         self.host = None if host is None else SlotTable(host, shape.experts, _CopiesFirst(order, self.top))
         self.rising: set[int] = set()  # held on the host until they are on the top tier
         self.falling: set[int] = set()  # being written back
@@ -117,7 +116,7 @@ class _Layer:
 
 
 class ExpertCache:
-    """top, host: slots of each layer on each tier (`share_budget`); spares: further ones on the top tier."""
+    """top, host: slots of each layer on each tier (`share_budget`)."""
 
     def __init__(
         self,
@@ -125,14 +124,12 @@ class ExpertCache:
         top: Sequence[int],
         host: Sequence[int] | None = None,
         policy: type[Policy] = LFRU,
-        spares: Sequence[int] | None = None,
     ) -> None:
         for name, slots in (("top", top), ("host", host)):
             if slots is not None and len(slots) != len(layers):
                 raise bad_value(name, f"slots of {len(layers)} layers", len(slots), "give one number per layer")
         hosts = [None] * len(layers) if host is None else host
-        spares = [0] * len(layers) if spares is None else spares
-        self._layers = [_Layer(*each, policy) for each in zip(layers, top, hosts, spares, strict=True)]
+        self._layers = [_Layer(*each, policy) for each in zip(layers, top, hosts, strict=True)]
         self.counters = Counters(misses_of_layer=[0] * len(layers))
 
     def top(self, layer: int) -> SlotTable:
@@ -185,15 +182,6 @@ class ExpertCache:
         here.prefetched.update(expert for expert, _ in plan.loads)
         self.counters.prefetched += len(plan.loads)
         return self._fetch(here, plan)
-
-    def leave_next(self, layer: int, count: int) -> list[int]:
-        """Those of the top tier that the next request would evict and not write back, in that order, this many at
-        most."""
-        here = self._layers[layer]
-        ranked = here.top.rank()[:count]
-        if here.host is None or not here.host.slots:
-            return ranked
-        return list(takewhile(here.host.slot_of.__contains__, ranked))
 
     def not_written_back(self, layer: int) -> Collection[int]:
         """Those that leave the top tier without a copy downwards."""

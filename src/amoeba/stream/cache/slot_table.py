@@ -25,7 +25,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -48,23 +47,19 @@ class Plan(NamedTuple):
 
 
 class SlotTable:
-    """spare: additional slots, which are not given out here (see `move`)."""
-
-    def __init__(self, slots: int, experts: int, policy: Policy, spares: int = 0) -> None:
+    def __init__(self, slots: int, experts: int, policy: Policy) -> None:
         if not 0 <= slots <= experts:
             raise bad_value("slots", f"0 to {experts}, the number of experts", slots, "more slots would stay empty")
         self.slots, self.experts = slots, experts
         self.policy = policy
         policy.begin(experts)
         self._slot_of: dict[int, int] = {}
-        self.spare = list(range(slots, slots + spares))
-        self._expert_in = [_EMPTY] * (slots + spares)
+        self._expert_in = [_EMPTY] * slots
         self._free = list(range(slots - 1, -1, -1))
         self._holds = [0] * experts  # by requests, and one by the load
         self._loading: set[int] = set()
         self._recent: Collection[int] = ()  # of the latest request
         self._expected: set[int] = set()  # by prefetches since then
-        self._ranked: list[int] | None = None  # all that are there, who leaves first comes first; None: not known
 
     @property
     def slot_of(self) -> Mapping[int, int]:
@@ -104,19 +99,9 @@ class SlotTable:
         self._note_use(ids)
         return True
 
-    def rank(self) -> list[int]:
-        """Which experts will be evicted first, found before the next request so that it is answered sooner. Changes
-        nothing. None while there are free slots, or experts are held or being loaded."""
-        if not self.is_full:
-            return []
-        if self._ranked is None:
-            there = [expert for expert in self._expert_in if expert != _EMPTY]
-            self._ranked = self.policy.coldest(there, self.slots)
-        return self._ranked
-
     @property
     def is_full(self) -> bool:
-        """And nothing is held or being loaded: who comes next drives out the first by rank."""
+        """And nothing is held or being loaded: who comes next evicts the coldest."""
         return not (self._free or self._loading or any(self._holds))
 
     def request_some(self, ids: Iterable[int]) -> Plan:
@@ -152,7 +137,7 @@ class SlotTable:
         self._end_load(expert)
         self._holds[expert] = 0
         slot = self._slot_of.pop(expert)
-        self._expert_in[slot], self._ranked = _EMPTY, None
+        self._expert_in[slot] = _EMPTY
         self._free.append(slot)
 
     def release(self, ids: Iterable[int]) -> None:
@@ -162,11 +147,6 @@ class SlotTable:
             if expert not in self._slot_of or holds[expert] <= (expert in loading):
                 raise RuntimeError(f"expert {expert} was released, but no request holds it")
             holds[expert] -= 1
-
-    def move(self, expert: int, slot: int) -> None:
-        """It is in that slot, which was spare; its own is empty and unused until it is added to the spare ones."""
-        self._expert_in[self._slot_of[expert]] = _EMPTY
-        self._slot_of[expert], self._expert_in[slot] = slot, expert
 
     def _request_with_misses(self, distinct: dict[int, None], computed: Sequence[int], stay: Collection[int]) -> Plan:
         if len(distinct) > self.slots:
@@ -186,8 +166,6 @@ class SlotTable:
                 raise bad_value("expert", f"0 to {self.experts - 1}", expert, "leave out ids without an expert")
         evicted: list[int] = []
         if len(missing) > len(free):
-            evicted = self._first_ranked(len(missing) - len(free), spared)
-        if len(missing) > len(free) + len(evicted):
             candidates = [each for each in self._expert_in if each != _EMPTY and not holds[each] and each not in spared]
             room = len(free) + len(candidates)
             if len(missing) > room:
@@ -195,8 +173,6 @@ class SlotTable:
                     raise SlotsInUse(f"{len(missing)} slots are needed, {room} of {self.slots} are not in use")
                 missing = missing[:room]
             evicted = self.policy.coldest(candidates, len(missing) - len(free))
-        if missing:
-            self._ranked = None
         for expert in evicted:
             free.append(slot_of.pop(expert))
         for expert in present:
@@ -210,11 +186,6 @@ class SlotTable:
             loads.append((expert, slot))
         # the last slot that became free is the first that is taken
         return self._split(present, loads, evicted[::-1])
-
-    def _first_ranked(self, count: int, spared: Collection[int]) -> list[int]:
-        """This many that may be evicted, if that was found in advance; else fewer."""
-        holds, ranked = self._holds, self._ranked or ()
-        return list(islice((each for each in ranked if not holds[each] and each not in spared), count))
 
     def _free_slot(self, expert: int) -> int:
         if self.slots < self.experts:
@@ -230,7 +201,7 @@ class SlotTable:
         return Plan({each: slot for each, slot in present.items() if each not in loading}, waiting, loads, evicted)
 
     def _note_use(self, ids: Collection[int]) -> None:
-        self._recent, self._ranked = ids, None
+        self._recent = ids
         if self._expected:
             self._expected.clear()
 

@@ -152,13 +152,6 @@ class _Few:
         self.like = Like(problem.x_TH.shape[0], problem.weights.num_experts)
 
     def decode(self) -> Tensor:
-        replays = self.memory.replays
-        replays.predict(self.layer, self.problem.x_TH, self.problem.expert_TK.shape[1])
-        y_TH = self._decode()
-        replays.prefetch(self.layer + 1)
-        return y_TH
-
-    def _decode(self) -> Tensor:
         from amoeba.kernels.index_export import MOST_IDS
 
         problem, memory, layer, pool = self.problem, self.memory, self.layer, self.memory.pool
@@ -227,7 +220,6 @@ def _captured(problem: Problem, save: Save) -> Tensor:
     if save == "h" or not _decodes(problem):
         raise CannotCapture(f"{tokens} tokens of a step, or its gradients, are streamed by the host")
     given = _given(problem)
-    memory.replays.predict(layer, problem.x_TH, problem.expert_TK.shape[1])
     slot_TK = memory.replays.slots_of(layer, problem.expert_TK, given)
     y_TH = decode(_in_slots(problem, slot_TK), like=Like(tokens, problem.weights.num_experts))
     if given is not None:

@@ -23,8 +23,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from ctypes import c_uint64
 from typing import Any, NamedTuple, Protocol
 
@@ -122,14 +121,6 @@ class Device(ABC):
         """In the stream that computes."""
 
     @abstractmethod
-    def aside(self) -> AbstractContextManager[None]:
-        """What is launched inside may run concurrently with what is launched after it, until `join`."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """What is launched from now on comes after all that was launched aside."""
-
-    @abstractmethod
     def record(self, stream: Stream) -> Event: ...
 
     @abstractmethod
@@ -157,11 +148,10 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         # torch hands the same 32 streams out again and again: those of another priority are not where passes run
-        self.copies, self.downs, self._aside = (torch.cuda.Stream(self.device, priority=-1) for _ in range(3))
+        self.copies, self.downs = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))
         self._driver = open_driver(self.device)
         self._registered: list[tuple[int, Tensor]] = []
         self._said_pageable = False
-        self._is_aside = False
 
     @property
     def compute(self) -> torch.cuda.Stream:
@@ -233,18 +223,6 @@ class CudaDevice(Device):
 
     def launch(self, kernel: Callable[[], None]) -> None:
         kernel()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        self._aside.wait_stream(self.compute)
-        self._is_aside = True
-        with torch.cuda.stream(self._aside):
-            yield
-
-    def join(self) -> None:
-        if self._is_aside:  # else a graph that is captured would wait for what is none of its own
-            self.compute.wait_stream(self._aside)
-            self._is_aside = False
 
     def record(self, stream: torch.cuda.Stream) -> _CudaEvent:
         return _CudaEvent(stream)

@@ -44,7 +44,6 @@ from amoeba.stream.gpu.interleaved import Interleaved
 from amoeba.stream.gpu.loader import GroupLoads
 from amoeba.stream.gpu.mailbox import Groups, Mailbox
 from amoeba.stream.gpu.pool import SlotPool
-from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.serving import Passes, Serving
 
 Given = tuple[Tensor, Tensor]  # x_TH and weight_TK of a pass
@@ -90,31 +89,10 @@ class GpuReplays:
     def as_group(self, number: int, groups: int) -> Iterator[None]:
         """What the calling thread rehearses and captures is a step of one of this many groups, which may be replayed in
         turns (interleaved.py), or by itself as any other."""
-        if groups > 1 and (self.serving.computing is not None or self.serving.predictions is not None):
+        if groups > 1 and self.serving.computing is not None:
             raise CannotCapture("interleaved groups need experts that are copied on request")
         with self.groups.member(number, groups):
             yield
-
-    def predict_by(self, routers: Sequence[Tensor | None]) -> None:
-        """From now on passes of a few tokens say what the next layer will ask for, by its router (E, H), and that is
-        loaded early for as long as it pays: inside of graphs where the layer has spare slots, outside as `prefetch`
-        does."""
-        self.serving.predictions = Predictions(self._pool, routers)
-
-    def predict(self, layer: int, x_TH: Tensor, top_k: int) -> None:
-        """Called by every pass of a few tokens: for the next layer."""
-        guesses, in_graph = self.serving.predictions, self.is_capturing or self._is_rehearsing
-        if guesses is not None and (any(self._pool.spares) if in_graph else guesses.pays):
-            guesses.launch(layer, x_TH, top_k)
-
-    def prefetch(self, layer: int) -> None:
-        """What is expected of the layer, once the one before it was launched outside of a graph."""
-        if (guesses := self.serving.predictions) is None or layer >= len(self._pool.slots):
-            return
-        expected = guesses.read(layer)
-        if expected and guesses.pays and not self._is_rehearsing:
-            self._loads.prefetch(layer, expected)
-            guesses.judge()
 
     @property
     def _is_rehearsing(self) -> bool:
@@ -134,7 +112,6 @@ class GpuReplays:
                 with pool.turn(layer):
                     for _ in self._loads.acquire(layer, range(entry.experts)):
                         pass
-        pool.device.join()  # of a rehearsal that was broken off
         self._mode.rehearses = True
         try:
             yield
@@ -181,8 +158,8 @@ class GpuReplays:
 
         pool, computing, tokens = self._pool, self.serving.computing, logits_TE.shape[0]
         is_asked = (self.is_capturing or self._is_rehearsing) and not pool.is_complete(layer)
-        if not is_asked or self.serving.predictions is not None or why_not(tokens, config) is not None:
-            return None  # guesses are to be made ahead of the request
+        if not is_asked or why_not(tokens, config) is not None:
+            return None
         logits_TE, given = _aligned(logits_TE), None
         if computing is not None:
             given = _aligned(x_TH), torch.empty(tokens, config.top_k, dtype=torch.float32, device="meta")
@@ -208,7 +185,7 @@ class GpuReplays:
         if routed is not None:
             return routed.slots_of(layer, expert_TK, given if self.computes(layer, given) else None)
         if self._pool.is_complete(layer):  # for ever; and each is in the slot of its number
-            passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
+            passes.tokens = expert_TK.shape[0]
             passes.complete[layer] = expert_TK.numel()
             return _aligned(expert_TK)
         self._count_pass(layer, expert_TK, self.computes(layer, given))
@@ -218,7 +195,7 @@ class GpuReplays:
         passes, layers = self._mode.passes, len(self._pool.slots)
         if len(passes.layers) >= layers:
             raise CannotCapture(f"a step passes over some of its {layers} layers more than once")
-        passes.tokens, passes.ids = expert_TK.shape[0], max(passes.ids, expert_TK.numel())
+        passes.tokens = expert_TK.shape[0]
         passes.layers.append(layer)
         passes.computed.append(expert_TK.shape if computes else None)
 

@@ -90,7 +90,6 @@ class Interleaved:
         for place in self._places:
             self._pool.wait_for_passes(place.member.stream)
             device.wait(place.member.stream, now)
-        self._serving.most_ids = sum(place.member.passes.ids for place in self._places)
         try:
             self._run()
             for place in self._places:
@@ -182,13 +181,13 @@ class Interleaved:
         return True
 
     def _make_ready(self, number: int, layer: int) -> None:
-        """Of the layer's passes until now all is counted, and who would leave is known."""
+        """Of the layer's passes until now all is counted, and the next is prepared."""
         later = self._serving.later
         for entry in [each for each in later if each[0] == layer]:
             later.remove(entry)
             if entry[1]:
                 self._pool.used(layer, entry[1])
-            self._fast.prepare(layer, self._serving.most_ids)
+            self._fast.prepare(layer)
         others = (other.latest.get(layer, ()) for other in self._places if other is not self._places[number])
         self._fast.hold(layer, {expert for latest in others for expert in latest})
 

@@ -71,11 +71,9 @@ class DeviceMemory:
         host_slots: Sequence[int],
         ids: int,
         miss: str = "move",
-        spares: Sequence[int] | None = None,
     ) -> None:
-        """spares: of the slots of each layer, those for copies that begin early (fast_path.py)."""
         self.store, self.device = store, device
-        self.pool = pool = SlotPool(store, device, slots, host_slots, ids, spares)
+        self.pool = pool = SlotPool(store, device, slots, host_slots, ids)
         self.slots, self.host_slots, self.cache = pool.slots, pool.host_slots, pool.cache
         self.layers = tuple(
             GpuStreamedExperts(self, layer, weights, of_all(weights, entry.experts))

@@ -158,7 +158,7 @@ class Watcher(Protocol):
 
 class SlotPool:
     """
-    slots, spares, host_slots: of each layer; spares are for copies that begin early (fast_path.py).
+    slots, host_slots: of each layer.
     cache:    what is where, and what that cost so far; `lock` is around it.
     tiers:    the memory of each layer, and copies between device and host.
     map:      of experts to slots, for kernels; shown: of each layer, what it says.
@@ -176,15 +176,12 @@ class SlotPool:
         slots: Sequence[int],
         host_slots: Sequence[int],
         ids: int,
-        spares: Sequence[int] | None = None,
     ) -> None:
-        """spares: of the slots of each layer. ids: the most of one launch, tokens times top_k."""
+        """ids: the most of one launch, tokens times top_k."""
         self.store, self.device, self.ids = store, device, ids
-        self.spares = (0,) * len(slots) if spares is None else tuple(spares)
-        self.slots = tuple(whole - spare for whole, spare in zip(slots, self.spares, strict=True))
-        self.host_slots = tuple(host_slots)
+        self.slots, self.host_slots = tuple(slots), tuple(host_slots)
         shapes = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in store.layers]
-        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots, spares=self.spares)
+        self.cache = ExpertCache(shapes, self.slots, host=self.host_slots)
         self.lock = threading.Lock()
         self.tiers = [LayerTiers(device, *sizes) for sizes in zip(store.layers, slots, self.host_slots, strict=True)]
         self.map = SlotMap(device, [entry.experts for entry in store.layers], slots, ids)
@@ -226,7 +223,7 @@ class SlotPool:
                 if last is self.replayed:
                     if self.promoted is not None:
                         device.wait(device.compute, self.promoted)
-                    self.tiers[layer].read_by(range(self.slots[layer] + self.spares[layer]), last)
+                    self.tiers[layer].read_by(range(self.slots[layer]), last)
             try:
                 yield
             finally:

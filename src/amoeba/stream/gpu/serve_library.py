@@ -48,15 +48,13 @@ class ServedLayer(ctypes.Structure):
     """As serve.cpp has it."""
 
     _fields_ = (
-        ("leave", c_void_p),
-        ("leave_count", c_int64),
+        ("may_leave", c_int64),
         ("slot_of", c_void_p),
         ("blob_of", c_void_p),
         ("parts", c_int64),
         ("stack", c_void_p),
         ("size", c_void_p),
         ("offset", c_void_p),
-        ("early_of", c_void_p),
         ("order", Order),
         ("kept", c_void_p),
         ("held", c_void_p),
@@ -82,7 +80,5 @@ def serving_library() -> ctypes.CDLL | None:
     try:
         return with_library("serve", lambda file: load(file, _SIGNATURES), sources=Path(__file__).parent / "csrc")
     except CoreUnavailable as error:
-        logger.info(
-            "Python serves the experts that a GPU waits for, a few microseconds later than compiled code: %s", error
-        )
+        logger.info("experts that a GPU waits for come some microseconds later than with compiled code: %s", error)
         return None

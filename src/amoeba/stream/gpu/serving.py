@@ -30,7 +30,6 @@ from amoeba.stream.gpu.host_compute import HostCompute
 from amoeba.stream.gpu.loader import Group, GroupLoads
 from amoeba.stream.gpu.mailbox import Mailbox
 from amoeba.stream.gpu.pool import SlotPool
-from amoeba.stream.gpu.predictions import Predictions
 from amoeba.stream.gpu.reads import DirectLoad, DirectLoads
 
 # Looks at a word between two moments at which other threads may run: 20 microseconds.
@@ -46,7 +45,6 @@ class Passes:
     computed: list[torch.Size | None] = field(default_factory=list)  # T, K of each where the host may compute experts
     complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
     tokens: int = 0
-    ids: int = 0  # of one pass, at most
     group: int = 0
 
 
@@ -60,8 +58,6 @@ class Serving:
         self._pool, self._loads, self._direct, self.computing = pool, loads, direct, computing
         self._mailbox: Mailbox | None = None
         self.fast: FastPath | None = None
-        self.predictions: Predictions | None = None
-        self.most_ids = 0  # of a request of this replay
         self.later: deque[tuple[int, list[int]]] = deque()
 
     def prepare_for(self, mailbox: Mailbox) -> FastPath:
@@ -81,7 +77,7 @@ class Serving:
     def serve(self, passes: Passes, first: int) -> None:
         pool, mailbox = self._pool, self._mailbox
         self.count_passes(passes)
-        self.most_ids, was_long = passes.ids, False
+        was_long = False
         for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
             if self.computing is not None:
                 self.computing.expect(shape)
@@ -92,7 +88,6 @@ class Serving:
             was_long = bool(missing) and not is_served
             if not missing:
                 self.fast.forget_who_leaves(layer)
-                self.fast.early.drop(layer)
             elif is_served:
                 self.fast.write_down(layer, serial, missing, there)
             else:
@@ -110,8 +105,6 @@ class Serving:
         assert fast is not None and replayed is not None
         has_ended = False
         while not (found := fast.look(layer, serial, 1 if self.later and not waits else _LOOKS)):
-            if self._expects(layer):
-                continue
             if waits:
                 waits -= 1
                 continue
@@ -123,30 +116,18 @@ class Serving:
             turns += 1
             fast.rest()
             has_ended = not turns % 16 and replayed.done()
-        if self.predictions is not None:
-            self.predictions.read(layer)  # too late
-            self.predictions.judge()
         return found == SERVED
 
-    def _expects(self, layer: int) -> bool:
-        """Whether copies of experts have begun that the layer will probably ask for."""
-        guesses = self.predictions
-        if guesses is None or not guesses.pays or not (expected := guesses.read(layer)):
-            return False
-        assert self.fast is not None
-        self.fast.early.begin(layer, expected)
-        return True
-
     def count_one(self) -> None:
-        """That a pass found experts; or who would leave next, so that it is known when a pass misses something. One of
-        both at a time: somebody may be asking."""
+        """That a pass found experts; or what is prepared for a pass that misses something. One of both at a time:
+        somebody may be asking."""
         assert self.fast is not None
         layer, found = self.later.popleft()
         if found:
             self._pool.used(layer, found)
             self.later.appendleft((layer, []))
         else:
-            self.fast.prepare(layer, self.most_ids)
+            self.fast.prepare(layer)
 
     def count_all(self, layer: int | None = None) -> None:
         if layer is None or any(other == layer for other, _ in self.later):

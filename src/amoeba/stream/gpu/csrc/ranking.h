@@ -13,7 +13,7 @@ struct Order {
   const double* uses;
   const int64_t* last;
   const int32_t* expert_in;  // of each place a layer has; below 0: nobody
-  int64_t places;  // 0: it was found out ahead
+  int64_t places;
 };
 
 inline double worth(const Order& order, int32_t expert) {

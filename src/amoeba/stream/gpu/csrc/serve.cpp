@@ -1,6 +1,6 @@
-// Waits for a request of the GPU (kernels/expert_request.py) and calls the copies that answer it, within two microseconds, where
-// Python takes fifteen. fast_path.py prepares what is read here and writes down afterwards what was done. CUDA's driver is
-// called by pointers, so that compiling takes no toolkit.
+// Waits for a request of the GPU (kernels/expert_request.py) and calls the copies that answer it, within two microseconds.
+// fast_path.py prepares what is read here and writes down afterwards what was done. CUDA's driver is called by pointers,
+// so that compiling takes no toolkit.
 //
 // Where the CPU may compute experts too (host_compute.py), a request's misses are split: some are moved and the GPU waits
 // for them, the CPU computes the others (compute.h), and while the link has little to do, some of these are promoted:
@@ -13,15 +13,13 @@ using namespace amoeba;
 namespace {
 
 struct Layer {
-  const int32_t* leave;     // experts, the first to leave comes first; where there is no order
-  int64_t leave_count;      // 0: nothing is prepared
+  int64_t may_leave;        // experts that are there; 0: nothing is prepared
   const int32_t* slot_of;   // of each expert that is there
   const uint64_t* blob_of;  // of each expert: its address in host memory, 0: it is not there
   int64_t parts;            // of an expert; of each:
   const uint64_t* stack;    //   where those of all slots begin
   const uint64_t* size;     //   bytes
   const uint64_t* offset;   //   where it begins in a blob
-  const int32_t* early_of;  // of each expert: the slot into which it is copied already (early_copies.py), or below 0
   Order order;
   const int8_t* kept;  // of each expert: whether it leaves without a copy to host memory
   const int8_t* held;  // of each expert: whether it stays, since another group's pass may be reading it (turns.py)
@@ -112,15 +110,10 @@ bool is_among(int32_t expert, const int32_t* experts, int64_t count) {
 
 // So many experts that leave, none of which stays, and each of which has a copy in host memory or needs none; or fewer.
 int64_t who_leaves(const Layer& layer, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
-  int64_t count = 0;
   const auto may = [&](int32_t expert) { return layer.held[expert] == 0 && !is_among(expert, stays, there); };
-  if (layer.order.places > 0) {
-    const int64_t first = first_to_leave(layer.order, wanted, may, found);
-    while (count < first && layer.kept[found[count]] != 0) ++count;
-    return count;
-  }
-  for (int64_t n = 0; n < layer.leave_count && count < wanted; ++n)
-    if (may(layer.leave[n])) found[count++] = layer.leave[n];
+  const int64_t first = first_to_leave(layer.order, wanted, may, found);
+  int64_t count = 0;
+  while (count < first && layer.kept[found[count]] != 0) ++count;
   return count;
 }
 
@@ -163,7 +156,7 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
   const int64_t missing = row[0], there = row[1] - missing;
   const int32_t* stays = row + 3 + missing;
   int32_t *experts = answer + 3, *slots = answer + 3 + most;
-  if (missing == 0 || layer->leave_count < (compute ? 1 : missing)) return NOT_SERVED;
+  if (missing == 0 || layer->may_leave < (compute ? 1 : missing)) return NOT_SERVED;
   static thread_local std::vector<int32_t> comes;
   comes.clear();
   const int64_t turn = compute ? uint32_t(serial) % missing : 0;  // so that each is the first at times
@@ -189,10 +182,9 @@ int amoeba_serve(const int32_t* row, int32_t* answer, int64_t most, int32_t seri
 
   Copies copies(calls, layer, left);
   for (int64_t n = 0; n < left; ++n) {  // the last that leaves makes room for the first that comes
-    const int32_t early = layer->early_of[comes[n]];
-    const int32_t slot = early < 0 ? layer->slot_of[experts[left - 1 - n]] : early;
+    const int32_t slot = layer->slot_of[experts[left - 1 - n]];
     const uint64_t blob = layer->blob_of[comes[n]];
-    for (int64_t part = 0; part < layer->parts && early < 0; ++part) {
+    for (int64_t part = 0; part < layer->parts; ++part) {
       const uint64_t size = layer->size[part];
       const uint64_t target = layer->stack[part] + slot * size;
       if (const int code = copies.add(target, blob + layer->offset[part], size)) return -code;
