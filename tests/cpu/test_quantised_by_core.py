@@ -48,7 +48,11 @@ def numbers(rows: int, columns: int, size: float, kind: str) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_codes_and_scales_are_torch_s(format: str, dtype: torch.dtype, kind: str) -> None:
-    for (rows, columns), size in ((shape, size) for shape in SHAPES for size in SIZES):
+    of_kind = len(kind) + len(format)  # each kind meets each shape, and most of the pairs of shapes and sizes come
+    pairs = [
+        (shape, size) for i, shape in enumerate(SHAPES) for j, size in enumerate(SIZES) if (i + j + of_kind) % 3 == 0
+    ]
+    for (rows, columns), size in pairs:
         matrix = numbers(rows, columns, size, kind).to(dtype)
         for parts in (1, 2) if rows % 2 == 0 else (1,):
             expected = quantise(matrix, FORMATS[format], parts=parts)

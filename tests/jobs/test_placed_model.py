@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ctypes
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import transformers
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+import rank_jobs
 from amoeba import lora
 from amoeba.cpu import placements as cpu_placements
-from amoeba.integrations.experts_module import described, experts_modules
+from amoeba.integrations.experts_module import described, experts_modules, placed_in
 from amoeba.integrations.model_folder import load_model
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs import placed_model
@@ -155,36 +156,31 @@ def test_a_file_that_was_cut_short_is_named(tmp_path):
 
 # What a load takes beside the model, however large that is: 19 to 26 MiB (Neoverse-N1, torch 2.13, transformers 5.23).
 MARGIN = 36 * 2**20
-# A process that loads and forgets a model a few times, the largest result last, and prints what each took beyond what
-# was there before: the peak, the model itself, and the experts of a layer as they are on disk.
-MEASURES = """
-import ctypes, gc, sys
-from pathlib import Path
-import torch
-import amoeba
-from amoeba.integrations.experts_module import experts_modules, placed_in
-from amoeba.jobs.cpu_dtype import DtypeChoice
-from amoeba.jobs.placed_model import attach_in, load_placed
 
-def status(field):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
 
-small, large = sys.argv[1:3]
-def load(folder, dtype, placement):
-    return load_placed(folder, DtypeChoice(dtype, None, ""), placement, trains=False, device=torch.device("cpu"))[0]
+def measured(small: str, large: str, placements: list[str]) -> list[tuple[int, int]]:
+    """In a process of its own, which loads and forgets a model a few times, the largest result last: what each took
+    beyond what was there before at its peak, and the model itself."""
 
-for placement in sys.argv[3:]:
-    load(small, torch.float32, placement)
-    gc.collect(), ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    model = load(large, torch.float32, placement)
-    peak = status("VmHWM") - before
-    placed = [placed_in(module) for module in experts_modules(model).values()]
-    bytes_of = sum(each.nbytes() for each in placed if each is not None)
-    print(placement, peak, bytes_of + sum(p.nbytes for p in model.parameters()))
-    del model, placed
-"""
+    def load(folder: str, placement: str) -> Any:
+        return load_placed(folder, DtypeChoice(torch.float32, None, ""), placement, trains=False, device=CPU)[0]
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+    found = []
+    for placement in placements:
+        load(small, placement)
+        gc.collect(), ctypes.CDLL(None).malloc_trim(0)
+        before = status("VmRSS")
+        model = load(large, placement)
+        peak = status("VmHWM") - before
+        placed = [placed_in(module) for module in experts_modules(model).values()]
+        bytes_of = sum(each.nbytes() for each in placed if each is not None)
+        found.append((peak, bytes_of + sum(p.nbytes for p in model.parameters())))
+        del model, placed
+    return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -195,12 +191,9 @@ def test_memory_holds_the_result_and_one_layer_at_most(tmp_path):
     save(large, **sizes)
     layer = 32 * 3 * 256 * 256 * 2
     placements = ["resident"] if NO_ENGINE else ["cpu-int8", "resident"]
-    command = [sys.executable, "-c", MEASURES, str(small), str(large), *placements]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    sizes_of = zip(map(int, said[1::3]), map(int, said[2::3]), strict=True)
-    found = dict(zip(said[::3], sizes_of, strict=True))
-    assert list(found) == placements
-    for name, (peak, result) in found.items():
+    with rank_jobs.started(1) as process:
+        (found,) = process.run(measured, [(str(small), str(large), placements)])
+    for name, (peak, result) in zip(placements, found, strict=True):
         assert peak < result + layer + MARGIN, f"{name}: {peak / 2**20:.0f} MiB for {result / 2**20:.0f} MiB"
 
 

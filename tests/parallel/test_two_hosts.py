@@ -67,7 +67,7 @@ class Job:
         while not until():
             assert time.monotonic() < ends, self.said()
             assert all(process.poll() is None for process in self.torchruns.values()), self.said()
-            time.sleep(0.002)
+            time.sleep(0.02)
 
     def codes(self) -> list[int]:
         return [process.wait(SECONDS) for process in self.torchruns.values()]
