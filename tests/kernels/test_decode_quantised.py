@@ -31,8 +31,16 @@ SIZES = [(160, 24), (31, 23), (32, 272), (128, 64)]  # H, I
 # a GPU has instructions of its own for bf16, which the interpreter has not
 DTYPES = [torch.float32, *([torch.bfloat16, torch.float16] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+def in_steps(problem: Problem):
+    chosen = quantised_configuration.by_slot(problem)
+    return chosen._replace(down=chosen.down._replace(columns=2, depth=32, at_once=False))
+
+
 WAYS = {
     "by slot": quantised_configuration.by_slot,
+    "in steps": in_steps,
     "by expert": quantised_configuration.by_expert,
     "by lanes": lambda problem: quantised_configuration.by_expert(problem)._replace(by_lanes=True),
     "listed": lambda problem: quantised_configuration.by_expert(problem)._replace(listed=True),

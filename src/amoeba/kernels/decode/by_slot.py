@@ -9,7 +9,8 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
 Where a program's weights fit in its registers, all of them are in flight at once (`Tile.at_once`): many small programs,
 none with a loop over the weights. The down projection then asks for its weights, and for B, before it looks at `a`; on
 Hopper its launch may begin while the one that computes `a` still runs (`chosen.overlap`). Quantised weights are always
-read so, a row in pieces; numbers are added up within 16 bytes of a row before their scale is applied.
+read in pieces of a row, all at once or, where that would be many for few rows, in steps that share the values which
+they are multiplied with; numbers are added up within 16 bytes of a row before their scale is applied.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
 def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, tile, (tokens, top_k) = problem.weights, chosen.down, problem.expert_TK.shape
     slots, quantised = next_power_of_2(top_k), is_quantised(weights)
-    if quantised:
+    if quantised and tile.at_once:
         row_bytes = cdiv(weights.intermediate, tile.depth) * tile.depth * weights.format.element.bits // 8
         while slots > 1 and slots * tile.columns * row_bytes > MOST_DOWN_BYTES:
             slots //= 2
-    at_once = tile.at_once or quantised
+    pieces = cdiv(weights.intermediate, tile.depth) if tile.at_once or quantised else None
+    overlap = chosen.overlap and pieces is not None
     return _down_by_token.fixed(
         (tokens * cdiv(weights.hidden, tile.columns),),
         numbers_of(problem, weights.down_EHI),
@@ -85,14 +87,14 @@ def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Laun
             SLOTS=slots,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
-            PIECES=cdiv(weights.intermediate, tile.depth) if at_once else None,
-            STAGES=None if at_once else tile.stages,
-            OVERLAP=chosen.overlap and at_once,
+            PIECES=pieces,
+            STAGES=None if tile.at_once else tile.stages,
+            OVERLAP=overlap,
         ),
         MATRIX=stored_down(problem, tile),
         RANK=ranks.down,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if chosen.overlap and at_once else {}),
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -258,15 +260,20 @@ def _activated_at_once(
 @triton.jit
 def _load_pieces(rows, row_ok, TILE: tl.constexpr, MATRIX: tl.constexpr):
     """Whole rows of bytes, in pieces of DEPTH numbers. rows: pointers (rows, 1) to the first of each."""
-    WIDTH: tl.constexpr = TILE.DEPTH * MATRIX.BITS // 8
-    ROW_BYTES: tl.constexpr = (MATRIX.REDUCTION * MATRIX.BITS + 7) // 8
     tiles = ()
     for piece in tl.static_range((MATRIX.REDUCTION + TILE.DEPTH - 1) // TILE.DEPTH):
-        byte = piece * WIDTH + tl.arange(0, WIDTH)
-        inside = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
-        tile = tl.load(rows + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
+        tile = _load_piece(rows, row_ok, piece, TILE, MATRIX)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (Triton does not unpack)
     return tiles
+
+
+@triton.jit
+def _load_piece(rows, row_ok, piece, TILE: tl.constexpr, MATRIX: tl.constexpr):
+    WIDTH: tl.constexpr = TILE.DEPTH * MATRIX.BITS // 8
+    ROW_BYTES: tl.constexpr = (MATRIX.REDUCTION * MATRIX.BITS + 7) // 8
+    byte = piece * WIDTH + tl.arange(0, WIDTH)
+    inside = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
+    return tl.load(rows + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -306,7 +313,7 @@ def _sums(
     VALUES: tl.constexpr = HEIGHT // GROUP
     BLOCK_BYTES: tl.constexpr = MATRIX.BLOCK_COLUMNS * BITS // 8
     CHUNK: tl.constexpr = min(16, BLOCK_BYTES, WIDTH)
-    CHUNKS: tl.constexpr = WIDTH // CHUNK
+    CHUNKS: tl.constexpr = WIDTH // CHUNK  # as in `_quantised_token`
     places, there = places_of_scales(scales, row_R, row_ok, piece, DEPTH, LINES, MATRIX.REDUCTION, MATRIX)
     scale = load_scales(places, there, 1.0, MATRIX.SCALE)
     packed = tl.reshape(packed, (VALUES, GROUP, CHUNKS, CHUNK))
@@ -467,7 +474,8 @@ def _quantised_token(
         expert = tl.where(owned, expert, 0).to(tl.int64)
         row_ok = owned & (h < H)
         rows = data + expert * MATRIX.STRIDE_EXPERT + h.to(tl.int64) * MATRIX.STRIDE_ROW
-        tiles = _load_pieces(rows[:, None], row_ok, TILE, MATRIX)
+        if TILE.STAGES is None:
+            tiles = _load_pieces(rows[:, None], row_ok, TILE, MATRIX)
         weight = tl.load(weight_TK + slot_R, mask=owned, other=0.0).to(tl.float32)
         unsummed = tl.zeros((HEIGHT,), tl.float32)
         if MATRIX.HAS_BIAS:
@@ -476,14 +484,20 @@ def _quantised_token(
             b = load_b(b_EHR, expert * H + h, row_ok, RANK)
         if TILE.OVERLAP:
             tl.extra.cuda.gdc_wait()
-        sums = 0.0
-        for piece in tl.static_range(TILE.PIECES):
-            column = piece * DEPTH + tl.arange(0, DEPTH)
-            known = owned_S[:, None] & (column < MATRIX.REDUCTION)[None, :]
-            rows_of_a = a_NI + slot_S.to(tl.int64)[:, None] * MATRIX.REDUCTION
-            value = tl.load(rows_of_a + column[None, :], mask=known, other=0.0)
-            of_expert = scales + (expert * MATRIX.STRIDE_SCALE_EXPERT)[:, None]
-            sums += _sums(tiles[piece], value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
+        of_expert = scales + (expert * MATRIX.STRIDE_SCALE_EXPERT)[:, None]
+        rows_of_a = a_NI + slot_S.to(tl.int64)[:, None] * MATRIX.REDUCTION
+        if TILE.STAGES is None:
+            sums = 0.0
+            for piece in tl.static_range(TILE.PIECES):
+                value = _load_values(rows_of_a, owned_S, piece, DEPTH, MATRIX)
+                sums += _sums(tiles[piece], value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
+        else:
+            CHUNK: tl.constexpr = min(16, MATRIX.BLOCK_COLUMNS * MATRIX.BITS // 8, DEPTH * MATRIX.BITS // 8)
+            sums = tl.zeros((HEIGHT, DEPTH * MATRIX.BITS // 8 // CHUNK), tl.float32)
+            for piece in tl.range(TILE.PIECES, num_stages=TILE.STAGES):
+                tile = _load_piece(rows[:, None], row_ok, piece, TILE, MATRIX)
+                value = _load_values(rows_of_a, owned_S, piece, DEPTH, MATRIX)
+                sums += _sums(tile, value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
         total = tl.sum(sums, axis=1)  # across threads once
         if matrix_scale is not None:
             total *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
@@ -492,3 +506,10 @@ def _quantised_token(
             unsummed += tl.sum(product_alone(rounded(b, low).to(tl.float32), low.to(tl.float32)), axis=1)
         y += tl.sum(tl.reshape(product_alone(total + unsummed, weight), (SLOTS, COLUMNS)), axis=0)
     return y
+
+
+@triton.jit
+def _load_values(rows_of_a, owned_S, piece, DEPTH: tl.constexpr, MATRIX: tl.constexpr):
+    column = piece * DEPTH + tl.arange(0, DEPTH)
+    known = owned_S[:, None] & (column < MATRIX.REDUCTION)[None, :]
+    return tl.load(rows_of_a + column[None, :], mask=known, other=0.0)

@@ -26,6 +26,10 @@ from amoeba.precision.quantised_experts import QuantisedExperts
 # both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: dev/log.
 UP_BYTES, WARPS_BY_SLOT = {8: 8192, 4: 4096}, {8: 4, 4: 2}
 DOWN_BYTES = 8192
+# Bytes of one row of every slot from which on the down projection reads in steps: a program reads `a` of all slots as
+# well, which is as many bytes or more, unless it has several rows of each. Rows and bytes of them in a step, warps,
+# stages.
+IN_STEPS, STEP_ROWS, STEP_BYTES, STEP_WARPS, STEP_STAGES = 16384, 16, 1024, 4, 4
 WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
 # By expert: slots of one that are computed together, at least and at most, rows of weights in a tile, and warps. One
 # or two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take
@@ -71,11 +75,18 @@ def by_slot(problem: Problem) -> Configuration:
     up_depth = _piece(weights.hidden, WIDEST_PIECE)
     down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece also reads the `a` of all slots
     columns = max(UP_BYTES[bits] * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
-    lines = max(DOWN_BYTES * 8 // (next_power_of_2(problem.expert_TK.shape[1]) * bits * weights.intermediate), 1)
+    slots = next_power_of_2(problem.expert_TK.shape[1])
+    bytes_of_slots = slots * bits * weights.intermediate // 8
+    if bytes_of_slots > IN_STEPS:
+        down_depth = _piece(weights.intermediate, STEP_BYTES * 8 // bits)
+        down = Tile(max(STEP_ROWS // slots, 1), down_depth, STEP_WARPS, STEP_STAGES)
+    else:
+        lines = _power_of_2_below(max(DOWN_BYTES // bytes_of_slots, 1), 4)
+        down = Tile(lines, down_depth, WARPS_BY_SLOT[bits], at_once=True)
     return Configuration(
         by_slot=True,
         up=Tile(_power_of_2_below(columns, 16), up_depth, WARPS_BY_SLOT[bits], at_once=True),
-        down=Tile(_power_of_2_below(lines, 4), down_depth, WARPS_BY_SLOT[bits], at_once=True),
+        down=down,
         overlap=can_overlap(problem.x_TH.device),
     )
 
