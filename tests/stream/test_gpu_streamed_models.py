@@ -28,6 +28,7 @@ from amoeba.cli import app
 from amoeba.decoding.decoder import Outlet, why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
+from amoeba.kernels import expert_request
 from amoeba.stream import attaching
 from amoeba.stream.cache.trace import read_trace
 from amoeba.stream.gpu.fast_path import serving_library
@@ -56,7 +57,7 @@ def stores(tmp_path_factory) -> dict[torch.dtype, tuple[Path, Path]]:
     found = {}
     for dtype in DTYPES:
         folder = tmp_path_factory.mktemp("models")
-        save(folder / "model", "qwen3_moe", dtype=dtype, **SIZES)
+        save(folder / "model", "qwen3_moe", dtype=dtype, norm_topk_prob=True, **SIZES)
         found[dtype] = folder / "model", Path(pack(folder / "model", folder / "store").store)
     return found
 
@@ -195,8 +196,26 @@ class RepeatedSteps:
         self.replays += 1
         of_groups = nullcontext() if step not in self.groups else step._replays.as_group(*self.groups[step])
         with of_groups, step._replays.capturing(), ExitStack() as stack:
-            step._enter(stack, compiled=False)
+            step._enter(stack, compiled=False, fused=True)
             step._run()
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """From now on: of requests, and of routers that request."""
+    found = SimpleNamespace(requests=0, both=0)
+
+    def counted(name: str, as_what: str) -> None:
+        launch = getattr(expert_request, name)
+
+        def launched(*given: Any, **options: Any) -> None:
+            setattr(found, as_what, getattr(found, as_what) + 1)
+            launch(*given, **options)
+
+        monkeypatch.setattr(expert_request, name, launched)
+
+    counted("request_experts", "requests")
+    counted("route_and_request", "both")
+    return found
 
 
 @quick(lambda miss: ON_GPU or miss == "move")  # on the CPU: test_computed_misses.py
@@ -221,7 +240,9 @@ def test_captured_steps_give_the_resident_tokens(miss: str, stores, monkeypatch)
     has_all = miss != "move"  # in host memory
     given = {"vram": vram(packed, TOP_K), "ram": "auto" if has_all else "1MiB"}
     with amoeba.stream.attach(packed, **given, miss=miss) as streamed:
+        launches = count_launches(monkeypatch)
         assert generated(streamed.model, "captured") == expected
+        assert launches.requests == LAYERS and launches.both >= 2 * LAYERS  # the rehearsal launches both
         report = streamed.report()
         assert report.requested > report.hits and report.miss == miss
         assert report.prefetched == 0 and report.prefetch_recall is None

@@ -22,6 +22,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from amoeba.core.config import RouterConfig
+
 
 class CannotCapture(RuntimeError):
     """A step that has to run as it is, and why."""
@@ -43,6 +47,12 @@ class Replays(Protocol):
 
     def capturing(self) -> AbstractContextManager[Any]:
         """What `replay` needs to know of the passes inside."""
+
+    def route(
+        self, layer: int, x_TH: Tensor, logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """expert_TK and weight_TK for the pass of x_TH over the layer that comes next, by one launch that requests its
+        experts as well. None where that takes two launches, or is not inside of the two above."""
 
     def replay(self, passes: Any, launch: Callable[[], None]) -> None:
         """launch: enqueues what was captured, once."""

@@ -7,6 +7,8 @@ T tokens · K experts per token · E experts · H hidden
 
 A router is recognised by evaluating it: its choices and weights for a few random tokens are those of one of our own
 routers, or it stays as it is. Experts with equal logits are chosen by their number; torch.topk says nothing of those.
+
+Where experts are streamed to a GPU, the router of a captured step requests them in the same launch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.config import RouterConfig
-from amoeba.integrations.experts_module import is_experts, routers_in
+from amoeba.core.graph_replays import Replays
+from amoeba.integrations.experts_module import is_experts, placed_in, routers_in
 from amoeba.routing import fused_router, route
 
 logger = logging.getLogger("amoeba")
@@ -31,6 +34,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"score": "softmax", "renormalize": False},
 )  # a softmax over the chosen logits alone is the first
 _TOKENS = 64
+_EXPERTS = "_amoeba_experts"  # of a fused router: the module whose experts it chooses
 _TOLERANCE = 1e-2  # weights may come in bf16
 
 
@@ -45,17 +49,20 @@ def fused_routers(model: nn.Module) -> Iterator[int]:
     for block in model.modules():
         if not any(is_experts(child) for child in block.children()):
             continue
+        (experts, *others) = [child for child in block.children() if is_experts(child)]
         for router in routers_in(block):
             found = None if isinstance(router, _FusedRouter) else recognise(router)
             if found is not None:
                 own: Any = type(router)
                 changed.append((router, own))
                 router.__class__ = _fused(own, found)
+                router.__dict__[_EXPERTS] = None if others else experts  # no child of its own
     try:
         yield len(changed)
     finally:
         for router, own in changed:
             router.__class__ = own
+            del router.__dict__[_EXPERTS]
 
 
 def recognise(router: Any) -> _Found | None:
@@ -104,14 +111,28 @@ class _FusedRouter:
     found: _Found
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits_TE = _logits(self, hidden_states.reshape(-1, hidden_states.shape[-1]))
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits_TE = _logits(self, x_TH)
         config, dtype = self.found
-        if fused_router.why_not(logits_TE, config) is None:
+        if (requested := _route_and_request(self.__dict__[_EXPERTS], x_TH, logits_TE, config)) is not None:
+            expert_TK, weight_TK = requested
+        elif fused_router.why_not(logits_TE, config) is None:
             expert_TK, weight_TK, _ = fused_router.fused_route(logits_TE, config, None, scores=False)
         else:
             routing = route(logits_TE, config)
             expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
         return logits_TE, weight_TK.to(logits_TE.dtype if dtype is None else dtype), expert_TK
+
+
+def _route_and_request(
+    experts: Any, x_TH: Tensor, logits_TE: Tensor, config: RouterConfig
+) -> tuple[Tensor, Tensor] | None:
+    """By one launch, where the step is captured and its experts come while it runs; else None."""
+    if experts is None or torch.compiler.is_compiling():
+        return None
+    placed: Any = placed_in(experts)
+    replays: Replays | None = getattr(placed, "replays", None)
+    return None if replays is None else replays.route(placed.layer, x_TH, logits_TE, config, None)
 
 
 @functools.cache

@@ -67,13 +67,28 @@ from amoeba.kernels.mailbox import (
     Turn,
     answer_length,
 )
-from amoeba.kernels.router import MAX_COLUMNS, MAX_TOP_K, SCORES, choose_experts, columns, forward_constants
+from amoeba.kernels.router import (
+    MAX_COLUMNS,
+    MAX_TOP_K,
+    SCORES,
+    WARP_COLUMNS,
+    WIDE_TILE_ROWS,
+    choose_experts,
+    columns,
+    forward_constants,
+)
 
 LOOKS = tl.constexpr(64)  # at `arrived`, for one at `trouble`
 X_TILE = tl.constexpr(2048)  # numbers of x that one warp has under way
 SUM_TILE = 1024
 _WARPS = 1  # so that all threads see the same words: they look in one instruction
-MOST_ELEMENTS = 2048  # of the rows of all tokens that are routed: 64 registers of each thread
+# Of the rows of all tokens that are routed: 32 registers of each thread; of rows wider than 128, two tokens. In us per
+# layer in a CUDA graph, all experts there, two launches and one (H200, 2026-11-18, dev/log/streaming.md):
+#   tokens             1            2            4            8           16
+#   128 experts   6.3   3.7    8.1   6.0    7.5   5.6    7.9   6.9    9.6  13.0
+#   256, groups   7.2   5.6    8.3   7.3    8.4  10.3   10.8  16.4
+#   32, top 4     4.6   2.9    4.6   3.2    4.8   3.4    4.9   3.4    5.0   3.8
+MOST_ELEMENTS = 1024
 _MOVED, _PROMOTED, _COMPUTES = tl.constexpr(MOVED), tl.constexpr(PROMOTED), tl.constexpr(COMPUTES)
 _COMPUTED, _LATER = tl.constexpr(COMPUTED), tl.constexpr(LATER)
 
@@ -181,8 +196,9 @@ def why_not(tokens: int, config: RouterConfig) -> str | None:
         return "the sum over all experts could have other last bits"
     if config.capacity_factor is not None:
         return "rows over an expert's capacity are dropped after the router"
-    if next_power_of_2(tokens) * columns(config) > MOST_ELEMENTS:
-        return f"{tokens} tokens do not fit into one warp's registers"
+    rows, width = next_power_of_2(tokens), columns(config)
+    if rows * width > MOST_ELEMENTS or (width > WARP_COLUMNS and rows > WIDE_TILE_ROWS):
+        return f"{tokens} tokens take one warp longer than two launches take"
     return None
 
 

@@ -59,12 +59,10 @@ class _Routed:
     slot_TK: Tensor
     given: Given | None
 
-    def slots_of(self, layer: int, expert_TK: Tensor, given: Given | None) -> Tensor:
-        """Of the pass over the experts that comes next: it has to be the same one."""
+    def is_of(self, layer: int, expert_TK: Tensor, given: Given | None) -> bool:
+        """Whether it is the pass over the experts that comes next."""
         mine = [self.layer, *_places((self.expert_TK, *(self.given or ())))]
-        if mine != [layer, *_places((expert_TK, *(given or ())))]:
-            raise CannotCapture("the router of a layer asked, and its experts got another routing, or other rows")
-        return self.slot_TK
+        return mine == [layer, *_places((expert_TK, *(given or ())))]
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
@@ -77,6 +75,7 @@ class GpuReplays:
         experts = max(entry.experts for entry in pool.store.layers)
         self.groups = Groups(pool.device, experts, pool.ids, len(pool.slots))
         self._mode = threading.local()  # of the thread that rehearses or captures
+        self._two_launches: set[int] = set()  # layers whose experts get something else than their router gave
 
     @property
     def mailbox(self) -> Mailbox:
@@ -112,7 +111,7 @@ class GpuReplays:
                 with pool.turn(layer):
                     for _ in self._loads.acquire(layer, range(entry.experts)):
                         pass
-        self._mode.rehearses = True
+        self._mode.rehearses, self._mode.routed = True, None
         try:
             yield
         finally:
@@ -122,6 +121,8 @@ class GpuReplays:
         """Called by every pass of a few tokens: where it is a rehearsal, a request is launched once, for nothing."""
         if not self._is_rehearsing:
             return
+        if (routed := self._take_routed()) is not None and not routed.is_of(layer, expert_TK, self._own(layer, given)):
+            self._two_launches.add(layer)
         pool, ids = self._pool, expert_TK.numel()
         groups = self.groups.mine[1]
         most = min(groups * ids, pool.store.layers[layer].experts)
@@ -149,6 +150,14 @@ class GpuReplays:
     def is_capturing(self) -> bool:
         return getattr(self._mode, "passes", None) is not None
 
+    def _take_routed(self) -> _Routed | None:
+        routed, self._mode.routed = getattr(self._mode, "routed", None), None
+        return routed
+
+    def _own(self, layer: int, given: Given | None) -> Given | None:
+        """What the host gets of a pass over the layer."""
+        return given if self.computes(layer, given) else None
+
     def route(
         self, layer: int, x_TH: Tensor, logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
@@ -158,7 +167,7 @@ class GpuReplays:
 
         pool, computing, tokens = self._pool, self.serving.computing, logits_TE.shape[0]
         is_asked = (self.is_capturing or self._is_rehearsing) and not pool.is_complete(layer)
-        if not is_asked or why_not(tokens, config) is not None:
+        if not is_asked or layer in self._two_launches or why_not(tokens, config) is not None:
             return None
         logits_TE, given = _aligned(logits_TE), None
         if computing is not None:
@@ -174,16 +183,17 @@ class GpuReplays:
         )
         if self.is_capturing:
             self._count_pass(layer, expert_TK, computes)
-            self._mode.routed = _Routed(layer, expert_TK, slot_TK, (x_TH, weight_TK) if computes else None)
+        self._mode.routed = _Routed(layer, expert_TK, slot_TK, (x_TH, weight_TK) if computes else None)
         return expert_TK, weight_TK
 
     def slots_of(self, layer: int, expert_TK: Tensor, given: Given | None = None) -> Tensor:
         """Of a pass that is captured, when its experts are there. given: x_TH and weight_TK, of which `add_computed` is
         told as well."""
         passes = self._mode.passes
-        routed, self._mode.routed = getattr(self._mode, "routed", None), None
-        if routed is not None:
-            return routed.slots_of(layer, expert_TK, given if self.computes(layer, given) else None)
+        if (routed := self._take_routed()) is not None:
+            if not routed.is_of(layer, expert_TK, self._own(layer, given)):
+                raise CannotCapture("the router of a layer asked, and its experts got another routing, or other rows")
+            return routed.slot_TK
         if self._pool.is_complete(layer):  # for ever; and each is in the slot of its number
             passes.tokens = expert_TK.shape[0]
             passes.complete[layer] = expert_TK.numel()
