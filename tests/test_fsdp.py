@@ -32,9 +32,7 @@ def world(tmp_path) -> Iterator[None]:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["AdamW", "fused AdamW"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_a_sharded_layer_in_fp8_never_sees_old_codes(
-    backend: str, fused: bool, world: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sharded_layer_in_fp8_never_sees_old_codes(backend, fused, world, monkeypatch):
     """What FSDP gathers comes to the same memory again, with other numbers. Without a Hopper GPU the products of
     `triton` are stood in for."""
     if backend == "triton" and not IS_HOPPER:

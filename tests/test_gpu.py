@@ -59,9 +59,7 @@ def step(p: dict[str, Tensor], activation: Activation, backend: str) -> list[Ten
     ids=["gated", "plain", "clamped"],
 )
 @WAYS
-def test_forward_and_backward_are_captured_in_a_cuda_graph_and_replay_on_new_data(
-    activation: Activation, backend: str, inner: int
-) -> None:
+def test_forward_and_backward_are_captured_in_a_cuda_graph_and_replay_on_new_data(activation, backend, inner):
     static = problem(0, activation, inner=inner)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -140,9 +140,7 @@ class Whole(HopperRows):
 
 @quick(lambda kind: kind is not Watched)  # Straight is Watched, and sums itself
 @pytest.mark.parametrize("kind", [Watched, Elsewhere, Straight])
-def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(
-    without_gpu: None, kind: type[Watched]
-) -> None:
+def test_own_tiles_come_before_the_wait_sums_leave_early_and_no_bit_changes(without_gpu, kind):
     problem, dy_TH = problem_of()
     y_TH, saved = sorted_rows.forward(problem, "h", Whole)
     assert saved is not None

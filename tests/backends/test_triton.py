@@ -169,9 +169,7 @@ class TestWhichWay:
         return names
 
     @pytest.mark.parametrize(("tokens", "expected"), [(1, "decode"), (3, "decode"), (4, "up")])
-    def test_few_tokens_without_gradients_are_decoded(
-        self, taken: list[str], tokens: int, expected: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_few_tokens_without_gradients_are_decoded(self, taken, tokens, expected, monkeypatch):
         monkeypatch.setattr(triton, "DECODE_TOKENS", 3)
         layer = layer_here(tokens=tokens)
         with torch.no_grad():
@@ -180,9 +178,7 @@ class TestWhichWay:
         torch.testing.assert_close(y_TH, run(layer)[0].detach())
         assert taken == [expected, "up keeping h"]
 
-    def test_few_tokens_with_factors_are_decoded_and_the_factors_not_copied(
-        self, taken: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_few_tokens_with_factors_are_decoded_and_the_factors_not_copied(self, taken, monkeypatch):
         case = Case(3, 2, lora="all", rank=5)
         made = example(case, torch.float16)
         tensors = {name: tensor.to(DEVICE, torch.float16) for name, tensor in made.inputs.items()}
@@ -245,9 +241,7 @@ class TestRegistry:
         assert self.why_not(self.request(torch.bfloat16, CUDA)) == "needs Triton, which is not installed"
 
     @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-    def test_old_gpus_are_refused(
-        self, capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_old_gpus_are_refused(self, capability, served, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         reason = self.why_not(self.request(torch.bfloat16, CUDA))
         assert reason == (None if served else "needs compute capability 8.0 or newer")

@@ -43,9 +43,7 @@ def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks, m
     assert found["rounds_ms"] and [name for name, _ in found["phases"]] == ["the rest", "backward: the rest"]
 
 
-def test_experts_that_train_in_fp8_are_measured_but_by_tasks(
-    processes: LocalRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_train_in_fp8_are_measured_but_by_tasks(processes, monkeypatch):
     monkeypatch.setattr(suite, "_ROUNDS", 1)
     wanted = ["collective", "peers, fixed room, tasks"]
     report = run_ranks(JOB._replace(precision="fp8"), 1, processes=processes, settings=wanted)
@@ -89,9 +87,7 @@ def test_phases_are_those_of_steps_back_to_back_behind_one_that_is_not_counted(m
     assert [ms for _, ms in found] == pytest.approx([1.5, 4.0])
 
 
-def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_end_the_others(monkeypatch):
     calls = []
 
     class Processes:

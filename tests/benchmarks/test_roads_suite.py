@@ -160,9 +160,7 @@ class TestWithASimulatedGpu:
         ("road", "path"),
         [("generate", "captured"), ("8 rows", "padded captured"), ("prompts", "continuous"), ("finetune", "captured")],
     )
-    def test_resident_experts_take_the_fast_path_in_every_format(
-        self, road: str, path: str, format: str, seen: Walked
-    ) -> None:
+    def test_resident_experts_take_the_fast_path_in_every_format(self, road, path, format, seen):
         found = seen(road, "resident", format)
         assert (found.state, found.path, found.says) == ("green", path, ())
 
@@ -173,9 +171,7 @@ class TestWithASimulatedGpu:
 
     @needs_engine
     @pytest.mark.parametrize("road", ["generate", "prompts", "adapter", "finetune"])
-    def test_experts_on_the_cpu_say_what_the_host_waits_for(
-        self, road: str, seen: Walked, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_experts_on_the_cpu_say_what_the_host_waits_for(self, road, seen, monkeypatch):
         monkeypatch.setattr(fast_paths, "WORTH_COMPILING", 0.0)  # nor are layers compiled around them
         found = seen(road, "cpu", "bf16")
         assert found.state == "green" and found.path.split()[-1] == "plain"
@@ -184,9 +180,7 @@ class TestWithASimulatedGpu:
 
     @quick(lambda format: format in ("fp8", "mxfp4"))
     @pytest.mark.parametrize("format", FORMATS)
-    def test_captured_tokens_are_those_of_plain_steps(
-        self, format: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_captured_tokens_are_those_of_plain_steps(self, format, folder, monkeypatch):
         words = suite.words_of(Cell("generate", "resident", format), folder, TINY, False, folder)
         captured = suite.run_command(words, 1).document
         monkeypatch.setattr(token_steps, "why_no_graphs", lambda device: "not wanted")

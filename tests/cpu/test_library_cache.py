@@ -82,9 +82,7 @@ def compiler_that(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> P
     return log
 
 
-def test_a_library_is_compiled_once_and_kept_with_its_record(
-    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_is_compiled_once_and_kept_with_its_record(sources, cache, tmp_path, monkeypatch):
     log = compiler_that(tmp_path, monkeypatch, f'exec {COMPILER} "$@"')
     assert answer(sources) == 42
     assert log.read_text().count("ran") == 3, "two units and the link"
@@ -140,9 +138,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_library_that_is_not_what_was_written_is_compiled_again(
-    damage: str, sources: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_that_is_not_what_was_written_is_compiled_again(damage, sources, cache, caplog):
     if "somebody" in damage and not AS_ROOT:
         pytest.skip("only root gives files away")
     library = compiled(sources)
@@ -161,9 +157,7 @@ def test_a_library_under_another_ones_name_is_not_taken_for_it(sources: Path, ca
     assert library_cache.why_not_verified(renamed) is not None
 
 
-def test_a_library_that_lacks_a_function_is_compiled_again(
-    sources: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_that_lacks_a_function_is_compiled_again(sources, cache, tmp_path, caplog):
     """Though its record is right."""
     library = compiled(sources)
     other = tmp_path / "other.so"
@@ -175,9 +169,7 @@ def test_a_library_that_lacks_a_function_is_compiled_again(
     assert library_cache.why_not_verified(library) is not None, "the next process compiles it into the cache"
 
 
-def test_a_library_that_lacks_a_function_is_a_reason_where_nothing_compiles(
-    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_lacks_a_function_is_a_reason_where_nothing_compiles(sources, cache, monkeypatch):
     compiled(sources)
     without_compiler(monkeypatch)
     with pytest.raises(build.CoreUnavailable, match=r"no C\+\+ compiler"):
@@ -268,12 +260,8 @@ UNUSABLE = [
 
 @pytest.mark.parametrize("unusable", UNUSABLE, ids=lambda make: make.__name__)
 def test_a_folder_that_cannot_be_used_is_replaced_by_a_private_one_with_a_warning(
-    unusable: Callable[[Path, pytest.MonkeyPatch], None],
-    sources: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    unusable, sources, cache, monkeypatch, caplog
+):
     unusable(cache, monkeypatch)
     for _ in range(3):
         assert answer(sources) == 42
@@ -292,9 +280,7 @@ def test_a_shared_folder_in_which_nobody_can_replace_anothers_files_serves(sourc
     assert compiled(sources).parent == cache
 
 
-def test_the_default_folder_is_closed_to_the_group(
-    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_folder_is_closed_to_the_group(sources, cache, tmp_path, monkeypatch):
     """An older version made it as the umask said."""
     monkeypatch.delenv("AMOEBA_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -304,9 +290,7 @@ def test_the_default_folder_is_closed_to_the_group(
     assert stat.S_IMODE((tmp_path / "amoeba").stat().st_mode) == 0o755
 
 
-def test_a_cache_that_can_only_be_read_serves_what_it_has(
-    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_can_only_be_read_serves_what_it_has(sources, cache, monkeypatch, caplog):
     library = compiled(sources)
     caplog.clear()
 
@@ -344,9 +328,7 @@ def test_a_cold_cache_without_a_compiler_names_it(sources: Path, cache: Path, mo
         compiled(sources)
 
 
-def test_a_broken_compiler_says_why_and_is_asked_once(
-    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_compiler_says_why_and_is_asked_once(sources, cache, tmp_path, monkeypatch):
     log = compiler_that(tmp_path, monkeypatch, 'echo "small.cpp:1: fatal error: no such header" >&2; exit 1')
     for _ in range(3):
         with pytest.raises(build.CoreUnavailable, match=r"no such header; set CXX"):
@@ -355,9 +337,7 @@ def test_a_broken_compiler_says_why_and_is_asked_once(
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
 
 
-def test_beside_a_broken_compiler_what_another_one_made_serves(
-    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_beside_a_broken_compiler_what_another_one_made_serves(sources, cache, tmp_path, monkeypatch, caplog):
     library = compiled(sources)
     compiler_that(tmp_path, monkeypatch, "echo error >&2; exit 1")
     assert compiled(sources) == library
@@ -369,9 +349,7 @@ def test_a_compiler_may_come_with_arguments(sources: Path, cache: Path, monkeypa
     assert answer(sources) == 42
 
 
-def test_a_long_compilation_is_announced_as_it_is(
-    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_compilation_is_announced_as_it_is(sources, cache, monkeypatch, caplog):
     monkeypatch.setitem(build._ONE_CORE_SECONDS, "small", 60)
     monkeypatch.setattr(build, "usable_cores", lambda: 16)
     compiled(sources)
@@ -409,9 +387,7 @@ def in_a_child(job: Callable[[], bool]) -> int:
     return child
 
 
-def test_processes_that_start_together_compile_once(
-    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_start_together_compile_once(sources, cache, tmp_path, monkeypatch):
     log = compiler_that(tmp_path, monkeypatch, f'sleep 0.3\nexec {COMPILER} "$@"')
     children = [in_a_child(lambda: answer(sources) == 42) for _ in range(3)]
     assert wait_for(children) == [0, 0, 0]

@@ -184,9 +184,7 @@ def test_every_activation(path: str, kind: str, activation: Activation, intermed
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("intermediate", [64, 72])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_clamped_values_pass_no_gradient(
-    path: str, kind: str, intermediate: int, interleaved: bool, workers: WorkerPool
-) -> None:
+def test_clamped_values_pass_no_gradient(path, kind, intermediate, interleaved, workers):
     """All of h lies far from the limit, on either side, so that rounding moves nothing across it."""
     activation = Activation("silu", limit=2.0, up_shift=0.5, interleaved=interleaved)
     layer = Layer(kind, activation=activation, intermediate=intermediate, bias=True, ranks=(0, 0, 4))

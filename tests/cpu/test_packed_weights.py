@@ -74,9 +74,7 @@ class Refusing:
         return 1  # EPERM
 
 
-def test_a_refused_permission_is_named_and_avx512_takes_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_permission_is_named_and_avx512_takes_over(monkeypatch, caplog):
     monkeypatch.setattr(packed, "load_packed", Refusing)
     with caplog.at_level(logging.WARNING, "amoeba"):
         assert packed._choose_path.__wrapped__(None) is Path.AVX512
@@ -98,9 +96,7 @@ def test_weights_that_cannot_be_packed_are_refused(weight: Tensor) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [(0, 0, 0), (2, 62, 198), (1, 31, 15), (1, 31, 192)], ids=str)
 @pytest.mark.parametrize("swapped", [False, True])
-def test_int8_refuses_what_it_cannot_hold(
-    value: float, place: tuple[int, int, int], dtype: torch.dtype, swapped: bool
-) -> None:
+def test_int8_refuses_what_it_cannot_hold(value, place, dtype, swapped):
     weight_EOI = weights_of(63, 199).to(dtype)
     weight_EOI[place] = value
     stored = weight_EOI.mT.contiguous().mT if swapped else weight_EOI

@@ -189,9 +189,7 @@ print(counts[1] - counts[0])
             os._exit(0 if right else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-    def test_without_such_a_runtime_there_are_threads_of_our_own(
-        self, experts: Experts, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_such_a_runtime_there_are_threads_of_our_own(self, experts, monkeypatch):
         expected = experts.run(WorkerPool(1))
         monkeypatch.setattr(pool_module, "_torch_parallel", lambda: None)
         pool = WorkerPool()

@@ -99,9 +99,7 @@ def rounded(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_bf16_is_exact_on_integers_in_every_row_and_column(
-    path: str, hidden: int, intermediate: int, workers: WorkerPool
-) -> None:
+def test_bf16_is_exact_on_integers_in_every_row_and_column(path, hidden, intermediate, workers):
     case = Case(hidden, intermediate)
     found, expected = case.run("bf16", workers), case.expected()
     for name in expected:
@@ -109,9 +107,7 @@ def test_bf16_is_exact_on_integers_in_every_row_and_column(
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_int8_is_exact_on_integers_in_every_row_and_column(
-    path: str, hidden: int, intermediate: int, workers: WorkerPool
-) -> None:
+def test_int8_is_exact_on_integers_in_every_row_and_column(path, hidden, intermediate, workers):
     case = Case(hidden, intermediate)
     for rows in (case.x_TH, case.up_EIH):
         rows.copy_(integers(127, *rows.shape))
@@ -123,9 +119,7 @@ def test_int8_is_exact_on_integers_in_every_row_and_column(
 @each_value_once("path", "kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_gated_experts_agree_with_fp64(
-    path: str, kind: str, hidden: int, intermediate: int, workers: WorkerPool
-) -> None:
+def test_gated_experts_agree_with_fp64(path, kind, hidden, intermediate, workers):
     expert_TK = Case(1, 1).expert_T[:, None].contiguous()
     layer = Layer(kind, len(expert_TK), 1, len(COUNTS), hidden, intermediate, (0, 0, 0), expert_TK=expert_TK)
     # with one number to a row, int8 has nothing to average its rounding over
@@ -133,9 +127,7 @@ def test_gated_experts_agree_with_fp64(
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_int8_has_the_same_bits_on_every_path(
-    hidden: int, intermediate: int, workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int8_has_the_same_bits_on_every_path(hidden, intermediate, workers, monkeypatch):
     if packed.load_packed().best_path is Path.GENERIC:
         pytest.skip("this CPU with this compiler has one path")
     layer = Layer("int8", 200, 2, 3, hidden, intermediate, (0, 0, 0))

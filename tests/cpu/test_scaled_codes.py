@@ -242,9 +242,7 @@ def test_fused_passes_read_what_is_packed_in_bf16(tokens: int) -> None:
 
 @pytest.mark.parametrize("shape", ["whole", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("bf16", [True, False])
-def test_passes_with_gradients_are_fused_where_the_cpu_multiplies_bf16(
-    bf16: bool, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_with_gradients_are_fused_where_the_cpu_multiplies_bf16(bf16, shape, monkeypatch):
     monkeypatch.setattr(cpu_fused, "_multiplies_bf16", lambda: bf16)
     calls = []
     forward, decode = cpu_fused.forward, cpu_decode.decode

@@ -82,9 +82,7 @@ def test_other_code_and_other_packages_are_another_key(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("place", [0, 31, 32, 35, None])
-def test_a_damaged_file_is_made_anew_with_a_warning(
-    place: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_made_anew_with_a_warning(place, tmp_path, caplog):
     kept("key", made())
     (file,) = files(tmp_path)
     content = bytearray(file.read_bytes())

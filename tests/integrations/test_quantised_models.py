@@ -91,9 +91,7 @@ def test_experts_take_the_bytes_of_the_file(name: str, most: float, checkpoints:
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-def test_lora_gradients_are_those_of_the_dequantised_model_from_the_first_layer_on(
-    name: str, checkpoints: dict[str, Made]
-) -> None:
+def test_lora_gradients_are_those_of_the_dequantised_model_from_the_first_layer_on(name, checkpoints):
     """transformers drops gradients on the way through its quantised experts: those of the first layer would be 0."""
     folder, twin = checkpoints[name]
 
@@ -108,9 +106,7 @@ def test_lora_gradients_are_those_of_the_dequantised_model_from_the_first_layer_
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-def test_generate_writes_what_the_dequantised_model_writes(
-    name: str, checkpoints: dict[str, Made], tmp_path: Path
-) -> None:
+def test_generate_writes_what_the_dequantised_model_writes(name, checkpoints, tmp_path):
     folder, twin = checkpoints[name]
     twin.save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
@@ -124,9 +120,7 @@ def test_generate_writes_what_the_dequantised_model_writes(
     assert texts[0] == texts[1]
 
 
-def test_a_checkpoint_that_asks_for_quantised_activations_gets_them_where_that_is_faster(
-    checkpoints: dict[str, Made], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_asks_for_quantised_activations_gets_them_where_that_is_faster(checkpoints, tmp_path):
     """By activation_scheme, and with blocks of 128 x 128 alone."""
     folder, _ = checkpoints["fp8"]
     assert {each.products for each in of_experts(load(folder))} == {"auto"}
@@ -169,9 +163,7 @@ def test_products_of_a_loaded_model_may_be_set(checkpoints: dict[str, Made]) -> 
     ],
     ids=str,
 )
-def test_generate_tells_which_products_it_takes_and_their_errors(
-    asked: dict[str, str], taken: str, said: str, checkpoints: dict[str, Made]
-) -> None:
+def test_generate_tells_which_products_it_takes_and_their_errors(asked, taken, said, checkpoints):
     lines: list[str] = []
     common = {"max_new_tokens": 2, "temperature": 0, "device": torch.device("cpu"), "dtype": torch.float32}
     report = generate(checkpoints["fp8"][0], "Once", GenerationOptions(**common, **asked), str, say=lines.append)
@@ -182,9 +174,7 @@ def test_generate_tells_which_products_it_takes_and_their_errors(
 
 @quick(lambda name: name == "mxfp4")
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-def test_fine_tuning_learns_as_the_dequantised_model_does(
-    name: str, checkpoints: dict[str, Made], tmp_path: Path
-) -> None:
+def test_fine_tuning_learns_as_the_dequantised_model_does(name, checkpoints, tmp_path):
     folder, twin = checkpoints[name]
     twin.save_pretrained(tmp_path / "twin")
     save_byte_tokenizer(tmp_path / "twin")
@@ -334,9 +324,7 @@ def test_what_is_missing_is_named(how: str, checkpoints: dict[str, Made], tmp_pa
         (each_of("_scales", torch.Tensor.bfloat16), "in one of uint8, float8_e8m0fnu.*; got .*bfloat16"),
     ],
 )  # fmt: skip
-def test_scales_of_mxfp4_are_there_and_are_exponents(
-    change: Callable[[dict[str, Tensor]], Any], message: str, checkpoints: dict[str, Made], tmp_path: Path
-) -> None:
+def test_scales_of_mxfp4_are_there_and_are_exponents(change, message, checkpoints, tmp_path):
     folder = shutil.copytree(checkpoints["mxfp4"][0], tmp_path / "model")
     spoil(folder, change)
     with pytest.raises(ValueError, match=message):
@@ -374,9 +362,7 @@ QUANTISED_BY_OTHERS = {
 
 
 @pytest.mark.parametrize("method", QUANTISED_BY_OTHERS)
-def test_what_others_have_quantised_is_refused_by_name(
-    method: str, checkpoints: dict[str, Made], tmp_path: Path
-) -> None:
+def test_what_others_have_quantised_is_refused_by_name(method, checkpoints, tmp_path):
     """Codes without their scales would be taken for numbers: transformers itself skips what it does not know."""
     facts, message = QUANTISED_BY_OTHERS[method]
     folder = shutil.copytree(checkpoints["fp8"][0], tmp_path / "model")

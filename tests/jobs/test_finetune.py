@@ -182,9 +182,7 @@ def test_plain_peft_loads_the_adapter_with_equal_logits(finished: tuple[Path, An
     assert relative(logits_of(base_model(base)), logits_of(ours)) > 1e-2
 
 
-def test_base_weights_are_bit_identical_in_the_trained_model(
-    base: Path, data: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_base_weights_are_bit_identical_in_the_trained_model(base, data, tmp_path, monkeypatch):
     kept = []
     from amoeba.jobs.finetune import finetune as job
 
@@ -197,9 +195,7 @@ def test_base_weights_are_bit_identical_in_the_trained_model(
     assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in kept[0].state_dict().items())
 
 
-def test_the_merged_folder_gives_the_adapted_logits_in_plain_transformers(
-    finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path
-) -> None:
+def test_the_merged_folder_gives_the_adapted_logits_in_plain_transformers(finished, base, tmp_path):
     folder, *_ = finished
     report = merge(base, folder, tmp_path / "merged")  # the run's folder will do
     assert (report.experts_layers, report.linear_layers, report.dtype) == (2, 2, "float32")
@@ -220,9 +216,7 @@ def test_merge_as_a_command_of_its_own(finished: tuple[Path, Any, Quiet], base: 
     assert "--out: expected a folder; got none" in CliRunner().invoke(app, command).output
 
 
-def test_a_merge_that_is_interrupted_says_so_and_leaves_nothing(
-    finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_is_interrupted_says_so_and_leaves_nothing(finished, base, tmp_path, monkeypatch):
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -233,9 +227,7 @@ def test_a_merge_that_is_interrupted_says_so_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_generate_takes_the_adapter_and_its_chat_template(
-    finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path
-) -> None:
+def test_generate_takes_the_adapter_and_its_chat_template(finished, base, tmp_path):
     folder, *_ = finished
     words = ["What is 1 plus 2?", "--chat", "--max-new-tokens=8", "--temperature=0", "--json"]
     result = CliRunner().invoke(app, ["generate", str(base), *words, "--adapter", str(folder)])
@@ -365,9 +357,7 @@ def test_missing_things_are_named(base: Path, data: str, tmp_path: Path) -> None
     assert "--resume: expected the folder of an earlier run" in refused("--resume", str(tmp_path))
 
 
-def test_rows_longer_than_the_models_positions_are_cut_there_and_it_is_said(
-    base: Path, data: str, tmp_path: Path
-) -> None:
+def test_rows_longer_than_the_models_positions_are_cut_there_and_it_is_said(base, data, tmp_path):
     from hostile_folders import change_json
 
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "short")
@@ -414,9 +404,7 @@ def test_a_run_of_train_is_not_taken_for_one_of_finetune(base: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_a_missing_package_is_a_sentence(
-    command: str, tmp_path: Path, base: Path, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_a_sentence(command, tmp_path, base, data, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
@@ -426,9 +414,7 @@ def test_a_missing_package_is_a_sentence(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_a_missing_package_is_a_sentence_in_a_process_that_has_imported_nothing(
-    command: str, tmp_path: Path, base: Path, data: str
-) -> None:
+def test_a_missing_package_is_a_sentence_in_a_process_that_has_imported_nothing(command, tmp_path, base, data):
     program = "import sys; sys.modules['tokenizers'] = None; from amoeba.cli import main; main()"
     words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
     done = subprocess.run(
@@ -470,9 +456,7 @@ def test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resid
 
 
 @needs_engine
-def test_memory_that_will_not_do_is_foreseen_before_anything_is_packed(
-    base: Path, data: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_memory_that_will_not_do_is_foreseen_before_anything_is_packed(base, data, tmp_path, monkeypatch):
     monkeypatch.setattr(planner_module, "available_memory", lambda device: 1000)
     result = CliRunner().invoke(
         app, ["finetune", str(base), "--data", data, "--out", str(tmp_path / "run"), "--experts", "cpu-int8"]
@@ -484,9 +468,7 @@ def test_memory_that_will_not_do_is_foreseen_before_anything_is_packed(
 
 
 @needs_engine
-def test_the_plan_of_packed_experts_is_in_the_log(
-    base: Path, data: str, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_plan_of_packed_experts_is_in_the_log(base, data, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
     caplog.set_level(logging.INFO, logger="amoeba")
     console = Quiet()
@@ -501,9 +483,7 @@ def test_the_plan_of_packed_experts_is_in_the_log(
 @needs_engine
 @pytest.mark.parametrize(("placement", "tolerance"), [("cpu-bf16", 1e-2), ("cpu-int8", 3e-2)])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])
-def test_packed_experts_give_the_outputs_and_free_their_tensors(
-    model_type: str, placement: str, tolerance: float
-) -> None:
+def test_packed_experts_give_the_outputs_and_free_their_tensors(model_type, placement, tolerance):
     torch.manual_seed(0)
     model = build(model_type)
     model.set_experts_implementation("amoeba")
@@ -530,9 +510,7 @@ def test_fine_tuning_with_packed_experts_learns(placement: str, base: Path, data
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU --ram alone is refused")
-def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(
-    base: Path, data: str, tmp_path: Path
-) -> None:
+def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(base, data, tmp_path):
     """Two slots of six per layer, from a store; the steps' losses and the factors are the same, bit for bit."""
     pack(base, tmp_path / "store")
     with open_store(tmp_path / "store") as store:
@@ -553,9 +531,7 @@ def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU --ram alone is refused")
-def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(
-    base: Path, data: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(base, data, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="experts: expected none for streamed experts; got 'resident'"):
         finetune(settings(tmp_path / "run", base, data, ram="1GiB", experts="resident"), Quiet())
     with pytest.raises(ValueError, match="ram: expected at least"):
@@ -567,9 +543,7 @@ def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(
 
 @needs_engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the dtype of a CPU")
-def test_a_bf16_checkpoint_trains_in_float32_where_bf16_is_emulated(
-    base: Path, data: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_bf16_checkpoint_trains_in_float32_where_bf16_is_emulated(base, data, tmp_path, monkeypatch):
     for module in (cpu_dtype, cpu_placements):
         monkeypatch.setattr(module, "has_bf16_instructions", lambda: False)
     half = Path(shutil.copytree(base, tmp_path / "half"))

@@ -65,9 +65,7 @@ def logits(model: Any) -> Tensor:
 @quick(lambda model_type, format: (model_type, format) in QUICK)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_type", SIZES)
-def test_a_written_folder_holds_what_placing_the_experts_gives(
-    model_type: str, format: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_written_folder_holds_what_placing_the_experts_gives(model_type, format, models, tmp_path):
     report = quantise_folder(models[model_type], tmp_path / "out", format)
     found, expected = load(tmp_path / "out"), load(models[model_type])
     amoeba.place_experts(expected, f"{format}-weights")
@@ -84,9 +82,7 @@ def test_a_written_folder_holds_what_placing_the_experts_gives(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU it wants packages for its quantised kernels")
 @pytest.mark.parametrize(("model_type", "format"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
-def test_plain_transformers_reads_what_it_knows(
-    model_type: str, format: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_plain_transformers_reads_what_it_knows(model_type, format, models, tmp_path):
     """It dequantises them without a GPU: the same numbers."""
     report = quantise_folder(models[model_type], tmp_path / "out", format)
     assert report.read_by_transformers
@@ -98,9 +94,7 @@ def test_plain_transformers_reads_what_it_knows(
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
-def test_what_transformers_does_not_know_it_does_not_take_for_numbers(
-    format: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_transformers_does_not_know_it_does_not_take_for_numbers(format, models, tmp_path):
     report = quantise_folder(models["qwen3_moe"], tmp_path / "out", format)
     facts = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (facts["quant_method"], facts["format"], report.read_by_transformers) == ("amoeba", format, False)
@@ -114,9 +108,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 @quick(lambda format: format in ("fp8", "nvfp4"))
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_interrupted_run_goes_on_and_leaves_no_model_before(
-    format: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_interrupted_run_goes_on_and_leaves_no_model_before(format, models, tmp_path):
     class Killed(Exception):
         pass
 
@@ -213,9 +205,7 @@ def test_gpt_oss_with_a_cut_block_is_ours(tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "out")), logits(model))
 
 
-def test_a_full_disk_says_how_to_go_on(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_says_how_to_go_on(models, tmp_path, monkeypatch):
     write = job.WholeFile.write
 
     def full_at_the_second(self: Any, offset: int, data: memoryview) -> None:
@@ -240,9 +230,7 @@ def same_files(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_type", SIZES)
-def test_the_core_and_torch_write_the_same_bytes(
-    model_type: str, format: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_core_and_torch_write_the_same_bytes(model_type, format, models, tmp_path, monkeypatch):
     quantise_folder(models[model_type], tmp_path / "core", format, device=torch.device("cpu"))
     monkeypatch.setattr(job, "_core", lambda: None)
     quantise_folder(models[model_type], tmp_path / "torch", format, device=torch.device("cpu"))
@@ -252,9 +240,7 @@ def test_the_core_and_torch_write_the_same_bytes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_type", SIZES)
-def test_a_gpu_writes_the_same_bytes_as_a_cpu(
-    model_type: str, format: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_gpu_writes_the_same_bytes_as_a_cpu(model_type, format, models, tmp_path):
     for device in ("cpu", "cuda"):
         quantise_folder(models[model_type], tmp_path / device, format, device=torch.device(device))
     same_files(tmp_path / "cpu", tmp_path / "cuda")

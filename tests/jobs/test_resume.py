@@ -150,9 +150,7 @@ def test_a_second_signal_stops_at_once(inputs: Path, tmp_path: Path, command: st
 
 @quick(lambda start_from, command: (start_from is None) == (command == "train"))
 @pytest.mark.parametrize("start_from", [None, "8"])
-def test_a_resumed_run_ends_with_the_same_bits(
-    start_from: str | None, run: Path, whole: tuple[Path, Any], command: str
-) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(start_from, run, whole, command):
     torn = run / "checkpoints" / "writing" / "checkpoint-10"
     torn.mkdir(parents=True)
     (torn / "model.safetensors").write_text("half of what a killed run wrote")
@@ -190,9 +188,7 @@ def test_a_finished_run_says_so_and_is_left_alone(whole: tuple[Path, Any], comma
 
 @each_value_once()
 @pytest.mark.parametrize("lost", ["result", "both"])
-def test_a_run_killed_after_its_last_step_is_ended_without_another(
-    lost: str, whole: tuple[Path, Any], command: str, tmp_path: Path
-) -> None:
+def test_a_run_killed_after_its_last_step_is_ended_without_another(lost, whole, command, tmp_path):
     run = shutil.copytree(whole[0], tmp_path / "run")
     shutil.rmtree(run / KEPT[command])
     if lost == "both":  # the last line of the log too
@@ -267,9 +263,7 @@ OTHER: dict[str, Any] = {
 
 @each_value_once()
 @pytest.mark.parametrize("name", sorted({field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}))
-def test_each_setting_is_refused_where_it_cannot_change(
-    name: str, terminated: tuple[Path, Any, Quiet], command: str
-) -> None:
+def test_each_setting_is_refused_where_it_cannot_change(name, terminated, command):
     if name not in {field.name for field in dataclasses.fields(KINDS[command])}:
         pytest.skip(f"not a setting of {command}")
     told = settings_of(KINDS[command], str(terminated[0]), None, {})
@@ -345,9 +339,7 @@ DAMAGES = {"missing": None, "empty": lambda content: b"", "truncated": lambda co
 
 @each_value_once()
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_offered(
-    damage: str, run: Path, command: str
-) -> None:
+def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_offered(damage, run, command):
     told = settings_of(KINDS[command], str(run), None, {})
     files = sorted((run / "checkpoints" / "checkpoint-9").iterdir())
     must = {"scheduler.pt", "rng_state.pth", "trainer_state.json", "tokenizer.json", "manifest.json"}
@@ -376,9 +368,7 @@ def older(run: Path) -> None:
 
 
 @once
-def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(
-    run: Path, command: str, whole: tuple[Path, Any]
-) -> None:
+def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(run, command, whole):
     older(run)
     _, console = resume(run, command)
     assert any("older version without hashes" in said for said in console.said)
@@ -456,9 +446,7 @@ POISON = {
 
 @once
 @pytest.mark.parametrize("what", POISON)
-def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
-    what: str, inputs: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(what, inputs, tmp_path, command, monkeypatch):
     def poison(tensors: Any) -> None:
         next(iter(tensors)).data.view(-1)[0] = torch.nan
 
@@ -489,9 +477,7 @@ def test_whatever_is_not_finite_is_found_before_a_checkpoint_is_written(
 
 @once
 @pytest.mark.parametrize("when", ["_save", "seal", "replace_folder"])
-def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_leaves_the_last_one(
-    when: str, run: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_leaves_the_last_one(when, run, command, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -502,9 +488,7 @@ def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_leaves_the_last_one(
     assert contents(run / "checkpoints") == before
 
 
-def test_a_result_that_cannot_be_written_leaves_the_one_before(
-    whole: tuple[Path, Any], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_that_cannot_be_written_leaves_the_one_before(whole, command, tmp_path, monkeypatch):
     run = shutil.copytree(whole[0], tmp_path / "run")
     before = contents(run / KEPT[command])
     save = WatchedTrainer._save
@@ -521,9 +505,7 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(
 
 
 @pytest.mark.parametrize("killed_before", [1, 2])
-def test_a_replacement_that_is_killed_half_way_is_undone(
-    killed_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_that_is_killed_half_way_is_undone(killed_before, tmp_path, monkeypatch):
     from amoeba.system import files
 
     class Killed(BaseException):

@@ -101,9 +101,7 @@ def test_yaml_says_what_people_mean_by_it(tmp_path: Path) -> None:
         ("vocab_size: 299", "vocab_size: expected at least 300; got 299."),
     ],
 )
-def test_a_value_of_another_kind_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
-) -> None:
+def test_a_value_of_another_kind_is_named(tmp_path, monkeypatch, text, said):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(text)
     with pytest.raises(ValueError, match=re.escape(said)):

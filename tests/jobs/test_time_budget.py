@@ -71,9 +71,7 @@ def falls_without_a_jump(rates: list[float], warmup: int = 4) -> bool:
 
 @quick(lambda command: command == "train")
 @pytest.mark.parametrize("command", list(KINDS))
-def test_as_many_steps_as_fit_and_a_rate_that_falls_to_the_last(
-    command: str, inputs: Path, tmp_path: Path, clock: Clock
-) -> None:
+def test_as_many_steps_as_fit_and_a_rate_that_falls_to_the_last(command, inputs, tmp_path, clock):
     console = Quiet()
     report = tiny_run(timed(command, tmp_path / "run", inputs), console)
     assert report.steps == FITTING and not report.interrupted
@@ -147,9 +145,7 @@ def test_where_all_steps_fit_nothing_changes(inputs: Path, tmp_path: Path, clock
     assert kept_weights(tmp_path / "run", "train") == kept_weights(tmp_path / "plain", "train")
 
 
-def test_a_resumed_run_has_the_minutes_that_were_left_and_the_same_bits(
-    inputs: Path, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_resumed_run_has_the_minutes_that_were_left_and_the_same_bits(inputs, tmp_path, clock):
     whole, run = tmp_path / "whole", tmp_path / "run"
     tiny_run(timed("train", whole, inputs), Quiet())
     clock.now = 0.0

@@ -106,9 +106,7 @@ def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Pa
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(
-    finished: tuple[Path, Any, Quiet], tmp_path: Path, corpus_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_has_the_tokenizer_of_its_checkpoint(finished, tmp_path, corpus_file, monkeypatch):
     folder = shutil.copytree(finished[0], tmp_path / "copy")
     monkeypatch.setattr("amoeba.data.tokenizer.train_tokenizer", lambda *_: pytest.fail("trained once more"))
     report = train(settings(folder, corpus_file), Quiet(), resume=True, start_from="checkpoint-8")
@@ -183,9 +181,7 @@ def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("olmoe", marks=pytest.mark.thorough)])
-def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(
-    model_type: str, tmp_path: Path, corpus_file: str
-) -> None:
+def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(model_type, tmp_path, corpus_file):
     """An empty tokenizer gave 3 rows and a loss that stayed at ln V, with exit code 0."""
     from transformers import AutoTokenizer
 

@@ -60,9 +60,7 @@ def test_the_loss_falls_as_without_it(precision: str, inputs: Path, without: tup
 @quick(lambda precision, what: (precision, what) == ("fp8-all", "dy"))
 @pytest.mark.parametrize("what", ["x", "dy"])
 @pytest.mark.parametrize("precision", ["fp8", "fp8-ste", "fp8-saved", "fp8-all"])
-def test_an_infinity_in_the_experts_stops_the_run(
-    precision: str, what: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_infinity_in_the_experts_stops_the_run(precision, what, inputs, tmp_path, monkeypatch):
     """In one number that an expert is given, of a token or of a gradient."""
     pass_of = WatchedTrainer.training_step
 
@@ -93,9 +91,7 @@ def test_an_infinity_in_the_experts_stops_the_run(
 
 
 @pytest.mark.parametrize("precision", ["fp8-saved", "bf16"])
-def test_console_log_and_report_name_the_precision_and_what_computes_it(
-    precision: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_console_log_and_report_name_the_precision_and_what_computes_it(precision, inputs, tmp_path):
     few = {"steps": 2, "log_every": 1, "eval_every": 2, "save_every": 2}
     _, console = trained(tmp_path / "run", inputs, precision=precision, **few)
     experts = json.loads((tmp_path / "run" / "environment.json").read_text()).get("experts")

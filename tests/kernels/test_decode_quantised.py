@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amoeba import Activation, ExpertWeights, Routing, experts
+from amoeba import ExpertWeights, Routing, experts
 from amoeba.backends import quantised_rows, quantised_triton
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES, LoraFactors
@@ -61,15 +61,7 @@ WAYS = {
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("activation", [SILU, PLAIN_RELU2, CLAMPED_SWIGLU], ids=str)
 @by_format
-def test_y_is_that_of_what_the_codes_stand_for(
-    format: Format,
-    activation: Activation,
-    sizes: tuple[int, int],
-    way: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_y_is_that_of_what_the_codes_stand_for(format, activation, sizes, way, dtype, device, monkeypatch):
     monkeypatch.setattr(quantised_configuration, "WIDEST_PIECE", 128)  # several pieces of a row, and steps
     monkeypatch.setattr(quantised_configuration, "DEPTH_BYTES", {8: 32, 4: 32})
     monkeypatch.setattr(by_slot, "MOST_DOWN_BYTES", 256)  # one slot after the other
@@ -110,14 +102,7 @@ ADAPTED = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("adapted", ADAPTED, ids=["all", "one A", "gate", "plain", "down"])
 @by_format
-def test_factors_beside_codes_agree_with_the_reference(
-    format: Format,
-    adapted: tuple[Activation, tuple[str, ...], bool],
-    way: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_factors_beside_codes_agree_with_the_reference(format, adapted, way, dtype, device, monkeypatch):
     """Factors in fp32, which are rounded to x's dtype; those of experts without a slot are NaN."""
     monkeypatch.setattr(low_rank, "DEPTH", 32)
     monkeypatch.setattr(by_slot, "MOST_DOWN_BYTES", 256)  # one slot after the other
@@ -172,9 +157,7 @@ LISTED = {
 @quick(lambda format, ids: format is MXFP4)
 @pytest.mark.parametrize("ids", LISTED)
 @by_format
-def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(
-    format: Format, ids: str, device: torch.device
-) -> None:
+def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(format, ids, device):
     chosen_N = torch.tensor(LISTED[ids])
     expert_TK = chosen_N[torch.randperm(len(chosen_N), generator=torch.Generator().manual_seed(0))].view(-1, 2)
     layer = Layer(SILU, tokens=len(expert_TK), hidden=64, inner=32, expert_TK=expert_TK)
@@ -200,9 +183,7 @@ SHARED = {"fewer slots than experts": [3, E, 3], "a sentinel": [-1], "more": [0,
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("ids", SHARED)
 @by_format
-def test_slots_that_up_lists_for_down_have_the_bits_of_those_that_each_program_finds(
-    format: Format, ids: str, rank: int, device: torch.device
-) -> None:
+def test_slots_that_up_lists_for_down_have_the_bits_of_those_that_each_program_finds(format, ids, rank, device):
     expert_TK = torch.tensor(SHARED[ids])[:, None]
     layer = Layer(SILU, tokens=len(expert_TK), hidden=40, inner=24, expert_TK=expert_TK, rank=rank)
     named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
@@ -219,9 +200,7 @@ def test_slots_that_up_lists_for_down_have_the_bits_of_those_that_each_program_f
 @quick(lambda format, tokens: format is NVFP4 or tokens == 1)
 @pytest.mark.parametrize("tokens", [1, 40, 70])  # by slot, by expert, sorted
 @by_format
-def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
-    format: Format, tokens: int, device: torch.device
-) -> None:
+def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(format, tokens, device):
     """As they do in slots of a store. Those side by side come first: what was found for them fits no others."""
     layer = Layer(SILU, tokens=tokens, hidden=64, inner=32)
     named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}
@@ -263,16 +242,7 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_what_was_faster_is_taken(
-    format: Format,
-    tokens: int,
-    rows: int,
-    listed: bool,
-    early: bool,
-    up: int,
-    down: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_faster_is_taken(format, tokens, rows, listed, early, up, down, monkeypatch):
     """Qwen3-30B's layers on Hopper."""
     monkeypatch.setattr(quantised_configuration, "can_overlap", lambda device: True)
 
@@ -304,9 +274,7 @@ def test_tiles_whose_products_would_be_wrong_are_refused(device: torch.device) -
         decode(problem, configuration=chosen._replace(up=chosen.up._replace(warps=4)))
 
 
-def test_few_tokens_without_gradients_are_decoded_and_no_others(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_tokens_without_gradients_are_decoded_and_no_others(device, monkeypatch):
     sorted_rows = quantised_rows.QuantisedRows.dispatch
     passes = []
     monkeypatch.setattr(
@@ -369,9 +337,7 @@ def test_many_slots_of_whole_blocks_in_bf16(format: Format, tokens: int, rank: i
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: launches overlap there")
 @pytest.mark.parametrize("rank", [0, 16])
 @by_format
-def test_calls_in_a_graph_read_no_lists_and_rows_of_the_call_before(
-    format: Format, rank: int, device: torch.device
-) -> None:
+def test_calls_in_a_graph_read_no_lists_and_rows_of_the_call_before(format, rank, device):
     """All of them have the same memory for theirs, each other experts; the last one has none."""
     generator = torch.Generator(device=device).manual_seed(rank)
     count, hidden, inner, top_k, tokens = 64, 512, 384, 4, 8

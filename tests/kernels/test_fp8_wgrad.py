@@ -39,9 +39,7 @@ def poison_behind(left: Transposed, right: Transposed, blocks: RowBlocks) -> Non
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_of_weights_are_those_of_the_codes(
-    transposed: bool, height: int, width: int, routing: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_weights_are_those_of_the_codes(transposed, height, width, routing, device, monkeypatch):
     rows = routed(routing, device)
     sorted_NM = rows.sorted(height, torch.bfloat16, seed=0)
     by_token_TN = normal(rows.tokens, width, dtype=torch.bfloat16, seed=1, device=device)

@@ -25,9 +25,7 @@ K = 2
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")
 @pytest.mark.parametrize("order", [None, BY_COLUMNS, 2, TALL])
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (768, 512), (320, 192), (320, 320)])
-def test_each_variant_has_the_bits_of_the_plain_one(
-    order: int | None, hidden: int, inner: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_variant_has_the_bits_of_the_plain_one(order, hidden, inner, device, monkeypatch):
     """order: of tiles, where it is not what their bytes ask for."""
     with monkeypatch.context() as patch:
         patch.setattr(gemm, "_chosen", lambda *sizes: {})

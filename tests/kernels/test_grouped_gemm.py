@@ -140,9 +140,7 @@ def test_gathered_rows_times_their_experts_matrix(case: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_sorted_rows_with_bias_and_either_storage_of_the_matrix(
-    transposed: bool, bias: bool, device: torch.device
-) -> None:
+def test_sorted_rows_with_bias_and_either_storage_of_the_matrix(transposed, bias, device):
     p = problem("unowned", torch.float32, device, transposed=transposed)
     a_NI = torch.randn(p.rows(p.down_EHI.shape[2]).shape, device=device)
     a_NI[p.owned :] = math.nan
@@ -351,9 +349,7 @@ def test_there_are_slots_enough_for_any_routing(block_m: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("capability", "shared_kilobytes"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227)])
 @pytest.mark.parametrize("role", ["product", "up", "down_backward", "weight_gradient"])
-def test_default_configurations_fit_in_shared_memory(
-    role, capability: tuple[int, int], shared_kilobytes: int, dtype: torch.dtype
-) -> None:
+def test_default_configurations_fit_in_shared_memory(role, capability, shared_kilobytes, dtype):
     for rows in (1, 100, 1000, 10_000, 1_000_000):
         chosen = configuration(
             role, rows=rows, experts=16, reduction=2048, columns=1536, dtype=dtype, capability=capability

@@ -155,15 +155,7 @@ UPS = {
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("hidden", "inner"), SIZES)
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, (*_, dtypes) in UPS.items() for dtype in dtypes])
-def test_up_projection_with_its_activation(
-    name: str,
-    dtype: torch.dtype,
-    hidden: int,
-    inner: int,
-    routing: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_up_projection_with_its_activation(name, dtype, hidden, inner, routing, device, monkeypatch):
     activation, has_bias, keep, _ = UPS[name]
     rows, width = routed(routing, device), activation.width(inner)
     x_TH = rows.of_tokens(hidden, dtype, seed=0)
@@ -208,16 +200,8 @@ PRODUCTS = [
     [(*plan, dtype) for *plan, dtypes in PRODUCTS for dtype in dtypes],
 )
 def test_rows_times_their_experts_matrix(
-    gathered: bool,
-    rows_first: bool,
-    has_bias: bool,
-    dtype: torch.dtype,
-    depth: int,
-    width: int,
-    routing: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    gathered, rows_first, has_bias, dtype, depth, width, routing, device, monkeypatch
+):
     rows = routed(routing, device)
     left = (rows.of_tokens if gathered else rows.sorted)(depth, dtype, seed=0)
     matrix_EOW = normal(E, width, depth, dtype=dtype, seed=1, device=device)
@@ -261,16 +245,7 @@ def test_rows_times_their_experts_matrix(
     ],
 )
 @pytest.mark.parametrize("activated", [False, True])
-def test_an_addend_is_more_of_the_depth(
-    activated: bool,
-    gathered: bool,
-    rows_first: bool,
-    padded: int,
-    rank: int,
-    routing: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_addend_is_more_of_the_depth(activated, gathered, rows_first, padded, rank, routing, device, monkeypatch):
     if activated and not (gathered and rows_first):
         pytest.skip("the up projection gathers, from matrices stored (J, H)")
     dtype, depth, width = torch.bfloat16, 192, 384
@@ -309,15 +284,7 @@ def test_an_addend_is_more_of_the_depth(
 @pytest.mark.parametrize(("hidden", "width"), [*SIZES, (192, 448), (256, 320)])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", BOTH)
-def test_weight_gradient(
-    dtype: torch.dtype,
-    transposed: bool,
-    hidden: int,
-    width: int,
-    routing: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weight_gradient(dtype, transposed, hidden, width, routing, device, monkeypatch):
     rows = routed(routing, device)
     left_TH, right_NW = rows.of_tokens(hidden, dtype, seed=0), rows.sorted(width, dtype, seed=1)
     heaviest_E = heaviest_first(rows.offs_E)

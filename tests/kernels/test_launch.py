@@ -54,9 +54,7 @@ def descriptor(dtype: torch.dtype = torch.float32, block: tuple[int, int] = (8, 
     return SimpleNamespace(base=rows(dtype), block_shape=list(block))
 
 
-def test_the_second_launch_compiles_nothing_and_gets_the_new_arguments(
-    compiler: Compiler,
-) -> None:
+def test_the_second_launch_compiles_nothing_and_gets_the_new_arguments(compiler):
     kernel = Quick(compiler)
     first, second = rows(), rows()
     kernel[(3,)](first, 32, BLOCK=128, NAME="a", num_warps=4)

@@ -14,7 +14,7 @@ from amoeba.core.layout import build_layout
 from amoeba.kernels.lora.epilogue import Addend, padded_rank
 from amoeba.kernels.tile_sizes import Configuration
 from amoeba.kernels.weight_only_gemm import multiply_rows
-from amoeba.precision import E2M1, FP8_128, MXFP4, MXFP8, NVFP4, Format, quantise
+from amoeba.precision import E2M1, FP8_128, MXFP4, MXFP8, NVFP4, quantise
 from selection import each_value_once, quick
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
@@ -41,9 +41,7 @@ def problem(size: str, experts: int, device: torch.device, transposed: bool):
 @pytest.mark.parametrize("transposed", [False, True], ids=["W", "Wt"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_rows_times_what_the_codes_stand_for(
-    format: Format, size: str, transposed: bool, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_rows_times_what_the_codes_stand_for(format, size, transposed, dtype, device):
     matrix, layout, generator, parts = problem(size, 3, device, transposed)
     quantised = quantise(matrix, format, parts=parts)
     dense = quantised.dequantise(torch.float64)
@@ -80,9 +78,7 @@ def test_rows_times_what_the_codes_stand_for(
 @quick(lambda format, transposed: transposed or format is MXFP4)
 @pytest.mark.parametrize("transposed", [False, True], ids=["W", "Wt"])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_every_code_and_the_ends_of_the_scales_are_decoded_exactly(
-    format: Format, transposed: bool, device: torch.device
-) -> None:
+def test_every_code_and_the_ends_of_the_scales_are_decoded_exactly(format, transposed, device):
     """The identity times the matrix: each number has to come out as the definition has it. One NaN spoils sums."""
     width, is_byte = 256, format.element is not E2M1
     quantised = quantise(torch.randn(1, 8, width, generator=torch.Generator().manual_seed(0)).to(device), format)

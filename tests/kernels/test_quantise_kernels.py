@@ -29,9 +29,7 @@ def drawn(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(9, 768), (33, 200), (2, 64), (0, 128), (5, 1)], ids=str)
-def test_rows_have_the_codes_of_the_definition(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> None:
+def test_rows_have_the_codes_of_the_definition(shape, dtype, device):
     rows = drawn(*shape, device=device).to(dtype)
     if rows.numel() > 1000:
         rows[1], rows[2, 3], rows[3, 5] = 0, math.inf, math.nan
@@ -61,9 +59,7 @@ def test_every_tie_and_every_scale_falls_to_the_same_side(device: torch.device) 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["stored (O, I)", "stored (I, O)"])
 @pytest.mark.parametrize("shape", [(2, 128, 256), (3, 200, 72)], ids=str)
-def test_weights_have_the_codes_of_the_definition_both_ways_round(
-    shape: tuple[int, int, int], transposed: bool, device: torch.device
-) -> None:
+def test_weights_have_the_codes_of_the_definition_both_ways_round(shape, transposed, device):
     experts, height, width = shape
     weight = drawn(*shape, device=device)
     weight[0, 0, 0], weight[1, 3, :5], weight[-1] = math.inf, math.nan, -math.inf

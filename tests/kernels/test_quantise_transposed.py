@@ -74,9 +74,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("width", "dtype"), [(192, torch.bfloat16), (72, torch.float32)], ids=str)
-def test_blocks_of_sorted_rows_have_the_codes_of_the_definition(
-    width: int, dtype: torch.dtype, counts: tuple[int, ...], marked: None, device: torch.device
-) -> None:
+def test_blocks_of_sorted_rows_have_the_codes_of_the_definition(width, dtype, counts, marked, device):
     rows_NW = drawn(sum(counts) + UNOWNED, 2 * width, dtype, device)[:, :width]  # of wider ones
     rows_NW[sum(counts) :] = math.nan
     blocks, parts = blocks_of(counts, device)
@@ -90,9 +88,7 @@ def test_blocks_of_sorted_rows_have_the_codes_of_the_definition(
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("width", "dtype"), [(192, torch.bfloat16), (72, torch.float32)], ids=str)
-def test_gathered_rows_have_codes_by_scales_of_all_tokens(
-    width: int, dtype: torch.dtype, counts: tuple[int, ...], marked: None, device: torch.device
-) -> None:
+def test_gathered_rows_have_codes_by_scales_of_all_tokens(width, dtype, counts, marked, device):
     """Of those without an expert here, too: the last token has the largest numbers."""
     top_k, slots = 2, sum(counts) + UNOWNED
     tokens = slots // top_k + 1

@@ -78,9 +78,7 @@ def test_a_group_is_one_experts_and_sweeps_the_columns_together(device: torch.de
         (4096, 14336, (TALL, TALL, TALL)),  # mixtral
     ],
 )
-def test_wide_matrices_and_wide_up_projections_are_swept_by_tall_groups(
-    hidden: int, inner: int, expected: tuple[int, int, int]
-) -> None:
+def test_wide_matrices_and_wide_up_projections_are_swept_by_tall_groups(hidden, inner, expected):
     gate_up, down = 4 * hidden * inner, 2 * hidden * inner
     found = (
         order_of_product(gate_up, -(-2 * inner // 256), True),

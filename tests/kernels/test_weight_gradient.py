@@ -59,9 +59,7 @@ def poisoned(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
 @pytest.mark.parametrize("chosen", [TINY, None])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_sums_over_the_rows_of_each_expert(
-    case: str, dtype: torch.dtype, chosen: Configuration | None, device: torch.device
-) -> None:
+def test_sums_over_the_rows_of_each_expert(case, dtype, chosen, device):
     height, width, counts, unowned = CASES[case]
     left_NO, right_NI = (
         rows_of(sum(counts) + unowned, size, dtype, device, seed) for seed, size in enumerate((height, width))

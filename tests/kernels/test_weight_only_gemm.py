@@ -121,9 +121,7 @@ def assert_same_bits(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("plan", UPS)
 @by_format
-def test_up_has_the_bits_of_the_product_on_the_dequantised_matrix(
-    format, plan, size, routing, device, monkeypatch
-) -> None:
+def test_up_has_the_bits_of_the_product_on_the_dequantised_matrix(format, plan, size, routing, device, monkeypatch):
     (hidden, inner, parts), (has_bias, keep, rank), rows = SIZES[size], UPS[plan], routed(routing, device)
     x_TH = rows.of_tokens(hidden, BF16, seed=0)
     gate_up, dense_EJH = codes(format, 2 * inner, hidden, device, parts)
@@ -148,9 +146,7 @@ def test_up_has_the_bits_of_the_product_on_the_dequantised_matrix(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("plan", PRODUCTS)
 @by_format
-def test_products_have_the_bits_of_those_on_the_dequantised_matrix(
-    format, plan, size, routing, device, monkeypatch
-) -> None:
+def test_products_have_the_bits_of_those_on_the_dequantised_matrix(format, plan, size, routing, device, monkeypatch):
     (hidden, inner, parts), rows = SIZES[size], routed(routing, device)
     gathered, transposed, has_bias, rank = PRODUCTS[plan]
     if plan.startswith("dx"):

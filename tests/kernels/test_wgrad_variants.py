@@ -23,9 +23,7 @@ COUNTS = (0, 1, 63, 64, 65, 128, 191, 192, 193, 255, 256, 257, 320, 511, 512, 51
 
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 256, 300, 511, 512, 777])
 @pytest.mark.parametrize("count", range(4))
-def test_parts_of_a_tile_fill_the_ring_from_where_the_tile_before_it_ended(
-    rows: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_tile_fill_the_ring_from_where_the_tile_before_it_ended(rows, count, monkeypatch):
     monkeypatch.setattr("amoeba.kernels.hopper.wgrad_kernel.gl.minimum", min)  # of numbers
     start, stage, stages = 100, 64, 4
     head, behind, filled = ring_parts.fn(start, start + rows, count, stage, stages)
@@ -42,9 +40,7 @@ def test_parts_of_a_tile_fill_the_ring_from_where_the_tile_before_it_ended(
 @pytest.mark.parametrize(
     ("hidden", "width", "top_k"), [(256, 320, 2), (384, 192, 3), (320, 320, 2), (256, 512, 2), (192, 704, 3)]
 )
-def test_tiles_one_behind_the_other_have_the_bits_of_tiles_one_by_one(
-    hidden: int, width: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_one_behind_the_other_have_the_bits_of_tiles_one_by_one(hidden, width, top_k, device, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(wgrad, "_known_top_k", lambda hidden, width, top_k: 0)
         plain = gradients(hidden, width, top_k, device)

@@ -59,9 +59,7 @@ def test_a_layer_is_known_by_the_place_of_its_weights() -> None:
         (STEPS, {"straight": False, "overlap": True}),
     ],
 )
-def test_more_rows_than_were_guessed_are_computed_anew_and_no_bit_changes(
-    processes: LocalRanks, steps: list[tuple[int, ...]], options: dict
-) -> None:
+def test_more_rows_than_were_guessed_are_computed_anew_and_no_bit_changes(processes, steps, options):
     options = {"straight": True} | options
     found = processes.run(guessing, [(rank, steps, options) for rank in range(2)])
     for equal, guessed, _ in found:

@@ -45,9 +45,7 @@ def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, 
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stopped(
-    processes: LocalRanks, alone: tuple[str, Path], inputs: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stopped(processes, alone, inputs, tmp_path):
     command, expected = alone
     given = told(command, tmp_path / "run", inputs, experts="ranks")
     stops = []
@@ -69,9 +67,7 @@ def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stop
 
 
 @quick(lambda alone: alone == "finetune")
-def test_a_run_of_one_process_goes_on_over_ranks(
-    processes: LocalRanks, alone: tuple[str, Path], inputs: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_one_process_goes_on_over_ranks(processes, alone, inputs, tmp_path):
     command, expected = alone
     run = shutil.copytree(expected, tmp_path / "run")
     shutil.rmtree(run / KEPT[command])
@@ -82,9 +78,7 @@ def test_a_run_of_one_process_goes_on_over_ranks(
 
 
 @pytest.mark.thorough
-def test_the_command_over_four_ranks_of_which_one_has_no_expert_and_one_no_row(
-    processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_the_command_over_four_ranks_of_which_one_has_no_expert_and_one_no_row(processes, inputs, tmp_path):
     """Twenty steps and selection biases; and generating with what came of it."""
     base = tmp_path / "base"
     torch.manual_seed(0)
@@ -138,9 +132,7 @@ def test_what_is_wrong_on_all_ranks_is_told_once(processes: LocalRanks, inputs: 
     assert "nowhere.txt" in found[0][2] and [err for _, _, err in found[1:]] == [""] * 3
 
 
-def test_a_disk_that_is_full_on_one_rank_stops_all_and_leaves_the_earlier_checkpoint(
-    processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_on_one_rank_stops_all_and_leaves_the_earlier_checkpoint(processes, inputs, tmp_path):
     given = told("train", tmp_path / "run", inputs, experts="ranks")
     first, second = processes.run(rank_jobs.fail_to_write, [(rank, given) for rank in range(2)])
     assert "the checkpoint of step 8: expected enough space" in second and "continues from step 4" in second
@@ -153,9 +145,7 @@ def test_a_disk_that_is_full_on_one_rank_stops_all_and_leaves_the_earlier_checkp
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe"]
 )
-def test_what_two_ranks_save_plain_transformers_reads_and_so_does_each_rank(
-    processes: LocalRanks, family: str, tmp_path: Path
-) -> None:
+def test_what_two_ranks_save_plain_transformers_reads_and_so_does_each_rank(processes, family, tmp_path):
     """Of gpt-oss all experts of a layer are one tensor on disk, transposed, in turns and with biases."""
     for worst in processes.run(rank_jobs.save_and_load, [(rank, family, str(tmp_path)) for rank in range(2)]):
         assert all(difference == 0 for difference in worst.values())

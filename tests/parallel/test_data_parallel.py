@@ -44,9 +44,7 @@ def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, 
 @quick(lambda command, count: (command, count) in (("train", 2), ("finetune", 2)))
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_ranks_that_share_each_batch_train_as_one_process(
-    processes: LocalRanks, inputs: Path, tmp_path: Path, command: str, count: int
-) -> None:
+def test_ranks_that_share_each_batch_train_as_one_process(processes, inputs, tmp_path, command, count):
     """Three rows a batch: of two ranks one has more than the other, of four one has none."""
     changes = {"steps": 5, "save_every": 5, "eval_every": 5}
     given = told(command, tmp_path / "run", inputs, **changes)
@@ -96,9 +94,7 @@ def test_a_run_goes_on_with_two_ranks_then_four_then_shared_experts_then_one_pro
     ],
     ids=str,
 )
-def test_every_kind_of_run_is_that_of_one_process(
-    processes: LocalRanks, inputs: Path, tmp_path: Path, command: str, changes: dict[str, Any]
-) -> None:
+def test_every_kind_of_run_is_that_of_one_process(processes, inputs, tmp_path, command, changes):
     changes = {"steps": 4, "save_every": 4, "eval_every": 4} | changes
     given = told(command, tmp_path / "run", inputs, **changes)
     processes.run(rank_jobs.run_job, [(rank, 2, command, given) for rank in range(2)])
@@ -131,9 +127,7 @@ def test_selection_biases_move_as_in_one_process(processes: LocalRanks, inputs: 
 
 
 @pytest.mark.thorough
-def test_a_disk_that_is_full_on_the_rank_that_writes_stops_all(
-    processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_on_the_rank_that_writes_stops_all(processes, inputs, tmp_path):
     given = told("train", tmp_path / "run", inputs)
     first, second = processes.run(rank_jobs.fail_to_write, [(rank, given, 0) for rank in range(2)])
     assert "the checkpoint of step 8: expected enough space" in first and "continues from step 4" in first
@@ -160,9 +154,7 @@ class TestRefusals:
         assert "streamed experts: expected one process; got 4" in said
         assert not (tmp_path / "run").exists()
 
-    def test_scales_over_all_tokens_are_for_one_process(
-        self, processes: LocalRanks, inputs: Path, tmp_path: Path
-    ) -> None:
+    def test_scales_over_all_tokens_are_for_one_process(self, processes, inputs, tmp_path):
         words = [
             "train",
             "--model",
@@ -179,9 +171,7 @@ class TestRefusals:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_torchrun_itself_writes_checkpoints_resumes_and_has_the_losses_of_one_process(
-    inputs: Path, tmp_path: Path, command: str
-) -> None:
+def test_torchrun_itself_writes_checkpoints_resumes_and_has_the_losses_of_one_process(inputs, tmp_path, command):
     model = ["--model", str(inputs / "base")] if command == "train" else [str(inputs / "base"), "--lora-rank", "4"]
     words = [command, *model, "--data", str(inputs / f"{command}.jsonl"), "--steps", "6", "--save-every", "2"]
     words += [

@@ -62,9 +62,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> list[bool]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows_have_every_gradient_of_the_recipe_and_the_bits_of_one_process(
-    processes: LocalRanks, recipe: str, dtype: torch.dtype
-) -> None:
+def test_many_rows_have_every_gradient_of_the_recipe_and_the_bits_of_one_process(processes, recipe, dtype):
     case = Case(199, 4, SILU, True, "sentinels", hidden=272, intermediate=144, num_experts=6)
     result = verify_divided(DividedCase(case, (150, 0, 49), local=recipe), dtype, processes, 3)
     assert result.errors and result.ok, result.failure or result.out_of_tolerance
@@ -104,9 +102,7 @@ def test_by_peers_it_has_the_bits_of_collective(processes: LocalRanks, recipe: s
         pytest.param("fp8-ste", {"straight": False, "overlap": True}, marks=pytest.mark.thorough),
     ],
 )
-def test_sums_that_leave_early_change_no_bit_where_kernels_compute(
-    processes: LocalRanks, recipe: str, options: dict[str, Any]
-) -> None:
+def test_sums_that_leave_early_change_no_bit_where_kernels_compute(processes, recipe, options):
     """The room of the first step, by which the second begins, is too little on the first rank."""
     results = processes.run(with_stand_ins, [(rank, recipe, [(3, 2), (2, 3)], options) for rank in range(2)])
     for found, _ in results:
@@ -150,9 +146,7 @@ def with_stand_ins(
 
 @pytest.mark.parametrize("tokens", ["own", "same"])
 @pytest.mark.parametrize(("fewest", "taken"), [(28, "fp8"), (29, "bf16")])  # 70 tokens, K = 2 and E = 5
-def test_auto_is_settled_by_the_rows_of_all_ranks_as_in_one_process(
-    processes: LocalRanks, fewest: int, taken: str, tokens: str
-) -> None:
+def test_auto_is_settled_by_the_rows_of_all_ranks_as_in_one_process(processes, fewest, taken, tokens):
     """One rank has most of the tokens: by its own rows it would take fp8 in both, the other one in neither."""
     found = processes.run(settled, [(rank, fewest, tokens) for rank in range(2)])
     assert found == [taken, taken]
@@ -216,9 +210,7 @@ def test_what_the_recipe_does_not_serve_is_refused_with_its_reason() -> None:
     ("transport", "recipe"),
     [*(("collective", recipe) for recipe in (*RECIPES, "w8a8")), pytest.param("peers", "fp8", marks=interpreted)],
 )
-def test_rows_that_are_sent_quantised_have_the_bits_of_rows_that_are_quantised_on_arrival(
-    processes: LocalRanks, transport: str, recipe: str
-) -> None:
+def test_rows_that_are_sent_quantised_have_the_bits_of_rows_that_are_quantised_on_arrival(processes, transport, recipe):
     """Of three ranks the last one has no experts, and with w8a8 does not know that rows are wanted quantised."""
     ranks = 2 if transport == "peers" else 3
     for same, quantised, as_they_are in processes.run(

@@ -51,9 +51,7 @@ def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, 
     return tiny_settings(command, folder, inputs, **CHANGED | GRID | changes).as_dict()
 
 
-def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(
-    processes: LocalRanks, alone: dict[str, Path], inputs: Path, tmp_path: Path
-) -> None:
+def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(processes, alone, inputs, tmp_path):
     """Three rows a batch, of which a rank has none; six experts, of which each rank keeps one or two."""
     settings = tiny_settings("train", tmp_path / "run", inputs, **CHANGED)
     words = ["train", "--experts", "ranks", "--expert-ranks", "2", "--dense", "fsdp", "--json"]
@@ -96,9 +94,7 @@ def test_two_by_two_ranks_then_two_then_one_go_on_as_if_the_run_had_never_stoppe
 
 
 @pytest.mark.thorough
-def test_a_run_of_one_process_goes_on_over_two_by_two_ranks(
-    processes: LocalRanks, alone: dict[str, Path], inputs: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_one_process_goes_on_over_two_by_two_ranks(processes, alone, inputs, tmp_path):
     run = shutil.copytree(alone["train"], tmp_path / "run")
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints" / "checkpoint-12")
@@ -118,18 +114,14 @@ def test_a_run_of_one_process_goes_on_over_two_by_two_ranks(
     ],
     ids=["fsdp alone", "ddp beside", "one group", "one group, recomputed", "recomputed"],
 )
-def test_other_ways_to_share_a_model_train_as_one_process(
-    processes: LocalRanks, alone: dict[str, Path], inputs: Path, tmp_path: Path, count: int, changes: dict[str, Any]
-) -> None:
+def test_other_ways_to_share_a_model_train_as_one_process(processes, alone, inputs, tmp_path, count, changes):
     given = told("train", tmp_path / "run", inputs, **changes)
     processes.run(rank_jobs.run_job, [(rank, count, "train", given) for rank in range(count)])
     check_same_run(tmp_path / "run", alone["train"], "model")
 
 
 @pytest.mark.thorough
-def test_experts_that_are_one_tensor_on_disk_are_put_together_over_both_dimensions(
-    processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_experts_that_are_one_tensor_on_disk_are_put_together_over_both_dimensions(processes, inputs, tmp_path):
     """gpt-oss: transposed, in turns, with biases, which do not decay; four steps, and the model that came of them."""
     base = tmp_path / "base"
     torch.manual_seed(0)
@@ -147,9 +139,7 @@ def test_experts_that_are_one_tensor_on_disk_are_put_together_over_both_dimensio
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.thorough), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def test_one_rank_computes_the_same_with_its_parameters_in_shards(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_one_rank_computes_the_same_with_its_parameters_in_shards(inputs, tmp_path, monkeypatch, device):
     """Shards of one are whole, but gathered, freed, reduced and stepped as with many: on a GPU in bf16, by NCCL."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if device == "cpu":

@@ -28,9 +28,7 @@ from small_layer import Layer
     ("ranks", "dtype"),
     [*itertools.product([2, 3, 4], [torch.float32, torch.bfloat16]), (4, torch.float64), (4, torch.float16)],
 )
-def test_every_gradient_is_right_and_has_the_bits_of_one_process(
-    processes: LocalRanks, ranks: int, dtype: torch.dtype
-) -> None:
+def test_every_gradient_is_right_and_has_the_bits_of_one_process(processes, ranks, dtype):
     results = [verify_divided(case, dtype, processes, ranks) for case in divided_cases(ranks)]
     wrong = [f"{result.case}: {result.failure or result.out_of_tolerance}" for result in results if not result.ok]
     assert not wrong, "\n".join(wrong)

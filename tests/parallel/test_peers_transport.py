@@ -37,9 +37,7 @@ EVERYTHING = Case(23, 4, SILU, True, "sentinels", num_experts=10, lora="all", ra
     ],
     ids=["everything, a rank without tokens", "all on one expert, a rank without experts"],
 )
-def test_every_gradient_is_right_and_has_the_bits_of_one_process(
-    processes: LocalRanks, ranks: int, divided: DividedCase
-) -> None:
+def test_every_gradient_is_right_and_has_the_bits_of_one_process(processes, ranks, divided):
     errors, unequal = check_divided(divided, torch.float32, processes, ranks)
     assert max(errors.values()) < 1e-6 and not unequal
 
@@ -54,9 +52,7 @@ def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_c
 
 @interpreted
 @pytest.mark.parametrize(("local_backend", "steps"), [("triton", [(3, 5)]), ("eager", [(3, 5), (6, 0), (0, 0)])])
-def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(
-    processes: LocalRanks, local_backend: str, steps: list[tuple[int, int]]
-) -> None:
+def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(processes, local_backend, steps):
     """Also with a backend that waits for all rows, and without tokens on one rank or on both."""
     jobs = [(rank, 2, steps, local_backend) for rank in range(2)]
     for equal, _ in processes.run(overlapped, jobs):
@@ -73,9 +69,7 @@ def test_rows_that_travel_while_own_ones_are_computed_change_no_bit(
     ],
     ids=["as they come", "overlapped", "three ranks, fixed room"],
 )
-def test_sums_that_go_straight_to_their_rank_have_the_same_bits(
-    processes: LocalRanks, count: int, options: dict, steps: list[tuple[int, ...]]
-) -> None:
+def test_sums_that_go_straight_to_their_rank_have_the_same_bits(processes, count, options, steps):
     for equal, _ in processes.run(straight, [(rank, count, steps, options) for rank in range(count)]):
         assert len(equal) == 5 * len(steps) and all(equal)
 
@@ -122,9 +116,7 @@ def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backen
     [{"overlap": True, "straight": False}, {"straight": True}],
     ids=["overlapped", "straight"],
 )
-def test_what_leaves_within_a_pass_that_is_run_again_is_not_taken_for_gradients(
-    processes: LocalRanks, options: dict
-) -> None:
+def test_what_leaves_within_a_pass_that_is_run_again_is_not_taken_for_gradients(processes, options):
     """Checkpointing runs forward again only up to the last tensor that it saved."""
     for equal in processes.run(checkpointed, [(rank, options) for rank in range(2)]):
         assert all(equal)
@@ -142,9 +134,7 @@ def checkpointed(rank: int, options: dict) -> list[bool]:
     [{"straight": True}, pytest.param({"overlap": True, "straight": False}, marks=pytest.mark.thorough)],
     ids=["straight", "overlapped"],
 )
-def test_gradients_that_nobody_takes_are_not_sent_and_so_not_taken_for_what_is_sent_next(
-    processes: LocalRanks, options: dict
-) -> None:
+def test_gradients_that_nobody_takes_are_not_sent_and_so_not_taken_for_what_is_sent_next(processes, options):
     for equal, left in processes.run(some_gradients, [(rank, options) for rank in range(2)]):
         assert len(equal) == 4 and all(equal)
         assert not left
@@ -271,9 +261,7 @@ def on_gpu(share: Share) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
-def test_auto_says_what_it_chose_and_why_not_what_is_faster(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_says_what_it_chose_and_why_not_what_is_faster(monkeypatch, caplog):
     cpu, alone = torch.device("cpu"), rank_jobs.owners_of_one().ranks
     assert peers.TRANSPORT.why_not(alone, cpu) is None or torch.cuda.is_available()
     with caplog.at_level(logging.INFO, "amoeba"):
@@ -303,9 +291,7 @@ def test_auto_says_what_it_chose_and_why_not_what_is_faster(
     ],
     ids=["two of three", "each its own"],
 )
-def test_a_gpu_is_shared_where_another_rank_is_on_the_same_one(
-    monkeypatch: pytest.MonkeyPatch, told: list[str], expected: list[bool]
-) -> None:
+def test_a_gpu_is_shared_where_another_rank_is_on_the_same_one(monkeypatch, told, expected):
     """Only there do products have several programs for each multiprocessor."""
     monkeypatch.setattr(places, "_places", lambda ranks, device: told)
     found = []

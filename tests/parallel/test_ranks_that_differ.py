@@ -64,9 +64,7 @@ DIFFERENT = [
 
 @quick(lambda more: more[0] in ("--learning-rate", "--seed", "--batch-size", "--experts") or "other" in more[-1])
 @pytest.mark.parametrize(("command", "more", "said"), DIFFERENT, ids=[" ".join(more) for _, more, _ in DIFFERENT])
-def test_all_ranks_stop_at_the_start_and_the_first_says_what_differs(
-    processes: LocalRanks, inputs: Path, tmp_path: Path, command: str, more: list[str], said: str
-) -> None:
+def test_all_ranks_stop_at_the_start_and_the_first_says_what_differs(processes, inputs, tmp_path, command, more, said):
     words = words_of(command, inputs, tmp_path / "run")
     others = [*words, *(word.format(inputs=inputs) for word in more)]
     began = time.monotonic()
@@ -95,9 +93,7 @@ def test_the_same_data_under_another_name_is_the_same_data(processes: LocalRanks
 
 
 @pytest.mark.thorough
-def test_a_variable_of_one_rank_that_changes_numbers_stops_all(
-    processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_variable_of_one_rank_that_changes_numbers_stops_all(processes, inputs, tmp_path):
     words = words_of("train", inputs, tmp_path / "run")
     options = [(rank, 4, words, {"NVIDIA_TF32_OVERRIDE": "1"} if rank == 3 else {}) for rank in range(4)]
     found = processes.run(rank_jobs.run_command, options)

@@ -40,9 +40,7 @@ def fresh() -> Iterator[LocalRanks]:
 @pytest.mark.parametrize(
     ("ranks", "slow", "biases"), [(2, 0, False), (2, 1, False), (3, 1, False), (2, 1, True), (3, 0, True)]
 )
-def test_gradients_have_the_bits_of_collective_while_rows_come_late(
-    fresh: LocalRanks, ranks: int, slow: int, biases: bool
-) -> None:
+def test_gradients_have_the_bits_of_collective_while_rows_come_late(fresh, ranks, slow, biases):
     """Numbers of tokens change, cells are used again, and a rank may come without any."""
     steps = [(20, 5, 9)[:ranks], (0, 3, 32)[:ranks]]
     jobs = [(rank, ranks, steps, 32, slow, biases) for rank in range(ranks)]

@@ -167,9 +167,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_the_same_command_resumes_where_torchrun_may_restart_it(
-    command: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_resumes_where_torchrun_may_restart_it(command, inputs, tmp_path, monkeypatch):
     words = ["train", "--model"] if command == "train" else ["finetune", "--lora-rank", "2"]
     words += [str(inputs / "base"), "--data", str(inputs / f"{command}.jsonl"), "--dtype", "float32"]
     words += ["--steps", "4", "--save-every", "2", "--sequence-length", "32", "--out", str(tmp_path / "run")]
@@ -192,9 +190,7 @@ def test_the_same_command_resumes_where_torchrun_may_restart_it(
     assert chosen.exit_code == 2 and "--from: expected torchrun without --max-restarts" in chosen.stderr
 
 
-def test_a_restarted_run_waits_until_the_ended_one_lets_go_of_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_run_waits_until_the_ended_one_lets_go_of_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     said: list[str] = []
     earlier = run_folder(str(tmp_path / "run"), False, said.append)

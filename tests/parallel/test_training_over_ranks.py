@@ -30,9 +30,7 @@ from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_batch(
-    processes: LocalRanks, count: int
-) -> None:
+def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_batch(processes, count):
     ((alone, expected),) = processes.run(rank_training.train_a_model, [(0, 1, 20)])
     (first, shared), *others = processes.run(rank_training.train_a_model, [(rank, count, 20) for rank in range(count)])
     for history, parameters in others:  # what all have does not drift apart
@@ -77,9 +75,7 @@ def assert_same(found: list[tuple[float, float]], expected: list[tuple[float, fl
 @quick(lambda precision, placed_first: placed_first == (precision == "fp8"))
 @pytest.mark.parametrize("placed_first", [True, False])
 @pytest.mark.parametrize("precision", ["fp8", "fp8-ste", "fp8-saved"])
-def test_the_precision_is_set_before_or_after_experts_are_placed(
-    processes: LocalRanks, precision: str, placed_first: bool
-) -> None:
+def test_the_precision_is_set_before_or_after_experts_are_placed(processes, precision, placed_first):
     told = ("qwen3_moe", precision, placed_first)
     ((alone, _),) = processes.run(rank_training.train_a_model, [(0, 1, STEPS, *told)])
     for history, _ in processes.run(rank_training.train_a_model, [(rank, 2, STEPS, *told) for rank in range(2)]):

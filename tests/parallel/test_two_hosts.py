@@ -100,9 +100,7 @@ def check_same_bits(found: Path, expected: Path) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(
-    network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(network, processes, inputs, tmp_path):
     job = Job(network, inputs, tmp_path, per_host=1)
     job.start("node0", "node1")
     job.wait(lambda: bool(checkpoints(job.run)))
@@ -117,9 +115,7 @@ def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(
 
 
 @pytest.mark.thorough
-def test_a_host_of_two_by_two_is_lost_while_a_checkpoint_is_written(
-    network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_host_of_two_by_two_is_lost_while_a_checkpoint_is_written(network, processes, inputs, tmp_path):
     changes = {"expert_ranks": 2, "dense": "fsdp"}
     job = Job(network, inputs, tmp_path, per_host=2, **changes)
     job.start("node0", "node1")
@@ -148,9 +144,7 @@ def test_without_the_host_of_the_rendezvous_all_end_and_the_same_data_parallel_c
 
 
 @pytest.mark.thorough
-def test_a_run_that_may_have_fewer_hosts_goes_on_with_the_one_that_is_left(
-    network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_may_have_fewer_hosts_goes_on_with_the_one_that_is_left(network, processes, inputs, tmp_path):
     job = Job(network, inputs, tmp_path, per_host=1, hosts="1:2")
     job.start("node0", "node1")
     job.wait(lambda: bool(checkpoints(job.run)))
@@ -161,9 +155,7 @@ def test_a_run_that_may_have_fewer_hosts_goes_on_with_the_one_that_is_left(
 
 
 @pytest.mark.thorough
-def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(
-    network: Network, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(network, inputs, tmp_path):
     job = Job(network, inputs, tmp_path, per_host=1)
     job.words[job.words.index("--out") + 1] = str(network.own_files / "run")
     job.words[job.words.index("--max-restarts") + 1] = "0"

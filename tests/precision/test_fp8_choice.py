@@ -31,9 +31,7 @@ def test_without_kernels_for_it_the_numbers_are_those_without_a_precision() -> N
 
 
 @pytest.mark.parametrize(("fewest", "recipe"), [(4 * K, "fp8"), (4 * K + 1, None)])
-def test_rows_per_expert_decide_where_kernels_serve(
-    fewest: int, recipe: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_per_expert_decide_where_kernels_serve(fewest, recipe, monkeypatch):
     monkeypatch.setattr(fp8_choice.BACKEND, "why_not", lambda request: None)
     monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_PER_EXPERT", fewest)
     layer = Layer(tokens=4 * E)
@@ -47,9 +45,7 @@ def test_rows_per_expert_decide_where_kernels_serve(
 
 
 @pytest.mark.parametrize(("fewest", "recipe"), [(4 * K, "fp8"), (4 * K + 1, None)])
-def test_fewer_rows_are_enough_while_weights_are_promised_not_to_change(
-    fewest: int, recipe: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_rows_are_enough_while_weights_are_promised_not_to_change(fewest, recipe, monkeypatch):
     monkeypatch.setattr(fp8_choice.BACKEND, "why_not", lambda request: None)
     monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_UNCHANGED", fewest)
     asked = request(Layer(tokens=4 * E))

@@ -71,9 +71,7 @@ def sentinels(tokens: int) -> Tensor:
 @pytest.mark.parametrize("sizes", [(128, 256), (192, 64), (64, 192)], ids=str)  # blocks that hold gates and ups, too
 @pytest.mark.parametrize("activation", [SILU, PLAIN_RELU2], ids=str)
 @by_recipe
-def test_output_and_every_gradient_are_those_of_plain_torch(
-    recipe: str, activation: Activation, sizes: tuple[int, int], stood_in: None
-) -> None:
+def test_output_and_every_gradient_are_those_of_plain_torch(recipe, activation, sizes, stood_in):
     hidden, inner = sizes
     layer = Layer(activation, tokens=23, hidden=hidden, inner=inner, expert_TK=sentinels(23))
     expected = gradients(layer, recipe, "eager")
@@ -352,9 +350,7 @@ VARIANT_SIZES = [(1500, 256, 384), (300, 192, 320), (5, 128, 128), (1500, 1024, 
 @pytest.mark.parametrize("sizes", VARIANT_SIZES, ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
 @by_recipe
-def test_chosen_variants_have_the_bits_of_the_plain_one(
-    recipe: str, bias: bool, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_variants_have_the_bits_of_the_plain_one(recipe, bias, sizes, monkeypatch):
     layer = on_gpu(*sizes, bias=bias)
     found = gradients(layer, recipe, "triton")
     without_h = gradients(layer, recipe, "triton", recompute=True)

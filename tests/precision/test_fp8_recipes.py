@@ -49,9 +49,7 @@ GRADIENTS = {"output", "inference", "x", "weight", "gate_up", "down"}
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @by_recipe
-def test_output_every_gradient_and_every_product_agree_with_fp64_on_the_quantised_operands(
-    recipe: str, case: Case
-) -> None:
+def test_output_every_gradient_and_every_product_agree_with_fp64_on_the_quantised_operands(recipe, case):
     for dtype in (torch.float32, torch.bfloat16):
         result = verify_case(case, recipe, CPU, dtype)
         assert result.ok and result.refused is None, (dtype, result)
@@ -98,9 +96,7 @@ def test_a_product_of_operands_that_were_not_quantised_is_noticed(stage: str, mo
 
 
 @pytest.mark.parametrize("side", ["sorted rows", "tokens"])
-def test_a_weight_gradient_of_operands_that_were_not_quantised_is_noticed(
-    side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_gradient_of_operands_that_were_not_quantised_is_noticed(side, monkeypatch):
     rounded = fp8._rounded
 
     def one_is_left(rows: Tensor, format: Format = FP8_TRAINING_ROWS) -> Tensor:

@@ -82,9 +82,7 @@ def test_two_formats_of_the_same_sizes_are_two_kinds() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("many_rows", [1 << 20, 1], ids=["decoded", "dequantised"])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_repeated_passes_on_a_gpu_in_a_graph_and_on_another_stream(
-    format: Format, many_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_passes_on_a_gpu_in_a_graph_and_on_another_stream(format, many_rows, monkeypatch):
     monkeypatch.setattr(quantised_rows, "MANY_ROWS", many_rows)
     monkeypatch.setattr(quantised_rows, "MANY_ROWS_OF_NVFP4", many_rows)
     monkeypatch.setattr(quantised_rows, "DEQUANTISED_BYTES", 3 * 512 * 256 * 2)  # of eight experts three at a time

@@ -203,9 +203,7 @@ def test_small_experts_and_experts_in_slots_are_named(stood_in: None, monkeypatc
 
 
 @pytest.mark.parametrize(("inner", "parts"), [(64, 2), (192, 2), (256, 2), (192, 1), (256, 1)])
-def test_each_column_of_a_tile_meets_the_scale_of_its_own_block(
-    inner: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_column_of_a_tile_meets_the_scale_of_its_own_block(inner, parts, monkeypatch):
     """Where gates and ups have blocks of their own, and where these are counted through both."""
     matrix = QuantisedMatrix(
         torch.zeros(1, 2 * inner, 128, dtype=torch.uint8),

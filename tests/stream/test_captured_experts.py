@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -195,9 +194,7 @@ def test_many_replays_give_the_resident_bits(tokens: int, slots: int, host_slots
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("slots", "host_slots"), [(8, 0), (9, 8), (20, 6)])
-def test_many_replays_over_files_give_the_resident_bits(
-    slots: int, host_slots: int, tmp_path: Path, monkeypatch
-) -> None:
+def test_many_replays_over_files_give_the_resident_bits(slots, host_slots, tmp_path, monkeypatch):
     """Experts that are on the disk go to the GPU without Python (direct_loads.py), in 48 pieces each."""
     monkeypatch.setattr(compiled_reads, "PIECE", 4096)
     resident = wide(32)

@@ -86,9 +86,7 @@ def all_given_back(served: Served) -> bool:
 
 
 @pytest.mark.parametrize(("slots", "host_slots"), [(2, 0), (3, 2)])
-def test_every_pass_finds_its_experts_without_python_reading_or_telling(
-    slots: int, host_slots: int, store: Files, monkeypatch
-) -> None:
+def test_every_pass_finds_its_experts_without_python_reading_or_telling(slots, host_slots, store, monkeypatch):
     with closing(Served(1, slots, host_slots, store=store)) as served:
         served.capture()
         mailbox, drawn, told_by_python = served.memory.replays.mailbox, random.Random(1), list[int]()

@@ -194,9 +194,7 @@ def fill(given: InTurns) -> None:
 
 @pytest.mark.parametrize(("slots", "host_slots", "groups"), [(4, E, 2), (5, 2, 2), (4, 0, 2), (6, E, 3)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_pass_of_every_group_finds_its_experts(
-    slots: int, host_slots: int, groups: int, seed: int, monkeypatch
-) -> None:
+def test_every_pass_of_every_group_finds_its_experts(slots, host_slots, groups, seed, monkeypatch):
     monkeypatch.setattr(LiveDevice, "copies_at_once", seed == 1)
     monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
     with closing(InTurns(seed, slots, host_slots, groups=groups)) as given:

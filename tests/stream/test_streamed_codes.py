@@ -313,9 +313,7 @@ def test_gate_and_up_with_a_scale_each_are_refused_where_they_are_read(stored, t
 @quick(lambda family, format: (family, format) == ("qwen3_moe", "nvfp4"))
 @pytest.mark.parametrize("format", quantising.FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_what_quantise_writes_is_packed_and_generates_as_the_resident_folder(
-    family: str, format: str, tmp_path: Path
-) -> None:
+def test_what_quantise_writes_is_packed_and_generates_as_the_resident_folder(family, format, tmp_path):
     plain, folder, store = tmp_path / "plain", tmp_path / "model", tmp_path / "store"
     save(plain, family, vocab_size=257, **({"moe_intermediate_size": 56} if family == "qwen3_moe" else {}))
     invoke("quantise", str(plain), "--format", format, "--out", str(folder), "--json")

@@ -18,7 +18,7 @@ from amoeba.backends import cpu, cpu_fused
 from amoeba.backends.backend import RowsApart
 from amoeba.core.weights import LORA_NAMES
 from amoeba.cpu.core import why_no_core
-from amoeba.precision.formats import FP8_128, MXFP4, Format
+from amoeba.precision.formats import FP8_128, MXFP4
 from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
@@ -104,9 +104,7 @@ def test_lora_gradients_are_those_beside_resident_experts(way: str, dtype: torch
 @pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_codes_give_outputs_and_gradients_of_resident_ones(
-    fused: bool, dtype: torch.dtype, format: Format, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_give_outputs_and_gradients_of_resident_ones(fused, dtype, format, monkeypatch):
     if fused and why_no_core() is not None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(cpu_fused, "_multiplies_bf16", lambda: fused)

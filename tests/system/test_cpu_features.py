@@ -65,15 +65,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
         ("arm64", GRAVITON, "neon", "asimd", "asimddp bf16 i8mm sve", "-march=armv8-a"),
     ],
 )
-def test_a_level_hides_what_came_after_it(
-    stand: Stand,
-    architecture: str,
-    flags: frozenset[str],
-    level: str | None,
-    has: str,
-    has_not: str,
-    compiler_flag: str,
-) -> None:
+def test_a_level_hides_what_came_after_it(stand, architecture, flags, level, has, has_not, compiler_flag):
     stand(architecture, flags, level)
     found = cpu_features.cpu_flags()
     assert found >= set(has.split()) and not found & set(has_not.split())
@@ -99,9 +91,7 @@ def test_a_level_hides_what_came_after_it(
         ("riscv64", frozenset(), "generic", "none is known here"),
     ],
 )
-def test_a_level_that_the_cpu_does_not_contain_is_refused(
-    stand: Stand, architecture: str, flags: frozenset[str], level: str, here: str
-) -> None:
+def test_a_level_that_the_cpu_does_not_contain_is_refused(stand, architecture, flags, level, here):
     stand(architecture, flags, level)
     with pytest.raises(ValueError, match=rf"AMOEBA_CPU_FEATURES: expected .*\({here}\); got '{level}'.*Unset it"):
         cpu_features.cpu_flags()
