@@ -70,7 +70,7 @@ def main() -> dict[str, dict[str, int]]:
     from amoeba.core.problem import Problem
     from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.kernels.decode import by_expert, by_slot, decode, low_rank
-    from amoeba.kernels.decode.configuration import configuration
+    from amoeba.kernels.decode.configuration import Layer, configuration
 
     E, K, H, I, R = 128, 8, 2048, 768, 16
     found: dict[str, dict[str, int]] = {}
@@ -95,7 +95,7 @@ def main() -> dict[str, dict[str, int]]:
                 weights,
                 LoraFactors(a, b, a, b, down_a, down_b, scaling=2.0),
             )
-            chosen = configuration(tokens, K, E, H, I, gated=True, itemsize=2, overlap=True)
+            chosen = configuration(Layer(tokens, K, E, H, I, gated=True, itemsize=2, overlap=True))
             decode(problem, configuration=chosen)
     return found
 

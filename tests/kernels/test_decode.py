@@ -27,8 +27,12 @@ decode = pytest.importorskip("amoeba.kernels.decode").decode
 decode_configuration = pytest.importorskip("amoeba.kernels.decode.configuration")
 decode_slot_lists = pytest.importorskip("amoeba.kernels.decode.slot_lists")
 decode_low_rank = pytest.importorskip("amoeba.kernels.decode.low_rank")
-configuration = decode_configuration.configuration
 Configuration, Tile = decode_configuration.Configuration, decode_configuration.Tile
+
+
+def configuration(*sizes: int, **options):
+    return decode_configuration.configuration(decode_configuration.Layer(*sizes, **options))
+
 
 # Tiles so small that a small layer has several in each direction, with rests.
 BY_SLOT = Configuration(by_slot=True, up=Tile(32, 16), down=Tile(32, 32))

@@ -15,6 +15,7 @@ from forgetting import forget
 
 from amoeba.commands import doctor_run as doctor
 from amoeba.kernels.attention import tile as attention
+from amoeba.kernels.decode.configuration import Layer as DecodedLayer
 from amoeba.kernels.decode.configuration import candidates as decode_candidates
 from amoeba.kernels.tile_sizes import (
     DTYPES,
@@ -172,9 +173,8 @@ def test_all_candidates_fit_and_our_own_is_the_first(role, dtype, capability):
 @pytest.mark.parametrize("capability", GPUS)
 def test_all_ways_to_decode_and_to_attend_fit(capability):
     for tokens, itemsize in itertools.product((1, 8, 64), (2, 4)):
-        found = decode_candidates(
-            tokens, 8, 64, 2048, 1024, gated=True, itemsize=itemsize, overlap=False, capability=capability
-        )
+        layer = DecodedLayer(tokens, 8, 64, 2048, 1024, gated=True, itemsize=itemsize)
+        found = decode_candidates(layer, capability)
         assert 2 <= len(found) == len(set(found)) <= 16
     for kernel, size in itertools.product(attention.KERNELS, attention.HEAD_SIZES):
         assert len(attention.candidates(kernel, size, torch.float16, capability)) >= 3

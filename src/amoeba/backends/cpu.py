@@ -8,6 +8,8 @@ In bf16 it is `cpu_fused` where the CPU multiplies bf16, torch elsewhere. Few ro
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,8 @@ DECODE_ROWS_FUSED = 64
 
 
 class CpuBackend(PassesBackend):
-    name, summary, kinds = "cpu", "the C++ core, compiled for this machine", (ExpertWeights,)
+    name, summary = "cpu", "the C++ core, compiled for this machine"
+    kinds: ClassVar[tuple[type, ...]] = (ExpertWeights,)
     traced = SavedRows(has_maps=lambda problem: not cpu_fused.serves(problem))
 
     def preference(self, device: torch.device) -> int:
@@ -46,34 +49,45 @@ class CpuBackend(PassesBackend):
             return f"the C++ core takes fp32 and bf16; these weights are {weights.dtype}"
         return why_no_core()
 
+    def decodes(self, problem: Problem) -> bool:
+        """Whether few enough rows without gradients to be decoded."""
+        return cpu_decode.serves(problem, DECODE_ROWS_FUSED if cpu_fused.serves(problem) else DECODE_ROWS)
+
+    def sorted_rows(self, problem: Problem) -> tuple[Problem, type[TorchRows]]:
+        """By what other rows are multiplied, and the weights as it reads them."""
+        return problem, CoreRows
+
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         """Decoding takes factors in fp32 and rounds those that it meets: rounding all of them beforehand would take
         longer than the experts. Asked while tracing, it would tie the graph to this number of tokens."""
-        if not gradient and problem.lora is not None and not torch.compiler.is_compiling() and _decodes(problem):
+        if not gradient and problem.lora is not None and not torch.compiler.is_compiling() and self.decodes(problem):
             return problem
         return super().prepared(problem, gradient)
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        if save != "h" and _decodes(problem):
+        if save != "h" and self.decodes(problem):
             return cpu_decode.decode(problem), None
         if cpu_fused.serves(problem):
             return cpu_fused.forward(problem, save)
-        return sorted_rows.forward(problem, save, CoreRows)
+        problem, rows = self.sorted_rows(problem)
+        return sorted_rows.forward(problem, save, rows)
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
-        if save != "h" and _decodes(problem):
+        if save != "h" and self.decodes(problem):
             return cpu_decode.APART
-        return cpu_fused.apart() if cpu_fused.serves(problem) else sorted_rows.apart(CoreRows)
+        if cpu_fused.serves(problem):
+            return cpu_fused.apart()
+        apart = sorted_rows.apart(self.sorted_rows(problem)[1])
+        return apart._replace(
+            rows=lambda problem, save: apart.rows(self.sorted_rows(problem)[0], save),
+            whole=lambda problem, expert_TK: apart.whole(self.sorted_rows(problem)[0], expert_TK),
+        )
 
     def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
         if cpu_fused.serves(problem):
             return cpu_fused.backward(problem, saved, dy_TH, needs)
-        return sorted_rows.backward(problem, saved, dy_TH, needs, CoreRows)
-
-
-def _decodes(problem: Problem) -> bool:
-    """Whether few enough rows without gradients to be decoded."""
-    return cpu_decode.serves(problem, DECODE_ROWS_FUSED if cpu_fused.serves(problem) else DECODE_ROWS)
+        problem, rows = self.sorted_rows(problem)
+        return sorted_rows.backward(problem, saved, dy_TH, needs, rows)
 
 
 def _activate(h_NJ: Tensor, scale_N: Tensor, activation: Activation, out_NI: Tensor) -> Tensor:

@@ -14,12 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amoeba.backends import cpu, cpu_decode, cpu_fused, read_quantised, sorted_rows
-from amoeba.backends.backend import PassesBackend, Request, RowsApart
+from amoeba.backends import cpu, cpu_decode, read_quantised
+from amoeba.backends.backend import Request
 from amoeba.backends.cpu import CoreGroups, CoreRows
-from amoeba.backends.experts_operator import SavedRows
-from amoeba.backends.torch_rows import Groups
-from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.backends.torch_rows import Groups, TorchRows
+from amoeba.core.problem import Problem
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import CPU
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks
@@ -39,13 +38,9 @@ DECODE_ROWS = 64
 DECODE_ROWS_PER_EXPERT = 8
 
 
-class QuantisedCpuBackend(PassesBackend):
-    name, summary, kinds = "cpu", "the C++ core, which reads quantised weights", (QuantisedExperts,)
+class QuantisedCpuBackend(cpu.CpuBackend):
+    summary, kinds = "the C++ core, which reads quantised weights", (QuantisedExperts,)
     operator_name = "quantised_cpu"
-    traced = SavedRows(has_maps=lambda problem: not cpu_fused.serves(problem))
-
-    def preference(self, device: torch.device) -> int:
-        return cpu.BACKEND.preference(device)
 
     def why_not(self, request: Request) -> str | None:
         dtype = request.weights.dtype
@@ -53,40 +48,15 @@ class QuantisedCpuBackend(PassesBackend):
             return f"the C++ core takes fp32 and bf16; x is {dtype}"
         return read_quantised.why_not(request.weights) or why_no_core()
 
-    def prepared(self, problem: Problem, gradient: bool) -> Problem:
-        """Decoding rounds the factors that it meets, as for resident experts."""
-        if not gradient and problem.lora is not None and not torch.compiler.is_compiling() and _decodes(problem):
-            return problem
-        return super().prepared(problem, gradient)
+    def decodes(self, problem: Problem) -> bool:
+        most, experts = DECODE_ROWS, problem.weights.num_experts
+        if most < problem.rows <= DECODE_ROWS_PER_EXPERT * experts:
+            visited = {e for e in problem.expert_TK.flatten().tolist() if 0 <= e < experts}
+            most = DECODE_ROWS_PER_EXPERT * len(visited)
+        return cpu_decode.serves(problem, most)
 
-    def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        if save != "h" and _decodes(problem):
-            return cpu_decode.decode(problem), None
-        if cpu_fused.serves(problem):
-            return cpu_fused.forward(problem, save)
-        return sorted_rows.forward(_dequantised_by_core(problem), save, CodedRows)
-
-    def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
-        if save != "h" and _decodes(problem):
-            return cpu_decode.APART
-        return cpu_fused.apart() if cpu_fused.serves(problem) else _SORTED_APART
-
-    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        if cpu_fused.serves(problem):
-            return cpu_fused.backward(problem, saved, dy_TH, needs)
-        return sorted_rows.backward(_dequantised_by_core(problem), saved, dy_TH, needs, CodedRows)
-
-
-def _decodes(problem: Problem) -> bool:
-    most, experts = DECODE_ROWS, problem.weights.num_experts
-    if most < problem.rows <= DECODE_ROWS_PER_EXPERT * experts:
-        visited = {e for e in problem.expert_TK.flatten().tolist() if 0 <= e < experts}
-        most = DECODE_ROWS_PER_EXPERT * len(visited)
-    return cpu_decode.serves(problem, most)
-
-
-def _dequantised_by_core(problem: Problem) -> Problem:
-    return problem._replace(weights=read_quantised.read_by_core(problem.weights))
+    def sorted_rows(self, problem: Problem) -> tuple[Problem, type[TorchRows]]:
+        return problem._replace(weights=read_quantised.read_by_core(problem.weights)), CodedRows
 
 
 class CodedRows(CoreRows):
@@ -124,14 +94,4 @@ class CodedGroups(CoreGroups):
         return None
 
 
-def _sorted_apart() -> RowsApart:
-    rows, combine, whole, _ = sorted_rows.apart(CodedRows)
-    return RowsApart(
-        lambda problem, save: rows(_dequantised_by_core(problem), save),
-        combine,
-        lambda problem, expert_TK: whole(_dequantised_by_core(problem), expert_TK),
-    )
-
-
-_SORTED_APART = _sorted_apart()
 BACKEND = QuantisedCpuBackend()

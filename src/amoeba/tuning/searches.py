@@ -27,11 +27,11 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.kernels import attention
 from amoeba.kernels.attention import tile as attention_tile
 from amoeba.kernels.decode import can_overlap, decode
+from amoeba.kernels.decode.configuration import Layer as DecodedLayer
 from amoeba.kernels.decode.configuration import candidates as decode_candidates
 from amoeba.kernels.decode.configuration import decode_key
 from amoeba.kernels.down_backward import down_backward
 from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
-from amoeba.kernels.launch import next_power_of_2
 from amoeba.kernels.sort import sort_rows
 from amoeba.kernels.tile_sizes import Role, candidates, capability_of, tile_key
 from amoeba.kernels.weight_gradient import heaviest_first, weight_gradient
@@ -165,47 +165,33 @@ def _down_backward(inputs: _Inputs) -> Run:
 
 
 def _down_gradient(inputs: _Inputs) -> Run:
-    order_N, _, offs_E = inputs.maps
+    order_N = inputs.maps[0]
     a_NI, out_EHI = inputs.random_rows(inputs.shape.intermediate), torch.empty_like(inputs.problem.weights.down_EHI)
-    options: dict[str, Any] = {
-        "left_order_N": order_N,
-        "top_k": inputs.shape.top_k,
-        "heaviest_E": heaviest_first(offs_E),
-    }
-    return lambda chosen: (
-        weight_gradient(inputs.problem.x_TH, a_NI, offs_E, out_EHI, **options, configuration=chosen),
-    )
+    return _gradient(inputs, inputs.problem.x_TH, a_NI, out_EHI, left_order_N=order_N)
 
 
 def _up_gradient(inputs: _Inputs) -> Run:
-    order_N, _, offs_E = inputs.maps
     dh_NJ = inputs.random_rows(2 * inputs.shape.intermediate)
     out_EJH = torch.empty_like(inputs.problem.weights.gate_up_EJH)
-    options: dict[str, Any] = {
-        "right_order_N": order_N,
-        "top_k": inputs.shape.top_k,
-        "heaviest_E": heaviest_first(offs_E),
-    }
-    return lambda chosen: (
-        weight_gradient(dh_NJ, inputs.problem.x_TH, offs_E, out_EJH, **options, configuration=chosen),
-    )
+    return _gradient(inputs, dh_NJ, inputs.problem.x_TH, out_EJH, right_order_N=inputs.maps[0])
+
+
+def _gradient(inputs: _Inputs, left: Tensor, right: Tensor, out_EOI: Tensor, **order: Tensor) -> Run:
+    offs_E, top_k = inputs.maps[2], inputs.shape.top_k
+    options: dict[str, Any] = {"top_k": top_k, "heaviest_E": heaviest_first(offs_E), **order}
+    return lambda chosen: (weight_gradient(left, right, offs_E, out_EOI, **options, configuration=chosen),)
 
 
 def _decoding(inputs: _Inputs) -> Search:
     shape, device, dtype = inputs.shape, inputs.device, inputs.dtype
     sizes = shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.intermediate
-    allowed = decode_candidates(
-        *(next_power_of_2(shape.tokens), *sizes[1:]),
-        gated=True,
-        itemsize=dtype.itemsize,
-        overlap=can_overlap(device),
-        capability=capability_of(device),
-    )
+    layer = DecodedLayer(*sizes, gated=True, itemsize=dtype.itemsize, overlap=can_overlap(device))
+    allowed = decode_candidates(layer, capability_of(device))
 
     def make() -> Run:
         return lambda chosen: (decode(inputs.problem, configuration=chosen),)
 
-    return Search(decode_key(dtype, *sizes, gated=True), dtype, allowed, make)
+    return Search(decode_key(dtype, layer), dtype, allowed, make)
 
 
 def _attention(kernel: attention_tile.Kernel, size: int, dtype: torch.dtype, device: torch.device) -> Search:

@@ -42,7 +42,7 @@ from amoeba.kernels.decode.configuration import Configuration, Like, can_overlap
 from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, ranks_of
 from amoeba.kernels.decode.slot_lists import list_slots, lists_are
 from amoeba.kernels.decode.weights import is_quantised, stored
-from amoeba.kernels.launch import Launch, next_power_of_2
+from amoeba.kernels.launch import Launch
 from amoeba.kernels.tile_sizes import capability_of
 from amoeba.system import tuned
 
@@ -168,7 +168,7 @@ def _layer(problem: Problem, like: Like | None) -> configurations.Layer:
         experts,
         weights.hidden,
         weights.intermediate,
-        rows_per_column=2 if weights.activation.gated else 1,
+        gated=weights.activation.gated,
         itemsize=problem.x_TH.element_size(),
         contiguous_rows=weights.gate_up_EJH.stride(2) == weights.down_EHI.stride(2) == 1,
         overlap=can_overlap(problem.x_TH.device),
@@ -178,16 +178,8 @@ def _layer(problem: Problem, like: Like | None) -> configurations.Layer:
 def _chosen(problem: Problem, like: Like | None = None) -> Configuration:
     if is_quantised(problem.weights):
         return quantised_configuration.configuration_of(problem, like)
-    layer, device, gated = _layer(problem, like), problem.x_TH.device, problem.weights.activation.gated
-    sizes = layer.top_k, layer.num_experts, layer.hidden, layer.intermediate
-    options: dict[str, Any] = {"gated": gated, "itemsize": layer.itemsize, "overlap": layer.overlap}
+    layer, device, measured = _layer(problem, like), problem.x_TH.device, None
     if layer.contiguous_rows:
-        few = next_power_of_2(layer.tokens)
-        measured = tuned.choose(
-            device,
-            decode_key(problem.x_TH.dtype, layer.tokens, *sizes, gated=gated),
-            lambda: candidates(few, *sizes, **options, capability=capability_of(device)),
-        )
-        if measured is not None:
-            return measured
-    return configurations.configuration(layer.tokens, *sizes, **options, contiguous_rows=layer.contiguous_rows)
+        key, allowed = decode_key(problem.x_TH.dtype, layer), lambda: candidates(layer, capability_of(device))
+        measured = tuned.choose(device, key, allowed)
+    return configurations.configuration(layer) if measured is None else measured

@@ -2,7 +2,7 @@
 
 T tokens · K experts per token · E experts · H hidden · I intermediate
 
-    chosen = configuration(tokens, top_k, *down_EHI.shape, gated=True, itemsize=2)
+    chosen = configuration(Layer(tokens, top_k, *down_EHI.shape, gated=True, itemsize=2))
 
 `candidates` are the ways that a search may choose among, and that what was found earlier has to be one of.
 """
@@ -107,28 +107,37 @@ class Configuration(NamedTuple):
         return self.listed and problem.weights.num_experts <= problem.rows
 
 
-def configuration(
-    tokens: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    intermediate: int,
-    *,
-    gated: bool,
-    itemsize: int,
-    contiguous_rows: bool = True,
-    overlap: bool = False,
-) -> Configuration:
-    """The way and the tiles.
+class Layer(NamedTuple):
+    """What the tiles depend on.
 
     contiguous_rows: whether W1 is stored along H and W2 along I. Otherwise a tile needs many columns to read whole
     sectors of memory, and nothing is read at once.
     overlap: whether the device can start a launch before the one ahead of it ends.
     """
-    layer = Layer(
-        tokens, top_k, num_experts, hidden, intermediate, 2 if gated else 1, itemsize, contiguous_rows, overlap
-    )
-    return by_slot(layer) if goes_by_slot(tokens, top_k, num_experts) else by_expert(layer)
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    itemsize: int
+    contiguous_rows: bool = True
+    overlap: bool = False
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def rows_per_column(self) -> int:
+        """Of W1 for one of a."""
+        return 2 if self.gated else 1
+
+
+def configuration(layer: Layer) -> Configuration:
+    """The way and the tiles."""
+    return (by_slot if goes_by_slot(layer.tokens, layer.top_k, layer.num_experts) else by_expert)(layer)
 
 
 def goes_by_slot(tokens: int, top_k: int, num_experts: int) -> bool:
@@ -140,24 +149,6 @@ def chunk_rows(slots: int, num_experts: int) -> int:
     """Slots of an expert that are computed together."""
     expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
     return min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
-
-
-class Layer(NamedTuple):
-    """What the tiles depend on; the arguments of `configuration`."""
-
-    tokens: int
-    top_k: int
-    num_experts: int
-    hidden: int
-    intermediate: int
-    rows_per_column: int  # of W1 for one of a: 2 with a gate
-    itemsize: int
-    contiguous_rows: bool = True
-    overlap: bool = False
-
-    @property
-    def slots(self) -> int:
-        return self.tokens * self.top_k
 
 
 def by_slot(layer: Layer) -> Configuration:
@@ -236,43 +227,19 @@ MOST_TOKENS_BY_SLOT = 8
 WEIGHT_ROWS = (32, 128)  # of a program by expert, other than ours
 
 
-def decode_key(
-    dtype: torch.dtype, tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool
-) -> str:
+def decode_key(dtype: torch.dtype, layer: Layer) -> str:
     """What one measurement stands for: tokens up to a power of two."""
-    return tuned.key(
-        "decode",
-        dtype,
-        tokens=next_power_of_2(tokens),
-        top_k=top_k,
-        experts=num_experts,
-        hidden=hidden,
-        intermediate=intermediate,
-        gated=int(gated),
-    )
+    tokens, top_k, experts, hidden, intermediate, gated = layer[:6]
+    sizes = {"top_k": top_k, "experts": experts, "hidden": hidden, "intermediate": intermediate, "gated": int(gated)}
+    return tuned.key("decode", dtype, tokens=next_power_of_2(tokens), **sizes)
 
 
-def candidates(
-    tokens: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    intermediate: int,
-    *,
-    gated: bool,
-    itemsize: int,
-    overlap: bool,
-    capability: tuple[int, int] | None,
-) -> tuple[Configuration, ...]:
-    """Of weights with contiguous rows; without repetitions, our own choice first."""
-    default = configuration(
-        tokens, top_k, num_experts, hidden, intermediate, gated=gated, itemsize=itemsize, overlap=overlap
-    )
-    rows_per_column = 2 if gated else 1
-    layer = Layer(tokens, top_k, num_experts, hidden, intermediate, rows_per_column, itemsize, True, overlap)
-    ways = [*_by_slot(layer)] if tokens <= MOST_TOKENS_BY_SLOT else []
+def candidates(layer: Layer, capability: tuple[int, int] | None) -> tuple[Configuration, ...]:
+    """Of weights with contiguous rows and tokens up to a power of two; without repetitions, our own choice first."""
+    layer = layer._replace(tokens=next_power_of_2(layer.tokens))
+    ways = [*_by_slot(layer)] if layer.tokens <= MOST_TOKENS_BY_SLOT else []
     found = (*ways, *(each for each in _by_expert(layer) if _fits(each, layer, shared_bytes(capability))))
-    return tuple(dict.fromkeys((default, *found)))
+    return tuple(dict.fromkeys((configuration(layer), *found)))
 
 
 def _by_slot(layer: Layer) -> Iterator[Configuration]:
