@@ -127,7 +127,7 @@ def _of_streaming(dtype: torch.dtype) -> Launches:
 def _of_ranks(dtype: torch.dtype) -> Launches:
     from amoeba.kernels import peer_copies, peer_rows, peer_sums
     from amoeba.kernels.peer_context import ROWS, SUMS, PeerContext, Plan, heap_layout
-    from amoeba.tasks.triton.arrivals import Arrival
+    from amoeba.tasks.triton.arrivals import Arrival, raise_flags
 
     tokens, ranks = 4096, 2
     at, sizes, _ = heap_layout(ranks, tokens, K, H * dtype.itemsize)
@@ -151,6 +151,7 @@ def _of_ranks(dtype: torch.dtype) -> Launches:
         "own sums": lambda: peer_sums.own_sums(peers, plan, sorted_rows, slot_row, own),
         "add to own sums": lambda: peer_sums.add_kept(peers, own, goes),
         "wait for room": lambda: peer_copies.wait_for_room(peers, ROWS),
+        "raise flags": lambda: raise_flags(peers, 1, 4),
         "close": lambda: Arrival.close(SimpleNamespace(peers=peers)),
     }
 

@@ -122,10 +122,16 @@ def router_backward(
         None if dscores_TE is None else dscores_TE.float().contiguous(),
         dlogits_TE,
         num_tokens,
-        ROUTER=Group(**_constants(config), EXPERTS=num_experts, COLUMNS=tile_columns),
+        ROUTER=Group(**backward_constants(config)),
         **tile,
     )
     return dlogits_TE
+
+
+def backward_constants(config: RouterConfig) -> dict[str, object]:
+    """Of `router_backward_tile`."""
+    columns = next_power_of_2(config.num_experts)
+    return _constants(config) | {"EXPERTS": config.num_experts, "COLUMNS": columns}
 
 
 def needs_logits(config: RouterConfig) -> bool:
@@ -325,14 +331,25 @@ def _backward(
     ROUTER: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
+    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    router_backward_tile(
+        row, row < num_tokens, logits_TE, expert_TK, weight_TK, scores_TE, dweight_TK, dscores_TE, dlogits_TE, ROUTER,
+        TILE_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def router_backward_tile(
+    row, here, logits_TE, expert_TK, weight_TK, scores_TE, dweight_TK, dscores_TE, dlogits_TE, ROUTER: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits of these tokens, int64, those that are `here`."""
     K: tl.constexpr = ROUTER.K
     SIGMOID: tl.constexpr = ROUTER.SIGMOID
     SCALE: tl.constexpr = ROUTER.SCALE
     RENORMALIZE: tl.constexpr = ROUTER.RENORMALIZE
     EXPERTS: tl.constexpr = ROUTER.EXPERTS
     COLUMNS: tl.constexpr = ROUTER.COLUMNS
-    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    here = row < num_tokens
     expert = tl.arange(0, COLUMNS)[None, :]
     mask = here[:, None] & (expert < EXPERTS)
     at = row[:, None] * EXPERTS + expert
