@@ -26,7 +26,6 @@ from amoeba.commands.options import check_file_to_write, check_seed
 from amoeba.commands.output import Output
 from amoeba.commands.trace import print_summary
 from amoeba.core.errors import bad_value, counted
-from amoeba.proof.schedules import TOLERANCE, make_case
 from amoeba.system.fast_imports import loading
 from amoeba.system.files import write_whole
 from amoeba.tasks.computation import OrderOnly
@@ -36,6 +35,7 @@ from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.simulator import Pace, Ran, ScheduleFault, Script, simulate
 from amoeba.tasks.sizes import Sizes, Tiling, is_small, tiling_of
 from amoeba.tasks.timeline import Summary, summarise, trace_text, travelled
+from benchmarks.schedule_cases import TOLERANCE, make_case
 
 WORKERS = 132
 # In bf16, from a trace of sonic_a (H200, 2026-11-16), for all workers together. The router's kinds were not timed.

@@ -8,13 +8,13 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from amoeba.proof.schedules import make_case
 from amoeba.tasks.computation import OrderOnly
 from amoeba.tasks.graph import Graph, Kind
 from amoeba.tasks.simulator import Pace, Script
 from amoeba.tasks.simulator import simulate as run_schedule
 from amoeba.tasks.sizes import Sizes, Tiling
 from benchmarks.__main__ import app
+from benchmarks.schedule_cases import make_case
 from benchmarks.tasks import microseconds
 
 SMALL = ("--shape", "9,8,6,4,2", "--schedules", "3")

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from amoeba.proof.schedules import TOLERANCE, ScheduleCase, make_case, random_case
 from amoeba.tasks.graph import Kind
 from amoeba.tasks.simulator import Pace, Script, simulate
 from amoeba.tasks.sizes import Sizes, Tiling
+from benchmarks.schedule_cases import TOLERANCE, ScheduleCase, make_case, random_case
 from selection import quick
 
 SMALL = Tiling(

@@ -8,9 +8,9 @@ import pytest
 from test_task_mutants import EARLY, STUCK, how_it_dies, named, raised, with_gates, with_signals
 from test_task_schedules import NAMED, SMALL, check
 
-from amoeba.proof.schedules import ShareCase, make_case, random_case, share_case
 from amoeba.tasks.graph import Kind, ShareGraph
 from amoeba.tasks.sizes import Sizes
+from benchmarks.schedule_cases import ShareCase, make_case, random_case, share_case
 from selection import quick
 
 OVER_RANKS = [name for name, case in NAMED.items() if case.ranks > 1]

@@ -7,7 +7,6 @@ amoeba merge MODEL --adapter DIR --out DIR      # the model and its adapter as o
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,13 +97,8 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
 def _check(store: Path, output: Output) -> list[str]:
     from amoeba.stream.store.packed import PackedStore
 
-    shown = time.monotonic()
-
     def show(done: int) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
-            shown = time.monotonic()
-            output.progress(f"checked {done / 2**30:.1f} GiB")
+        output.at_times(f"checked {done / 2**30:.1f} GiB", _SECONDS_BETWEEN_LINES)
 
     with PackedStore(store, check_files=False) as opened, output.working():
         damaged = [said for of_file in opened.damage(show).values() for said in of_file]
@@ -155,13 +149,8 @@ def _quantise(folder: Path, out: Path, format: str, trust_remote_code: bool, out
     from amoeba.jobs.convert.quantise import quantise_folder
     from amoeba.stream.sizes import show_size
 
-    shown = time.monotonic()
-
     def show(now: QuantiseProgress) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
-            shown = time.monotonic()
-            output.progress(f"layer {now.layer + 1}/{now.layers}")
+        output.at_times(f"layer {now.layer + 1}/{now.layers}", _SECONDS_BETWEEN_LINES)
 
     try:
         with output.working():

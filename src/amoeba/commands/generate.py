@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -241,14 +240,9 @@ def _many(
     results.left = [each for each in asked if each.line in left]
     if not rank_zero.here:
         return generate_prompts(model, results, options, batches, adapter, rank_zero=rank_zero)
-    last = 0.0
 
     def progress(text: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if output.on_terminal or now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
-            output.progress(f"amoeba: {text}")
+        output.at_times(f"amoeba: {text}", _SECONDS_BETWEEN_LINES)
 
     def say(text: str) -> None:
         output.progress(f"amoeba: {text}")

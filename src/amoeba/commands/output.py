@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ class Output:
         self._out = Console(highlight=False, markup=False, soft_wrap=True)
         self.progress_console = Console(stderr=True, highlight=False, markup=False)
         self._status: Status | None = None
+        self._told = time.monotonic()
 
     @property
     def on_terminal(self) -> bool:
@@ -106,6 +108,13 @@ class Output:
             self._status.update(Text(text if len(text) <= room else f"{text[: room - 1]}…"))
         else:
             self.progress_console.print(text, soft_wrap=True)
+
+    def at_times(self, text: str, pause: float) -> None:
+        """Progress that is told often: in a pipe a line every so many seconds, on a terminal all of them."""
+        now = time.monotonic()
+        if self.on_terminal or now - self._told >= pause:
+            self._told = now
+            self.progress(text)
 
     def warning(self, text: str) -> None:
         self.progress_console.print(f"warning: {text}", style="yellow", soft_wrap=True)

@@ -1,7 +1,7 @@
 """Commands under torchrun: the processes, of which rank zero prints.
 
 with over_ranks(settings.experts, output, resume=resume) as rank_zero:
-    console = RunConsole(output) if rank_zero.here else Silent()
+    console = RunConsole(output) if rank_zero.here else Console()
 
 report, first = job_over_ranks(train, settings, output, resume=resume)     # the same around a whole run
 """
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from amoeba.commands.output import Output
 from amoeba.commands.run_console import RunConsole
 from amoeba.core.errors import bad_value
-from amoeba.jobs.train.run_folder import Silent, holds_a_run
+from amoeba.jobs.train.run_folder import Console, holds_a_run
 from amoeba.parallel.launcher import (
     SHARED_STORE,
     cannot_replace_hosts,
@@ -77,7 +77,7 @@ def job_over_ranks(
         expected = "torchrun without --max-restarts: every restart would begin from this checkpoint"
         raise bad_value("--from", expected, options["start_from"], "leave out one of the two")
     with over_ranks(settings.experts, output, resume=resume) as rank_zero, closing(RunConsole(output)) as console:
-        said_by = console if rank_zero.here else Silent()
+        said_by = console if rank_zero.here else Console()
         if may_restart() and not resume:
             resume = rank_zero.tell(lambda: holds_a_run(Path(settings.out)), "whether the run has begun")
         if cannot_replace_hosts():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from amoeba.commands.output import Output
 from amoeba.commands.start import with_seconds
+from amoeba.jobs.train.run_folder import Console
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -22,8 +23,8 @@ _BAR = 16
 _SECONDS_BETWEEN_LINES, _LONGEST, _SHARE_OF_THE_RUN = 2.0, 60.0, 0.05
 
 
-class RunConsole:
-    """Tells how a run goes; see `amoeba.jobs.train.run_folder.Console`."""
+class RunConsole(Console):
+    """Tells how a run goes."""
 
     def __init__(self, output: Output) -> None:
         self._output = output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,8 +60,13 @@ def run(
     )
     began = time.monotonic()
     ahead = device.type == "cuda" and not thorough and "TRITON_INTERPRET" not in os.environ
+
+    def tell(check: Check) -> None:
+        now = f"{check.backend} in {dtype_name(check.dtype)}: {check.case.name}"
+        output.at_times(f"{check.done} of {check.total} done, now {now}", _SECONDS_BETWEEN_LINES)
+
     with output.working(), compiled_beside(dtypes, backends) if ahead else nullcontext() as order:
-        results = verify(device, dtypes, backends, thorough, _telling(output), seconds, order)
+        results = verify(device, dtypes, backends, thorough, tell, seconds, order)
     each = len(dtypes) * len(backends)
     finished = len(results) // each
     document = _document(results, device, thorough) | {
@@ -89,13 +94,10 @@ def check_ranks(ranks: int, device: str, backends: Sequence[str], thorough: bool
 def run_over_ranks(ranks: int, dtypes: Sequence[torch.dtype], output: Output) -> tuple[dict[str, Any], bool]:
     """The same for experts over processes that are started here; also compared bit by bit with one process."""
     output.progress(f"checking experts over {ranks} processes on cpu in {', '.join(map(dtype_name, dtypes))}")
-    began = last = time.monotonic()
+    began = time.monotonic()
 
     def tell(done: int, total: int, case: str) -> None:
-        nonlocal last
-        if output.on_terminal or time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            output.progress(f"{done} of {total} done, now {case}")
+        output.at_times(f"{done} of {total} done, now {case}", _SECONDS_BETWEEN_LINES)
 
     with output.working():
         results = verify_over_ranks(ranks, dtypes, tell)
@@ -107,22 +109,6 @@ def run_over_ranks(ranks: int, dtypes: Sequence[torch.dtype], output: Output) ->
     if document["ok"]:
         output.line("gradients of weights, biases, factors and routing weights: bitwise identical to one process")
     return document, document["ok"]
-
-
-def _telling(output: Output) -> Callable[[Check], None]:
-    """In place on a terminal; in a pipe a line every few seconds."""
-    last = time.monotonic()
-
-    def tell(check: Check) -> None:
-        nonlocal last
-        if not output.on_terminal and time.monotonic() - last < _SECONDS_BETWEEN_LINES:
-            return
-        last = time.monotonic()
-        output.progress(
-            f"{check.done} of {check.total} done, now {check.backend} in {dtype_name(check.dtype)}: {check.case.name}"
-        )
-
-    return tell
 
 
 def _document(results: Sequence[Result], device: torch.device, thorough: bool) -> dict[str, Any]:

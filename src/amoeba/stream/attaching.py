@@ -116,9 +116,6 @@ class Streamed:
             timeline=None if self.timeline is None else str(self.timeline.path),
             miss=memory.miss,
             computed=counters.computed,
-            prefetched=counters.prefetched,
-            prefetched_used=counters.prefetched_used,
-            prefetch_recall=counters.prefetch_recall if counters.prefetched else None,
         )
 
     def close(self) -> None:

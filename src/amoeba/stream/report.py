@@ -89,9 +89,6 @@ class StreamReport:
     timeline: str | None  # the file that close() writes
     miss: str  # move, cpu or auto: what becomes of experts that a captured step misses
     computed: int  # of what was asked for: missing, computed by the CPU, and not moved
-    prefetched: int  # copies or reads that began before they were asked for
-    prefetched_used: int  # of them, were asked for then
-    prefetch_recall: float | None  # of all that was not on the GPU when it was asked for; None: nothing was prefetched
     # of the commands, which know where a part begins
     parts: list[PartOfRun] = field(default_factory=list)
     link: Bandwidth | None = None  # None: nothing came that way
@@ -107,16 +104,9 @@ class StreamReport:
             by_cpu = (
                 f"{100 * self.computed / max(1, self.requested):.1f} % computed by the CPU, " if self.computed else ""
             )
-            early = (
-                "" if self.prefetch_recall is None else f"{100 * self.prefetch_recall:.1f} % of the others prefetched, "
-            )
             below = (
-                by_cpu
-                + early
-                + (
-                    f"{100 * self.host_hit_rate:.1f} % of the others in host memory, "
-                    f"{show_size(self.host_bytes_per_token)} copied and "
-                )
+                f"{by_cpu}{100 * self.host_hit_rate:.1f} % of the others in host memory, "
+                f"{show_size(self.host_bytes_per_token)} copied and "
             )
         return (
             f"experts: {100 * self.hit_rate:.1f} % of {self.requested} {where} ({per_layer} of {of} per layer, "

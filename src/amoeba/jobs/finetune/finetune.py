@@ -39,6 +39,7 @@ from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.sharded_model import count_parameters, load_share
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.jobs.train.fast_paths import why_not_by_documents
+from amoeba.jobs.train.manifest import WholeModel
 from amoeba.jobs.train.resume import (
     Earlier,
     began_with,
@@ -79,15 +80,11 @@ class FinetuneReport(RunReport):
     streaming: dict[str, Any] | None  # a `StreamReport`, where they are streamed
 
 
-class AdapterAlone:
+class AdapterAlone(WholeModel):
     """A checkpoint's part of the model: the adapter."""
 
     name = ADAPTER_FOLDER
     _adapter: Adapter | None = None
-
-    def __init__(self, first: bool = True) -> None:
-        """first: whether this is the rank that writes."""
-        self._first = first
 
     def gather(self, model: Any) -> None:
         found = adapter_of(model)
@@ -97,9 +94,6 @@ class AdapterAlone:
         adapter, self._adapter = self._adapter, None
         if adapter is not None:
             write_adapter(folder, adapter)
-
-    def finish(self, folder: Path) -> None:
-        """Nothing: the folder is whole."""
 
     def load(self, model: Any, folder: Path) -> None:
         lora.load(model, folder)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from amoeba.core.errors import bad_value
 from amoeba.jobs.train.manifest import with_digest
@@ -34,8 +34,8 @@ _SECONDS_AFTER_A_RESTART = 120.0
 _SECONDS_UNTIL_SEEN = 15.0  # by other hosts: NFS looks for what is new every few seconds
 
 
-class Console(Protocol):
-    """Where a run tells how it goes: a progress bar, plain lines, or nothing."""
+class Console:
+    """Where a run tells how it goes: a progress bar, plain lines or, of a rank other than the first, nothing."""
 
     def say(self, text: str) -> None: ...
 
@@ -64,14 +64,6 @@ class RunReport:
             return f"{self.start_loss:.3f} at step 0, and not measured since"
         shown = f"{self.start_loss:.3f} -> {self.final_loss:.3f}"
         return shown if self.final_loss_step == self.steps else f"{shown} at step {self.final_loss_step}"
-
-
-class Silent:
-    """The console of a rank other than the first."""
-
-    def say(self, text: str) -> None: ...
-
-    def step(self, line: dict[str, Any], total: int) -> None: ...
 
 
 @contextmanager

@@ -52,8 +52,6 @@ class Counters:
     from_host: int = 0
     from_disk: int = 0
     computed: int = 0  # on the CPU, and not moved
-    prefetched: int = 0
-    prefetched_used: int = 0  # asked for before they were evicted
     host_bytes: int = 0  # host -> top, of experts that were on the host
     disk_bytes: int = 0  # disk -> top
     written_bytes: int = 0  # top -> host
@@ -67,11 +65,6 @@ class Counters:
     def host_hit_rate(self) -> float:
         """Of what was not on the top tier."""
         return self.from_host / max(1, self.from_host + self.from_disk)
-
-    @property
-    def prefetch_recall(self) -> float:
-        """Of what would have missed, the share whose load had begun before it was asked for."""
-        return self.prefetched_used / max(1, self.prefetched_used + self.from_host + self.from_disk)
 
     def per_token(self, amount: int) -> float:
         return amount / max(1, self.tokens)
@@ -112,7 +105,6 @@ class _Layer:
         self.host = None if host is None else SlotTable(host, shape.experts, _CopiesFirst(order, self.top))
         self.rising: set[int] = set()  # held on the host until they are on the top tier
         self.falling: set[int] = set()  # being written back
-        self.prefetched: set[int] = set()  # and not asked for yet
 
 
 class ExpertCache:
@@ -154,8 +146,6 @@ class ExpertCache:
         counters.misses_of_layer[layer] += len(computed)
         counters.hits += len(plan.hits)
         counters.waited += len(plan.waiting)
-        if here.prefetched:
-            self._note_prefetched_used(here, plan)
         if not plan.loads:
             return Fetch(plan.hits, plan.waiting, [], [], [])
         counters.misses_of_layer[layer] += len(plan.loads)
@@ -167,7 +157,7 @@ class ExpertCache:
     def use(self, layer: int, ids: Sequence[int]) -> None:
         """Of a pass that found these distinct experts: a request that is released at once."""
         here, counters = self._layers[layer], self.counters
-        if here.prefetched or not here.top.use(ids):
+        if not here.top.use(ids):
             self.request(layer, ids)
             self.release(layer, ids)
         else:
@@ -179,8 +169,6 @@ class ExpertCache:
         layer's latest request used. To be loaded after everything that a request asked for."""
         here = self._layers[layer]
         plan = here.top.prefetch(ids)
-        here.prefetched.update(expert for expert, _ in plan.loads)
-        self.counters.prefetched += len(plan.loads)
         return self._fetch(here, plan)
 
     def not_written_back(self, layer: int) -> Collection[int]:
@@ -236,7 +224,6 @@ class ExpertCache:
         except for a host copy that is complete or still being written back, and it is not held."""
         here = self._layers[layer]
         here.top.failed(expert)
-        here.prefetched.discard(expert)
         if here.host is not None and expert in here.rising:
             if here.host.is_loading(expert) and expert not in here.falling:
                 here.host.failed(expert)
@@ -272,7 +259,6 @@ class ExpertCache:
         return until_now
 
     def _fetch(self, here: _Layer, plan: Plan, passing: Collection[int] = ()) -> Fetch:
-        here.prefetched.difference_update(plan.evicted)
         if here.host is None:
             self.counters.host_bytes += here.bytes * len(plan.loads)
             return Fetch(plan.hits, plan.waiting, [], [(expert, expert, slot) for expert, slot in plan.loads], [])
@@ -300,8 +286,3 @@ class ExpertCache:
     def _let_go(host: SlotTable, here: _Layer, expert: int) -> None:
         here.rising.discard(expert)
         host.release([expert])
-
-    def _note_prefetched_used(self, here: _Layer, plan: Plan) -> None:
-        used = here.prefetched.intersection((*plan.hits, *plan.waiting))
-        self.counters.prefetched_used += len(used)
-        here.prefetched -= used
