@@ -15,7 +15,7 @@ from amoeba._version import __version__
 from amoeba.system.thread_waiting import wait_passively
 
 if TYPE_CHECKING:
-    from amoeba import lora, optim
+    from amoeba import lora, optim, replay
     from amoeba.backends.backend import Backend, PassesBackend, Request
     from amoeba.backends.registry import explain, register_backend
     from amoeba.core.config import Activation, MoEConfig, RouterConfig
@@ -52,6 +52,7 @@ __all__ = [
     "register",
     "register_backend",
     "register_placement",
+    "replay",
     "route",
     "with_precision",
 ]
@@ -81,7 +82,7 @@ _HOME = {
     "with_precision": "amoeba.precision.recipes",
 }
 
-_PACKAGES = ("lora", "optim", "stream")
+_PACKAGES = ("lora", "optim", "replay", "stream")
 
 
 def register() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from amoeba.core import operators
 from amoeba.core.config import RouterConfig
 from amoeba.core.operators import Operand, operands_of
+from amoeba.routing.forced_choice import is_forced
 
 # of amoeba.kernels.router, which may not be imported here
 MAX_COLUMNS, MAX_TOP_K = 512, 16
@@ -39,6 +40,8 @@ def why_not(logits_TE: Tensor, config: RouterConfig) -> str | None:
         return f"computes on CUDA devices; these logits are on {logits_TE.device}"
     if torch.cuda.get_device_capability(logits_TE.device) < (8, 0):
         return "needs compute capability 8.0"
+    if is_forced(logits_TE):
+        return "chooses by itself; here the experts are given (amoeba.replay)"
     return why_not_shape(logits_TE.dtype, config)
 
 
