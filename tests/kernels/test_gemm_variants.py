@@ -14,7 +14,7 @@ from torch import Tensor
 from amoeba.core.config import Activation
 from amoeba.core.layout import build_layout
 from amoeba.kernels.hopper import gemm
-from amoeba.kernels.hopper.tile_order import BY_COLUMNS, TALL
+from amoeba.kernels.hopper.tile_order import BY_COLUMNS, FEW_ROWS, TALL
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 COUNTS = (0, 2, 64, 65, 127, 128, 129, 300, 0, 1)
@@ -33,15 +33,15 @@ def test_each_variant_has_the_bits_of_the_plain_one(order, hidden, inner, device
     if order is not None:
         monkeypatch.setattr(gemm, "order_of_product", lambda *sizes: order)
         monkeypatch.setattr(gemm, "KEPT_BYTES", 0)  # so that programs wait for one another
-    for programs in (None, 3):
+    for programs, block_m in ((None, gemm.BLOCK_M), (None, FEW_ROWS), (3, gemm.BLOCK_M), (3, FEW_ROWS)):
         if programs is not None:
             monkeypatch.setattr(gemm, "programs", lambda device: 3)
-        found = products(hidden, inner, device)
+        found = products(hidden, inner, device, block_m)
         for name, one in plain.items():
-            assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), name
+            assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), (name, block_m)
 
 
-def products(hidden: int, inner: int, device: torch.device) -> dict[str, Tensor]:
+def products(hidden: int, inner: int, device: torch.device, block_m: int = gemm.BLOCK_M) -> dict[str, Tensor]:
     """What a layer's products write, NaN where they write nothing."""
     from amoeba.kernels.hopper.gemm import multiply, tile_table, up
 
@@ -49,7 +49,7 @@ def products(hidden: int, inner: int, device: torch.device) -> dict[str, Tensor]
     shuffled = owner_N[torch.randperm(len(owner_N), generator=torch.Generator().manual_seed(3))]
     layout = build_layout(shuffled.view(-1, K).to(device), len(COUNTS))
     order_N, offs_E, rows = layout.order_N.int(), layout.offs_E.int(), len(owner_N)
-    table = tile_table(offs_E, rows)
+    table = tile_table(offs_E, rows, block_m=block_m)
 
     def normal(*shape: int) -> Tensor:
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
@@ -63,9 +63,10 @@ def products(hidden: int, inner: int, device: torch.device) -> dict[str, Tensor]
     made = {name: unwritten(width) for name, width in (("h", 2 * inner), ("a", inner), ("y", hidden), ("da", inner))}
     made |= {"dx": unwritten(hidden), "a alone": unwritten(inner)}
     silu = Activation()
-    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a"][:rows], h_NJ=made["h"][:rows])
-    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a alone"][:rows])
-    multiply(made["a"][:rows], down_EHI, table, made["y"][:rows])
-    multiply(x_TH, down_EHI.transpose(1, 2), table, made["da"][:rows], order_N=order_N, top_k=K)
-    multiply(dh_NJ, gate_up_EJH.transpose(1, 2), table, made["dx"][:rows])
+    tall: dict[str, int] = {"block_m": block_m}
+    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a"][:rows], h_NJ=made["h"][:rows], **tall)
+    up(x_TH, order_N, K, gate_up_EJH, table, silu, made["a alone"][:rows], **tall)
+    multiply(made["a"][:rows], down_EHI, table, made["y"][:rows], **tall)
+    multiply(x_TH, down_EHI.transpose(1, 2), table, made["da"][:rows], order_N=order_N, top_k=K, **tall)
+    multiply(dh_NJ, gate_up_EJH.transpose(1, 2), table, made["dx"][:rows], **tall)
     return made

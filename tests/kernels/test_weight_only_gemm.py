@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from amoeba.backends.quantised_rows import why_not_hopper
 from amoeba.core.problem import Problem
 from amoeba.core.weights import ExpertWeights, LoraFactors
 from amoeba.kernels.hopper import gemm, weight_only_gemm
+from amoeba.kernels.hopper.tile_order import FEW_ROWS
 from amoeba.kernels.lora.epilogue import Addend
 from amoeba.precision import E2M1, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix, quantise
 from amoeba.precision.formats import fp8_blocks
@@ -100,16 +102,21 @@ def untouched(rows: Rows, width: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def assert_same_bits(
-    of_codes: Callable[[], tuple[Tensor, ...]],
+    of_codes: Callable[[int], tuple[Tensor, ...]],
     expected: tuple[Tensor, ...],
     rows: Rows,
+    plan: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice by a program for each multiprocessor, then by three, which compute many tiles one after the other."""
-    for number in (None, None, 3):
-        if number is not None:
-            monkeypatch.setattr(weight_only_gemm, "programs", lambda device, number=number: number)
-        for found, wanted in zip(of_codes(), expected, strict=True):
+    """Twice by a program for each multiprocessor, then by three, which compute many tiles one after the other; some
+    plans in tiles of few rows, too. of_codes: of a tile's rows."""
+    few = ((None, FEW_ROWS), (3, FEW_ROWS)) if plan in FEW else ()
+    for number, block_m in ((None, gemm.BLOCK_M), (None, gemm.BLOCK_M), (3, gemm.BLOCK_M), *few):
+        count = weight_only_gemm.programs if number is None else lambda device, number=number: number
+        with monkeypatch.context() as patch:
+            patch.setattr(weight_only_gemm, "programs", count)
+            computed = of_codes(block_m)
+        for found, wanted in zip(computed, expected, strict=True):
             assert (found[rows.owned :] == UNTOUCHED).all(), "rows that belong to nobody were written"
             assert wanted[: rows.owned].isfinite().all()
             assert torch.equal(found.view(torch.int16), wanted.view(torch.int16)), f"by {number or 'all'} programs"
@@ -127,17 +134,18 @@ def test_up_has_the_bits_of_the_product_on_the_dequantised_matrix(format, plan, 
     gate_up, dense_EJH = codes(format, 2 * inner, hidden, device, parts)
     bias_EJ = normal(E, 2 * inner, dtype=BF16, seed=2, device=device) if has_bias else None
     addend = addend_of(rank, 2 * inner, rows, device, turned=False)
-    table = gemm.tile_table(rows.offs_E, rows.tokens * K)
 
-    def compute(up: Callable[..., None], matrix: Any) -> tuple[Tensor, ...]:
+    def compute(up: Callable[..., None], matrix: Any, block_m: int = gemm.BLOCK_M) -> tuple[Tensor, ...]:
+        table = gemm.tile_table(rows.offs_E, rows.tokens * K, block_m=block_m)
         h_NJ, h_memory = untouched(rows, 2 * inner, device)
         a_NI, a_memory = untouched(rows, inner, device)
         kept = {"h_NJ": h_NJ if keep else None, "bias_EJ": bias_EJ, "addend": addend}
-        up(x_TH, rows.order_N, K, matrix, table, GATED, a_NI, **kept)
+        up(x_TH, rows.order_N, K, matrix, table, GATED, a_NI, **kept, block_m=block_m)
         return (a_memory, h_memory) if keep else (a_memory,)
 
     expected = compute(gemm.up, dense_EJH)
-    assert_same_bits(lambda: compute(weight_only_gemm.up, gate_up), expected, rows, monkeypatch)
+    of_codes = partial(compute, weight_only_gemm.up, gate_up)
+    assert_same_bits(of_codes, expected, rows, plan, monkeypatch)
 
 
 @on_hopper
@@ -159,17 +167,18 @@ def test_products_have_the_bits_of_those_on_the_dequantised_matrix(format, plan,
     bias_EO = normal(E, width, dtype=BF16, seed=2, device=device) if has_bias else None
     given: dict[str, Any] = {"bias_EO": bias_EO, "addend": addend_of(rank, width, rows, device, transposed)}
     given |= {"order_N": rows.order_N, "top_k": K} if gathered else {}
-    table = gemm.tile_table(rows.offs_E, rows.tokens * K)
 
-    def compute(multiply: Callable[..., None], matrix: Any, **how: bool) -> tuple[Tensor, ...]:
+    def compute(
+        multiply: Callable[..., None], matrix: Any, block_m: int = gemm.BLOCK_M, **how: bool
+    ) -> tuple[Tensor, ...]:
+        table = gemm.tile_table(rows.offs_E, rows.tokens * K, block_m=block_m)
         out_NO, memory = untouched(rows, width, device)
-        multiply(left, matrix, table, out_NO, **given, **how)
+        multiply(left, matrix, table, out_NO, **given, **how, block_m=block_m)
         return (memory,)
 
     expected = compute(gemm.multiply, dense)
-    assert_same_bits(
-        lambda: compute(weight_only_gemm.multiply, matrix, transposed=transposed), expected, rows, monkeypatch
-    )
+    of_codes = partial(compute, weight_only_gemm.multiply, matrix, transposed=transposed)
+    assert_same_bits(of_codes, expected, rows, plan, monkeypatch)
 
 
 # Of an expert all scales are one of these; what they make of codes overflows, underflows or is no number.
@@ -393,11 +402,12 @@ def stand_in_multiply(
     top_k: int = 1,
     bias_EO: Tensor | None = None,
     addend: Addend | None = None,
+    block_m: int = gemm.BLOCK_M,
 ) -> None:
     """By torch, tile by tile, with codes and with numbers."""
     dense = matrix if isinstance(matrix, Tensor) else matrix.dequantise()
     dense = dense.mT if transposed else dense
-    for e, chosen in tiles(table):
+    for e, chosen in tiles(table, block_m):
         taken = chosen if order_N is None else order_N[chosen] // top_k
         out_NO[chosen] = rows_NW[taken] @ dense[e].T
         if bias_EO is not None:
@@ -406,11 +416,11 @@ def stand_in_multiply(
             out_NO[chosen] += addend.low_NR[chosen] @ addend.factor_EOR[e].T
 
 
-def tiles(table: Tensor) -> list[tuple[int, slice]]:
+def tiles(table: Tensor, block_m: int) -> list[tuple[int, slice]]:
     """Experts and rows of a table."""
     count, _, _, _, *entries = table.tolist()
     places = [entries[4 * tile : 4 * tile + 3] for tile in range(count)]
-    return [(e, slice(first, min(first + gemm.BLOCK_M, end))) for e, first, end in places]
+    return [(e, slice(first, min(first + block_m, end))) for e, first, end in places]
 
 
 def stand_in_up(
@@ -425,10 +435,12 @@ def stand_in_up(
     h_NJ: Tensor | None = None,
     bias_EJ: Tensor | None = None,
     addend: Addend | None = None,
+    block_m: int = gemm.BLOCK_M,
 ) -> None:
     h_NJ = torch.zeros(order_N.shape[0], gate_up.shape[1]) if h_NJ is None else h_NJ
-    stand_in_multiply(x_TH, gate_up, table, h_NJ, order_N=order_N, top_k=top_k, bias_EO=bias_EJ, addend=addend)
-    for _, chosen in tiles(table):
+    added: dict[str, Any] = {"bias_EO": bias_EJ, "addend": addend}
+    stand_in_multiply(x_TH, gate_up, table, h_NJ, order_N=order_N, top_k=top_k, block_m=block_m, **added)
+    for _, chosen in tiles(table, block_m):
         a_NI[chosen] = activate(h_NJ[chosen], activation)
 
 
@@ -503,14 +515,15 @@ def test_a_layer_whose_experts_are_in_slots_has_the_bits_of_one_in_one_piece(for
         assert torch.equal(one, other)
 
 
-def test_tables_of_some_experts_have_the_tiles_of_the_whole_one(device: torch.device) -> None:
+@pytest.mark.parametrize("block_m", [gemm.BLOCK_M, FEW_ROWS])
+def test_tables_of_some_experts_have_the_tiles_of_the_whole_one(block_m: int, device: torch.device) -> None:
     rows = routed("rests", device)
-    whole = tiles(gemm.tile_table(rows.offs_E, rows.tokens * K))
+    whole = tiles(gemm.tile_table(rows.offs_E, rows.tokens * K, block_m=block_m), block_m)
     for at_once in (1, 2, 3, E):
         found: list[tuple[int, slice]] = []
         for first in range(0, E, at_once):
             last = min(first + at_once, E)
-            some = tiles(gemm.tile_table(rows.offs_E, rows.tokens * K, first, last))
+            some = tiles(gemm.tile_table(rows.offs_E, rows.tokens * K, first, last, block_m), block_m)
             assert all(0 <= e < last - first for e, _ in some)
             found += [(first + e, chosen) for e, chosen in some]
         assert found == whole, at_once

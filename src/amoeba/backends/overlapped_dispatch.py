@@ -117,6 +117,16 @@ class OverlappedRows(HopperRows):
         return self._all_tiles if self._part is None else self._part
 
     @property
+    def product_table(self) -> Tensor:
+        return self.table
+
+    @property
+    def block_m(self) -> int:
+        from amoeba.kernels.hopper.gemm import BLOCK_M
+
+        return BLOCK_M
+
+    @property
     def whole_table(self) -> bool:
         return self._part is None
 

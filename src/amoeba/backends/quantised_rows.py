@@ -92,12 +92,13 @@ class HopperQuantisedRows(HopperRows):
                 order_N,
                 self.top_k,
                 matrix,
-                self.table,
+                self.product_table,
                 weights.activation,
                 a_NI,
                 h_NJ=h_NJ,
                 bias_EJ=bias_EJ,
                 addend=addend,
+                block_m=self.block_m,
             )
             return h_NJ
         for part in self._dequantised(matrix, bias_EJ, addend):
@@ -132,13 +133,14 @@ class HopperQuantisedRows(HopperRows):
             weight_only_gemm.multiply(
                 plain,
                 matrix,
-                self.table,
+                self.product_table,
                 out_NO,
                 transposed=transposed,
                 order_N=order_N,
                 top_k=self.top_k,
                 bias_EO=bias_EO,
                 addend=addend,
+                block_m=self.block_m,
             )
             return
         for part in self._dequantised(matrix, bias_EO, addend):

@@ -296,13 +296,14 @@ class HopperRows(TritonRows):
             order_N,
             self.top_k,
             weights.gate_up_EJH,
-            self.table,
+            self.product_table,
             weights.activation,
             a_NI,
             h_NJ=h_NJ,
             bias_EJ=weights.gate_up_bias_EJ,
             addend=addend,
             whole_table=self.whole_table,
+            block_m=self.block_m,
         )
         return h_NJ
 
@@ -321,13 +322,14 @@ class HopperRows(TritonRows):
         gemm.multiply(
             plain,
             matrix_EOI,
-            self.table,
+            self.product_table,
             out_NO,
             order_N=order_N,
             top_k=self.top_k,
             bias_EO=bias_EO,
             addend=addend,
             whole_table=self.whole_table,
+            block_m=self.block_m,
         )
 
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
@@ -358,9 +360,25 @@ class HopperRows(TritonRows):
 
     @cached_property
     def table(self) -> Tensor:
+        """Of tiles of BLOCK_M rows."""
         from amoeba.kernels.hopper import gemm
 
         return gemm.tile_table(self.offs_E, self.order_N.shape[0])
+
+    @cached_property
+    def block_m(self) -> int:
+        """Rows of a tile in products; with any of them the bits are the same."""
+        from amoeba.kernels.hopper import gemm
+
+        return gemm.rows_of_tile(self.order_N.shape[0], self.offs_E.shape[0])
+
+    @cached_property
+    def product_table(self) -> Tensor:
+        from amoeba.kernels.hopper import gemm
+
+        if self.block_m == gemm.BLOCK_M:
+            return self.table
+        return gemm.tile_table(self.offs_E, self.order_N.shape[0], block_m=self.block_m)
 
 
 def sorted_maps(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,11 +100,14 @@ def store_masked(out, buffer, stride, row, end, column, width, shift):
 def finish_tile(
     acc, buffers, results, shape, expert, row, end, n, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Add the bias, activate, store: the left half, then the right one, through the warpgroup's buffer."""
+    """Add the bias, activate, store: the left half, then the right one, through the warpgroup's buffer. acc: of half of
+    the tile's rows, or, where PLAN.FEW, of half of its columns."""
     h_desc, out_desc, bias, h, out = results
     _, width, columns, h_stride, out_stride = shape
-    HALF: gl.constexpr = PLAN.BLOCK_N // 2
+    HALF: gl.constexpr = acc.shape[1] // 2
     column = n * PLAN.COLUMNS
+    if PLAN.FEW:
+        column += WARPGROUP * (PLAN.COLUMNS // 2)
     bias_row = bias + expert.to(gl.int64) * width
     halves = column_parts(acc, 2)
     if PLAN.PAIRED:

@@ -7,15 +7,16 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
     multiply(a, down_EHI, table, out=y_NH)                                      # y[n] = a[n] · down[e]ᵀ
     multiply(dh, gate_up_EJH.transpose(1, 2), table, out=dx_NH)
 
-A persistent kernel: each multiprocessor walks over tiles of 128 rows by 256 columns, no tile crosses from one expert to
-the next. Weights come by the bulk copy engine, rows likewise or gathered by asynchronous copies; a full tile leaves by
-the bulk copy engine, an expert's last one under a mask. Nothing is padded and the host knows no row count.
+A persistent kernel: each multiprocessor walks over tiles of 128 rows, or 64, by 256 columns, no tile crosses from one
+expert to the next. Weights come by the bulk copy engine, rows likewise or gathered by asynchronous copies; a full tile
+leaves by the bulk copy engine, an expert's last one under a mask. Nothing is padded and the host knows no row count.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import sqrt
 from typing import Any
 
 import torch
@@ -34,13 +35,13 @@ from amoeba.kernels.hopper.gemm_kernel import (
     Plan,
     gemm_kernel,
 )
-from amoeba.kernels.hopper.tile_order import KEPT_BYTES, list_tiles, order_of_product
+from amoeba.kernels.hopper.tile_order import FEW_ROWS, KEPT_BYTES, list_tiles, order_of_product
 from amoeba.kernels.hopper.tma import descriptor
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.persistent_grid import halvings, programs, programs_in_halves, sharing
 from amoeba.kernels.lora.epilogue import Addend, padded_rank
 
-_ROWS = (BLOCK_M, BLOCK_K)
+MOST_FEW = 0  # rows of an expert up to which tiles have FEW_ROWS. Not timed yet: none.
 
 
 @quick
@@ -70,19 +71,26 @@ def _tile_table(
         tl.store(table, total)
 
 
-def tile_table(offs_E: Tensor, rows: int, first: int = 0, last: int | None = None) -> Tensor:
+def tile_table(offs_E: Tensor, rows: int, first: int = 0, last: int | None = None, block_m: int = BLOCK_M) -> Tensor:
     """The number of tiles and three unused places; then for each tile: expert, first row, expert's end and tiles.
 
-    first, last: of some experts alone, which are counted from the first one on.
+    first, last: of some experts alone, which are counted from the first one on. block_m: rows of a tile, as the
+    products that are given the table are told.
     """
     experts = (offs_E.shape[0] if last is None else last) - first
-    most = rows // BLOCK_M + min(experts, rows)
+    most = rows // block_m + min(experts, rows)
     table = torch.empty(4 + 4 * most, dtype=torch.int32, device=offs_E.device)
     block = 64
     _tile_table[(cdiv(most, block),)](
-        offs_E, table, first, experts, EXPERTS=next_power_of_2(experts), BLOCK_M=BLOCK_M, BLOCK=block
+        offs_E, table, first, experts, EXPERTS=next_power_of_2(experts), BLOCK_M=block_m, BLOCK=block
     )
     return table
+
+
+def rows_of_tile(rows: int, experts: int) -> int:
+    """The less tall tile where it has room for an expert's average and one standard deviation of even routing."""
+    expected = rows / max(experts, 1)
+    return FEW_ROWS if expected + sqrt(expected) <= MOST_FEW else BLOCK_M
 
 
 @cache
@@ -109,14 +117,15 @@ def _launch(
         plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
     matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
     if plan.ORDER > 0:
-        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, BLOCK_M)
+        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, plan.BLOCK_M)
     layout = plan.MATRIX_LAYOUT
     # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
-    row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
+    of_rows = plan.BLOCK_M, BLOCK_K
+    row_desc = None if plan.GATHER else descriptor(rows, of_rows)
     h_desc = None if h is None else descriptor(h, plan.STAGED)
     low_desc = factor_desc = None
     if addend is not None:
-        low_desc = descriptor(addend.low_NR, _ROWS)
+        low_desc = descriptor(addend.low_NR, of_rows)
         factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
     h = out if h is None else h
     _bound(plan)[(count(out.device),)](
@@ -148,16 +157,19 @@ def _step(addend: Addend | None) -> int:
     return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
 
 
-def _chosen(matrix_EOW: Tensor, addend: Addend | None, activated: bool, whole_table: bool) -> dict[str, Any]:
+def _chosen(
+    matrix_EOW: Tensor, addend: Addend | None, activated: bool, whole_table: bool, block_m: int
+) -> dict[str, Any]:
     """Fields of the plan that depend on the sizes."""
     _, width, depth = matrix_EOW.shape
     unrolled = addend is None and depth % (STAGES * BLOCK_K) == 0
-    loop = {"UNROLLED": unrolled, "EDGE": not (unrolled or activated) and has_edge(width)}
+    tall = block_m == BLOCK_M
+    loop = {"UNROLLED": unrolled, "EDGE": tall and not (unrolled or activated) and has_edge(width)}
     if not whole_table or sharing() != (1, 0):
         return loop
     matrix_bytes = width * depth * matrix_EOW.element_size()
     order = order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated)
-    return loop | {"ORDER": order, "TILE_SYNC": order > 0 and matrix_bytes > KEPT_BYTES}
+    return loop | {"ORDER": order, "TILE_SYNC": tall and order > 0 and matrix_bytes > KEPT_BYTES}
 
 
 def has_edge(width: int) -> bool:
@@ -182,10 +194,12 @@ def multiply(
     bias_EO: Tensor | None = None,
     addend: Addend | None = None,
     whole_table: bool = True,
+    block_m: int = BLOCK_M,
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend; with order_N the rows are gathered, rows[order[n] // top_k].
 
     The addend's rank is padded as `padded_rank` says. whole_table: an expert's tiles follow one another in it.
+    block_m: as the table was made for, BLOCK_M or FEW_ROWS; the bits are the same.
     """
     plan = Plan(
         ACTIVATE=False,
@@ -194,7 +208,8 @@ def multiply(
         BIAS=bias_EO is not None,
         KEEP=False,
         LOW=_step(addend),
-        **_chosen(matrix_EOW, addend, False, whole_table),
+        BLOCK_M=block_m,
+        **_chosen(matrix_EOW, addend, False, whole_table, block_m),
     )
     _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
 
@@ -212,10 +227,11 @@ def up(
     bias_EJ: Tensor | None = None,
     addend: Addend | None = None,
     whole_table: bool = True,
+    block_m: int = BLOCK_M,
 ) -> None:
     """h = gathered x · gate_upᵀ + bias + addend and a = act(h); h is written where it is given.
 
-    The weights are stored (J, H), all gates before all ups. whole_table: as for `multiply`.
+    The weights are stored (J, H), all gates before all ups. whole_table, block_m: as for `multiply`.
     """
     plan = Plan(
         ACTIVATE=True,
@@ -224,7 +240,8 @@ def up(
         BIAS=bias_EJ is not None,
         KEEP=h_NJ is not None,
         LOW=_step(addend),
-        **_chosen(gate_up_EJH, addend, True, whole_table),
+        BLOCK_M=block_m,
+        **_chosen(gate_up_EJH, addend, True, whole_table, block_m),
         **constants(activation, fast=True),  # type: ignore[arg-type]
     )
     _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)

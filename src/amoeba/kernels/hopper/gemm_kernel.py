@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from amoeba.kernels.hopper.epilogue import add_bias, column_parts, finish_tile, store_tile
-from amoeba.kernels.hopper.tile_order import BLOCK_M, IN_GROUPS, place_of_tile, sync_tiles
+from amoeba.kernels.hopper.tile_order import BLOCK_M, FEW_ROWS, IN_GROUPS, place_of_tile, sync_tiles
 from amoeba.kernels.hopper.tma import bulk_load, gather, shared_layout
 from amoeba.kernels.launch import quick
 
@@ -46,7 +46,6 @@ LOOKS = gl.constexpr(64)
 class Plan:
     """What is known when the kernel is compiled."""
 
-    BLOCK_M: ClassVar[int] = BLOCK_M
     BLOCK_N: ClassVar[int] = BLOCK_N
     BLOCK_K: ClassVar[int] = BLOCK_K
     STAGES: ClassVar[int] = STAGES
@@ -68,12 +67,23 @@ class Plan:
     TILE_SYNC: bool = False  # programs wait for one another at each tile, so that they read what they share together
     ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.tile_order`
     EDGE: bool = False  # the last column tile is multiplied by its left half: nothing is in the right one
+    BLOCK_M: int = BLOCK_M  # rows of a tile: these, of which each warpgroup has half, or FEW_ROWS
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.launch.persistent_grid`
 
     @property
     def OVERLAPPED(self) -> bool:
         """Half of a tile's sums leave while the next tile's products run."""
-        return self.UNROLLED and not self.ACTIVATE and not self.GATHER
+        return self.UNROLLED and not self.ACTIVATE and not self.GATHER and not self.FEW
+
+    @property
+    def FEW(self) -> bool:
+        """Both warpgroups have all rows of a tile, and each half of its columns."""
+        return self.BLOCK_M == FEW_ROWS
+
+    @property
+    def OWN(self) -> tuple[int, int]:
+        """Rows and columns of a stage that a warpgroup multiplies."""
+        return FEW_ROWS, BLOCK_N // 2 if self.FEW else BLOCK_N
 
     @property
     def PAIRED(self) -> bool:
@@ -93,7 +103,7 @@ class Plan:
     @property
     def STAGED(self) -> tuple[int, int]:
         """As many of a warpgroup's sums as leave at a time."""
-        return BLOCK_M // 2, BLOCK_N // 2
+        return self.OWN[0], self.OWN[1] // 2
 
     @property
     def MATRIX(self) -> tuple[int, int]:
@@ -103,7 +113,7 @@ class Plan:
     @property
     def ROW_LAYOUT(self) -> Any:
         """Of a stage's rows in shared memory, as of all below for both dtypes of 16 bits."""
-        return shared_layout((BLOCK_M, BLOCK_K), torch.bfloat16)
+        return shared_layout((self.BLOCK_M, BLOCK_K), torch.bfloat16)
 
     @property
     def MATRIX_LAYOUT(self) -> Any:
@@ -115,8 +125,8 @@ class Plan:
 
     @property
     def COPIED(self) -> tuple[int, int]:
-        """... and as much of it as is copied at a time: gate and up come one after the other."""
-        return (self.COLUMNS, BLOCK_K) if self.PAIRED else self.MATRIX
+        """... and as much of it as is copied at a time: a warpgroup's gates and its ups come one after the other."""
+        return (self.OWN[1] // 2, BLOCK_K) if self.PAIRED else self.MATRIX
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,11 +173,11 @@ def _fill_stage(descs, pointers, ring, bar, stage, place, k, sizes, GATHER: gl.c
     matrix_buf = matrix_bufs.index(stage)
     mbarrier.expect(bar, BYTES)
     if PLAN.PAIRED:
+        COPIED: gl.constexpr = PLAN.COPIED[0]
         at = expert * width + n * PLAN.COLUMNS
-        gate_buf = matrix_buf.slice(0, PLAN.COLUMNS, 0)
-        up_buf = matrix_buf.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0)
-        bulk_load(matrix_desc, [at, k], bar, gate_buf)
-        bulk_load(matrix_desc, [at + columns, k], bar, up_buf)
+        for first in gl.static_range(0, PLAN.COLUMNS, COPIED):
+            bulk_load(matrix_desc, [at + first, k], bar, matrix_buf.slice(2 * first, COPIED, 0))
+            bulk_load(matrix_desc, [at + first + columns, k], bar, matrix_buf.slice(2 * first + COPIED, COPIED, 0))
     elif PLAN.B_K_MAJOR:
         bulk_load(matrix_desc, [expert * width + n * BLOCK_N, k], bar, matrix_buf)
     else:
@@ -264,11 +274,12 @@ def multiply_stage(
     STAGE: gl.constexpr = None,
 ):  # fmt: skip
     """acc (+)= rows · matrix over the first DEPTH of a stage, begun; the stage before it is given back. more: not the
-    first of a tile. acc: of all columns of a stage, or of the first ones. STAGE: where it is known; count is then of
-    turns of the ring."""
+    first of a tile. acc: of half of a stage's rows with all of its columns, or the first ones; or of all rows with half
+    of the columns. STAGE: where it is known; count is then of turns of the ring."""
     row_bufs, matrix_bufs, full, empty = ring
     STAGES: gl.constexpr = row_bufs.shape[0]
-    HEIGHT: gl.constexpr = row_bufs.shape[1] // 2
+    HEIGHT: gl.constexpr = acc.shape[0]
+    ALL_ROWS: gl.constexpr = row_bufs.shape[1] == HEIGHT
     if STAGE is None:
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -277,11 +288,13 @@ def multiply_stage(
         mbarrier.wait(full.index(stage), count & 1)
     if PLAN.GATHER:
         fence_async_shared()  # the rows were written by threads, the matrix unit reads them as another party
-    rows = row_bufs.index(stage).slice(WARPGROUP * HEIGHT, HEIGHT, 0).slice(0, DEPTH, 1)
+    rows, matrix = row_bufs.index(stage), matrix_bufs.index(stage)
+    if not ALL_ROWS:
+        rows = rows.slice(WARPGROUP * HEIGHT, HEIGHT, 0)
+    rows = rows.slice(0, DEPTH, 1)
     ACROSS: gl.constexpr = 0 if PLAN.B_K_MAJOR else 1
-    matrix = matrix_bufs.index(stage)
     if acc.shape[1] < matrix.shape[ACROSS]:
-        matrix = matrix.slice(0, acc.shape[1], ACROSS)
+        matrix = matrix.slice(WARPGROUP * acc.shape[1] if ALL_ROWS else 0, acc.shape[1], ACROSS)
     if PLAN.B_K_MAJOR:
         matrix = matrix.slice(0, DEPTH, 1).permute((1, 0))
     else:
@@ -331,19 +344,21 @@ def _consume_whole(table, ring, staging, results, shape, WARPGROUP: gl.constexpr
     depth, _, columns, _, _ = shape
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.BLOCK_N, 16])
-    acc = gl.zeros((HEIGHT, PLAN.BLOCK_N), gl.float32, mma)
+    OWN: gl.constexpr = PLAN.OWN
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN[1], 16])
+    acc = gl.zeros((OWN[0], OWN[1]), gl.float32, mma)
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, PLAN.GROUP_M, PLAN.ORDER)
+        if not PLAN.FEW:
+            row += WARPGROUP * OWN[0]
         if PLAN.UNROLLED:
             acc, count = _begin_unrolled(acc, ring, count, 0, depth, WARPGROUP, PLAN)
             acc = _end_unrolled(acc, ring, PLAN)
         else:
             acc, count = _multiply_tile(acc, ring, count, depth, WARPGROUP, PLAN)
-        finish_tile(acc, staging, results, shape, expert, row + WARPGROUP * HEIGHT, end, n, WARPGROUP, PLAN)
+        finish_tile(acc, staging, results, shape, expert, row, end, n, WARPGROUP, PLAN)
     tma.store_wait(0)
 
 
@@ -419,7 +434,7 @@ def _consume_overlapped(table, ring, staging, results, shape, WARPGROUP: gl.cons
 
 @gluon.jit
 def consume(table, ring, staging, results, shape, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """One warpgroup's half of each tile's rows."""
+    """One warpgroup's half of each tile."""
     if PLAN.EDGE:
         _consume_with_edge(table, ring, staging, results, shape, WARPGROUP, PLAN)
     elif PLAN.OVERLAPPED:

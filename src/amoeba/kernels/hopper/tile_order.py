@@ -30,7 +30,8 @@ from triton.experimental.gluon import language as gl
 from amoeba.kernels.launch import cdiv, quick
 
 IN_GROUPS, BY_COLUMNS = -1, 0
-BLOCK_M = 128  # rows of a tile, in all products
+BLOCK_M = 128  # rows of a tile
+FEW_ROWS = 64  # ... where experts have few: the least that the matrix unit multiplies
 # Where P tiles are there at once and a column tile has twice a row tile's bytes, a·R + 2b·R with a·b = P is least for
 # a = sqrt(2 P): 16 of 132.
 TALL = 16

@@ -36,7 +36,6 @@ from amoeba.kernels.lora.epilogue import Addend, padded_rank
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised import QuantisedMatrix
 
-_ROWS = (BLOCK_M, BLOCK_K)
 # Rows of a block in fp8, at least. Fewer are in no file that we know, and were not tried.
 _LEAST_ROWS = 64
 
@@ -88,6 +87,7 @@ def _launch(
     addend: Addend | None,
     activation: Activation | None,
     whole_table: bool,
+    block_m: int,
 ) -> None:
     _, stored_rows, stored_columns = matrix.shape
     width, depth = (stored_columns, stored_rows) if transposed else (stored_rows, stored_columns)
@@ -110,18 +110,19 @@ def _launch(
         COLUMN_BLOCK=block_columns,
         MATRIX_SCALE=matrix.matrix_scale is not None,
         ORDER=order,
+        BLOCK_M=block_m,
         **({} if activation is None else constants(activation, fast=True)),  # type: ignore[arg-type]
     )
     if plan.ORDER > 0:
-        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, BLOCK_M)
+        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, block_m)
     codes = matrix.data.view(-1, matrix.data.shape[2]).view(torch.int32)
     part_rows = stored_rows // matrix.parts
-    row_desc = None if plan.GATHER else descriptor(rows, _ROWS)
+    row_desc = None if plan.GATHER else descriptor(rows, (block_m, BLOCK_K))
     h_desc = None if h is None else descriptor(h, plan.STAGED)
     low_desc = factor_desc = None
     if addend is not None:
         factor = (addend.factor_EOR.mT if transposed else addend.factor_EOR).contiguous()
-        low_desc = descriptor(addend.low_NR, _ROWS)
+        low_desc = descriptor(addend.low_NR, (block_m, BLOCK_K))
         layout = plan.MATRIX_LAYOUT
         factor_desc = descriptor(factor.view(-1, factor.shape[2]), plan.COPIED, layout)
     h = out if h is None else h
@@ -167,10 +168,14 @@ def multiply(
     bias_EO: Tensor | None = None,
     addend: Addend | None = None,
     whole_table: bool = True,
+    block_m: int = BLOCK_M,
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend, or rows[n] · matrix[e] where transposed; with order_N the rows
-    are gathered, rows[order[n] // top_k]. whole_table: an expert's tiles follow one another in it."""
-    _launch(rows_NW, matrix, transposed, table, out_NO, order_N, top_k, bias_EO, None, addend, None, whole_table)
+    are gathered, rows[order[n] // top_k]. whole_table: an expert's tiles follow one another in it. block_m: as for
+    `amoeba.kernels.hopper.gemm`."""
+    _launch(
+        rows_NW, matrix, transposed, table, out_NO, order_N, top_k, bias_EO, None, addend, None, whole_table, block_m
+    )
 
 
 def up(
@@ -186,7 +191,8 @@ def up(
     bias_EJ: Tensor | None = None,
     addend: Addend | None = None,
     whole_table: bool = True,
+    block_m: int = BLOCK_M,
 ) -> None:
     """h = gathered x · gate_upᵀ + bias + addend and a = act(h); h is written where it is given. All gates come before
     all ups."""
-    _launch(x_TH, gate_up, False, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend, activation, whole_table)
+    _launch(x_TH, gate_up, False, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend, activation, whole_table, block_m)

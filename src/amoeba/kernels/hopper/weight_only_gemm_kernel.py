@@ -150,7 +150,9 @@ def _rows_of_stage(n, width, columns, LAYOUT: gl.constexpr, PLAN: gl.constexpr):
     """Of the stored matrix, where its rows are columns of the product; behind the last one, the last one again."""
     row = gl.arange(0, PLAN.BLOCK_N, LAYOUT)
     if PLAN.PAIRED:
-        return gl.minimum(n * PLAN.COLUMNS + row % PLAN.COLUMNS, columns - 1) + row // PLAN.COLUMNS * columns
+        COPIED: gl.constexpr = PLAN.COPIED[0]
+        column = n * PLAN.COLUMNS + row // (2 * COPIED) * COPIED + row % COPIED
+        return gl.minimum(column, columns - 1) + row // COPIED % 2 * columns
     else:
         return gl.minimum(n * PLAN.BLOCK_N + row, width - 1)
 
@@ -246,9 +248,12 @@ def _fetch_codes(code_desc, code_bufs, coded, slot, expert, k, n, sizes, PLAN: g
     buffer = code_bufs.index(slot)
     mbarrier.expect(bar, PLAN.BLOCK_N * PLAN.BLOCK_K * PLAN.BITS // 8)
     if PLAN.PAIRED:
+        COPIED: gl.constexpr = PLAN.COPIED[0]
         at = expert * width + n * PLAN.COLUMNS
-        bulk_load(code_desc, [at, k * PLAN.BITS // 32], bar, buffer.slice(0, PLAN.COLUMNS, 0))
-        bulk_load(code_desc, [at + columns, k * PLAN.BITS // 32], bar, buffer.slice(PLAN.COLUMNS, PLAN.COLUMNS, 0))
+        word = k * PLAN.BITS // 32
+        for first in gl.static_range(0, PLAN.COLUMNS, COPIED):
+            bulk_load(code_desc, [at + first, word], bar, buffer.slice(2 * first, COPIED, 0))
+            bulk_load(code_desc, [at + first + columns, word], bar, buffer.slice(2 * first + COPIED, COPIED, 0))
     elif PLAN.B_K_MAJOR:
         bulk_load(code_desc, [expert * width + n * PLAN.BLOCK_N, k * PLAN.BITS // 32], bar, buffer)
     else:
