@@ -143,6 +143,7 @@ def _prove(job: Job, output: Output) -> tuple[dict[str, Any], bool, Ran | None]:
         weight_rows=32,
         weight_columns=32,
         router_columns=16,
+        bias_columns=16,
         tokens=8,
         sent=8,
         wave=2,
@@ -151,7 +152,7 @@ def _prove(job: Job, output: Output) -> tuple[dict[str, Any], bool, Ran | None]:
     owner = tuple(expert * ranks // shape.experts for expert in range(shape.experts))
     counts = [[dice.choice((0, shape.tokens, shape.tokens)) for _ in range(ranks)] for _ in range(passes)]
     counts[0] = [shape.tokens] * ranks
-    case = make_case(sizes, tiling, counts, owner, remote, seed=seed, skew=0.3)
+    case = make_case(sizes, tiling, counts, owner, remote, seed=seed, skew=0.3, biases=True)
     tasks = case.job()
     _say(shape, ranks, workers, passes, f"{schedules} random schedules, in fp64", output)
     errors: dict[str, float] = {}

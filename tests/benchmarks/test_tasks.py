@@ -34,7 +34,7 @@ def test_schedules_are_run_and_told():
     result = simulate(*SMALL, "--ranks", 2, "--json")
     found = document(result)
     assert found["ok"] and found["fault"] is None and found["schedules"] == 3
-    assert set(found["errors"]) == {"x", "weight", "gate", "gate_up", "down"}
+    assert set(found["errors"]) == {"x", "weight", "gate", "gate_up", "down", "gate_up_bias", "down_bias"}
     for words in (
         "no worker got stuck",
         "ok: gradients within",
