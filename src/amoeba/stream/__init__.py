@@ -13,10 +13,11 @@ from typing import Any
 _HOME = {
     "attach": "amoeba.stream.attaching",
     "open_store": "amoeba.stream.store",
+    "SlotMap": "amoeba.stream.gpu.pool",
     "Streamed": "amoeba.stream.attaching",
 }
 
-__all__ = ["Streamed", "attach", "open_store"]
+__all__ = ["SlotMap", "Streamed", "attach", "open_store"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor
 from amoeba.core.errors import bad_value
 from amoeba.stream.cache.expert_cache import ExpertCache
 from amoeba.stream.cache.trace import LayerShape, Recorder
-from amoeba.stream.gpu.device import Device, Event, Stream
+from amoeba.stream.gpu.device import CudaDevice, Device, Event, Stream
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store.store import Store
 
@@ -62,10 +62,17 @@ class _Layer:
 
 
 class SlotMap:
-    """ids: the most of one launch, tokens times top_k."""
+    """For each layer, which expert is in which slot, as kernels see it; and which experts a pass asks for, as the host
+    reads it without synchronising the device.
 
-    def __init__(self, device: Device, experts: Sequence[int], slots: Sequence[int], ids: int) -> None:
-        self._device = device
+    device:  of the slots.
+    experts: of each layer.
+    slots:   of each layer.
+    ids:     the most of one launch, tokens times experts per token; at most 2,048.
+    """
+
+    def __init__(self, device: Device | torch.device, experts: Sequence[int], slots: Sequence[int], ids: int) -> None:
+        self._device = device = CudaDevice(device) if isinstance(device, torch.device) else device
         self._layers = [_Layer(device, *sizes, ids) for sizes in zip(experts, slots, strict=True)]
         for layer in range(len(self._layers)):
             self.show(layer, {})
@@ -82,7 +89,8 @@ class SlotMap:
         return self._layers[layer].shown[self._layers[layer].experts :]
 
     def launch(self, layer: int, expert_TK: Tensor) -> Tensor:
-        """slot_TK, -1 for what is missing."""
+        """Enqueues the kernel that maps ids to slots and exports them, after the router. Returns slot_TK, with -1 for
+        missing experts and for ids that are no expert."""
         from amoeba.kernels.index_export import export_indices
 
         here = self._layers[layer]
@@ -107,17 +115,19 @@ class SlotMap:
         return self._layers[layer].written is not None
 
     def ready(self, layer: int) -> bool:
+        """Whether the ids of the latest launch can be read. Never waits."""
         written = self._layers[layer].written
         return written is not None and written.done()
 
     def wait(self, layer: int) -> None:
+        """The host waits for the latest launch of the layer, not for what was enqueued after it."""
         written = self._layers[layer].written
         if written is None:
             raise RuntimeError(f"nothing was exported by layer {layer} since it was read")
         written.wait()
 
     def read(self, layer: int) -> Asked:
-        """Of the latest launch, once it is ready."""
+        """The distinct experts of the latest launch, once it is ready: `missing` and `there`, ascending."""
         from amoeba.kernels.index_export import HEADER
 
         here = self._layers[layer]
@@ -130,7 +140,8 @@ class SlotMap:
         return Asked(ids[:missing], ids[missing:])
 
     def show(self, layer: int, slot_of: Mapping[int, int]) -> None:
-        """In the order of the stream of the calling thread. What is not in `slot_of` is missing from now on."""
+        """From the next launch on, these experts are in these slots and all others are missing. In the order of the
+        calling thread's stream."""
         here = self._layers[layer]
         here.shows += 1
         turn = here.shows % STAGED
