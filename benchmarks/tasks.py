@@ -28,14 +28,14 @@ from amoeba.commands.trace import print_summary
 from amoeba.core.errors import bad_value, counted
 from amoeba.system.fast_imports import loading
 from amoeba.system.files import write_whole
-from amoeba.tasks.computation import OrderOnly
 from amoeba.tasks.graph import Graph, Kind, Task
 from amoeba.tasks.picture import draw
 from amoeba.tasks.rows import divide_rows
-from amoeba.tasks.simulator import Pace, Ran, ScheduleFault, Script, simulate
 from amoeba.tasks.sizes import Sizes, Tiling, is_small, tiling_of
 from amoeba.tasks.timeline import Summary, summarise, trace_text, travelled
-from benchmarks.schedule_cases import TOLERANCE, make_case
+from benchmarks.schedules.cases import TOLERANCE, make_case
+from benchmarks.schedules.computation import OrderOnly
+from benchmarks.schedules.simulator import Pace, Ran, ScheduleFault, Script, simulate
 
 WORKERS = 132
 # In bf16, from a trace of sonic_a (H200, 2026-11-16), for all workers together. The router's kinds were not timed.

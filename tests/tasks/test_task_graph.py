@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from amoeba.tasks.graph import FLAGS, FLASHMOE_KIND, Graph, Kind, Lane, grouped, merged
 from amoeba.tasks.rows import divide_rows
-from amoeba.tasks.simulator import all_tasks
 from amoeba.tasks.sizes import Sizes, Tiling
-from benchmarks.schedule_cases import random_case
+from benchmarks.schedules.cases import random_case
+from benchmarks.schedules.simulator import all_tasks
 
 SIX = {"gradCombine", "gradPostGEMM", "gradGateCombine", "gradPreGEMM", "gradInputCombine", "gradGateGEMM"}
 

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 from test_task_schedules import NAMED, run_at_random
 
-from amoeba.tasks.computation import Computation, Region, Regions
 from amoeba.tasks.graph import BIAS_OF, FLAGS, Counter, Gate, Graph, Kind, Lane, Signal, Task
-from amoeba.tasks.simulator import ScheduleFault
-from benchmarks.schedule_cases import TOLERANCE, ScheduleCase, random_case
+from benchmarks.schedules.cases import TOLERANCE, ScheduleCase, random_case
+from benchmarks.schedules.computation import Computation, Region, Regions
+from benchmarks.schedules.simulator import ScheduleFault
 from selection import quick
 
 GATES = [

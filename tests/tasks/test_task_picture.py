@@ -9,8 +9,7 @@ import pytest
 
 from amoeba.tasks.graph import Kind, Task
 from amoeba.tasks.picture import draw
-from amoeba.tasks.simulator import Record
-from amoeba.tasks.timeline import travelled
+from amoeba.tasks.timeline import Record, travelled
 
 SVG = "{http://www.w3.org/2000/svg}"
 

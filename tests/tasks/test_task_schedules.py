@@ -9,9 +9,9 @@ import random
 import pytest
 
 from amoeba.tasks.graph import Kind
-from amoeba.tasks.simulator import Pace, Script, simulate
 from amoeba.tasks.sizes import Sizes, Tiling
-from benchmarks.schedule_cases import TOLERANCE, ScheduleCase, make_case, random_case
+from benchmarks.schedules.cases import TOLERANCE, ScheduleCase, make_case, random_case
+from benchmarks.schedules.simulator import Pace, Script, simulate
 from selection import quick
 
 SMALL = Tiling(

@@ -10,7 +10,7 @@ from test_task_schedules import NAMED, SMALL, check
 
 from amoeba.tasks.graph import Kind, ShareGraph
 from amoeba.tasks.sizes import Sizes
-from benchmarks.schedule_cases import ShareCase, make_case, random_case, share_case
+from benchmarks.schedules.cases import ShareCase, make_case, random_case, share_case
 from selection import quick
 
 OVER_RANKS = [name for name, case in NAMED.items() if case.ranks > 1]

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from amoeba.bench.workload import Shape
     from amoeba.core.problem import Problem
-    from amoeba.tasks.simulator import Record
-    from amoeba.tasks.timeline import Summary
+    from amoeba.tasks.timeline import Record, Summary
 
 GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
 

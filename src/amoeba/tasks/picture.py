@@ -17,8 +17,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from amoeba.tasks.graph import Kind
-from amoeba.tasks.simulator import Record
-from amoeba.tasks.timeline import Summary, summarise
+from amoeba.tasks.timeline import Record, Summary, summarise
 
 _WIDTH, _LANES_HEIGHT, _TOP = 1180, 396, 132
 _WHOLE, _PART = (64, 724), (788, 1156)  # left and right

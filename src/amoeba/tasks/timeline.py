@@ -19,9 +19,21 @@ import torch
 from torch import Tensor
 
 from amoeba.tasks.graph import OF_EXPERT, Kind, Task
-from amoeba.tasks.simulator import Record
 
 _UNUSED = -1  # a ticket that no task took: there is room for more tickets than tasks
+
+
+class Record(NamedTuple):
+    """One task as it ran. came: when its worker stood before it with nothing else to do."""
+
+    rank: int
+    worker: int
+    epoch: int
+    ticket: int
+    task: Task
+    came: float
+    started: float
+    ended: float
 
 
 class DeviceTrace:

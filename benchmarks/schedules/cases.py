@@ -24,11 +24,11 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.proof.conformance import relative_error
 from amoeba.proof.reference.experts import experts_backward
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.tasks.computation import Computation, Layer, Region, ShareComputation, Tokens
 from amoeba.tasks.graph import Graph, ShareGraph
 from amoeba.tasks.rows import divide_rows
-from amoeba.tasks.simulator import Ran, Script
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
+from benchmarks.schedules.computation import Computation, Layer, Region, ShareComputation, Tokens
+from benchmarks.schedules.simulator import Ran, Script
 
 # fp64; of d_gate not much more is left where a renormalised weight is close to 1
 TOLERANCE = 1e-8

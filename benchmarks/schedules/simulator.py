@@ -24,8 +24,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.tasks.computation import Computation, OrderOnly, Region
 from amoeba.tasks.graph import FLAGS, Counter, Gate, Graph, Kind, Signal, Task
+from amoeba.tasks.timeline import Record
+from benchmarks.schedules.computation import Computation, OrderOnly, Region
 
 
 class ScheduleFault(RuntimeError):
@@ -138,19 +139,6 @@ class Pace:
 
     def arrival(self) -> float:
         return self._latency * self.random.expovariate(1.0)
-
-
-class Record(NamedTuple):
-    """One task as it ran. came: when its worker stood before it with nothing else to do."""
-
-    rank: int
-    worker: int
-    epoch: int
-    ticket: int
-    task: Task
-    came: float
-    started: float
-    ended: float
 
 
 class Ran(NamedTuple):
