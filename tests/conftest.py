@@ -1,8 +1,6 @@
 """All that tests need is in running.py. With xdist, the process that only hands them out leaves it: torch alone takes
 seconds to import, and for these the workers wait. The conftest.py of a folder is read before: it imports no kernels."""
 
-from __future__ import annotations
-
 import pytest
 
 

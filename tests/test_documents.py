@@ -1,8 +1,6 @@
 """What the documents refer to is there: files they link to, source files they name, commands and their options. `make
 docs` checks the rest."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import re

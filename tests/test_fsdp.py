@@ -1,7 +1,5 @@
 """A layer under FSDP2: sharded parameters, the same output and the same gradients; on a GPU where there is one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The GPU path waits for nobody: no host synchronisation, capturable in a CUDA graph, bitwise repeatable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What an import costs: `import amoeba` and the help of a command load no torch, and nothing loads its compiler."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The rules of dev/source_rules.py see what breaks them, and let pass what is right."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

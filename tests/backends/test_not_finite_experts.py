@@ -4,8 +4,6 @@ Each is put into one tensor; the reference in fp64 tells where it must show. Whe
 in more of the same token or expert, which share a scale, but in no other.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import nullcontext

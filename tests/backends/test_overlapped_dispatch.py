@@ -3,8 +3,6 @@
 The products of Hopper are stood in for by torch, tile by tile as the lists say; the lists are the kernels' own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

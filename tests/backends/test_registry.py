@@ -1,7 +1,5 @@
 """Which backends are asked, and that asking changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

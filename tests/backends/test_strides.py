@@ -1,8 +1,6 @@
 """Tensors that lie in memory in any way torch allows: every backend gives the right output and gradients, or says why
 not. (The same under `python -O`, where asserts are gone: tests/cpu/test_sanitizers.py.)"""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,8 +5,6 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 That its numbers are right is proven by test_conformance.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

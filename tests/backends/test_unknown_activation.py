@@ -1,7 +1,5 @@
 """A kind of activation that is in the configuration alone: everything that computes one refuses it by name."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """On a GPU nothing waits for the host, and where something has to, it is said."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

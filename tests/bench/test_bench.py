@@ -1,7 +1,5 @@
 """The benchmark: it refuses what is wrong, counts bytes right, measures in turns, and writes everything down."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

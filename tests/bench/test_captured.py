@@ -1,7 +1,5 @@
 """`amoeba bench --graphs`: replays take turns, each backward has its forward, the host's time is a call's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The chart in README.md and the table in docs/benchmarks.md follow from the documents in benchmarks/results."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

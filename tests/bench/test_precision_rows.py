@@ -1,7 +1,5 @@
 """What `amoeba bench` has beside bf16: experts in eight and four bits, and the recipes that train."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

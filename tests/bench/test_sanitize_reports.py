@@ -1,7 +1,5 @@
 """Which of racecheck's reports benchmarks/sanitize_gpu.py counts as faults."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps back to back: what is counted, whose clocks and joules, and what is said where nothing can be measured."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from dataclasses import replace

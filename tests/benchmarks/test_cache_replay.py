@@ -1,7 +1,5 @@
 """`python -m benchmarks cache` as a user meets it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`python -m benchmarks convert`: a tiny model is converted by every job, and the figures are of its bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

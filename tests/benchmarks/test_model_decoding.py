@@ -1,7 +1,5 @@
 """Decodes in the benchmark: the steps of `amoeba generate`, an adapter, and what the plain loop says to the tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

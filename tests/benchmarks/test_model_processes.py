@@ -1,7 +1,5 @@
 """Candidates of a family share a process, and whatever happens to one of them, the others have their results."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

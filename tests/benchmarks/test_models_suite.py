@@ -1,7 +1,5 @@
 """Whole models in the benchmark: all candidates compute one model, in a process that ends, and are written down."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`python -m benchmarks products`: kernels one by one, and which of them get a time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

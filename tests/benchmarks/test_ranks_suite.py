@@ -1,7 +1,5 @@
 """`python -m benchmarks ranks`: each exchange beside the same processes without one, and what fails or is wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple

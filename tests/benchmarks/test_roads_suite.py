@@ -4,8 +4,6 @@ Without a GPU one is simulated for what asks whether steps and passes can be cap
 runs as it is, so a cell's path is what a GPU would get.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

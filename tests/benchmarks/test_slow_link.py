@@ -1,7 +1,5 @@
 """The script that measures streaming over a slow link."""
 
-from __future__ import annotations
-
 import json
 from ctypes import CFUNCTYPE, c_int, c_uint64
 from pathlib import Path

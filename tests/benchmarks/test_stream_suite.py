@@ -1,8 +1,6 @@
 """`python -m benchmarks stream`: settings are compared with resident layers, then timed, and written down. What there
 is over a link is in tests/stream/test_stream_bench.py."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

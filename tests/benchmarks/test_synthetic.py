@@ -1,7 +1,5 @@
 """Made traces have the locality that was asked for, exactly."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """`python -m benchmarks tasks` as a user meets it."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The commands as a user calls them, with a suite of three cases."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

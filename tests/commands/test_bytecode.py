@@ -1,7 +1,5 @@
 """Bytecode is kept where Python would compile every module at every start, and only there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

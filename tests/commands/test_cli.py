@@ -1,7 +1,5 @@
 """The commands as a user meets them: exit codes, the JSON line, errors that say what to do."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """How a command that cannot go on ends: one sentence, whose it is, and the exit code."""
 
-from __future__ import annotations
-
 import os
 import signal
 

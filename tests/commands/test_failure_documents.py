@@ -1,7 +1,5 @@
 """With --json the last line of stdout is a document also where a command fails; and an empty value is no value."""
 
-from __future__ import annotations
-
 import json
 import sys
 import typing

@@ -1,7 +1,5 @@
 """What a hostile user, folder or machine gives the commands ends in one sentence: no traceback, no code of others."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import io

@@ -1,7 +1,5 @@
 """Ctrl-C at any moment of any command, see tests/support/interrupted_commands.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run that trains says: one line that fits the terminal, and few of them in a pipe."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """Without transformers, PyYAML and safetensors, the commands that need none of them run."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """`amoeba trace` as a user meets it: in Triton's interpreter here, where one program does everything."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

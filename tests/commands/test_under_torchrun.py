@@ -1,7 +1,5 @@
 """Commands as torchrun starts them: its own parser lets our options pass, and what is for one process says so."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from argparse import Namespace

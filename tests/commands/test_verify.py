@@ -1,7 +1,5 @@
 """`amoeba verify` as a user meets it: what it checks, what it says, and its exit codes."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

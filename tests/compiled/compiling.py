@@ -5,8 +5,6 @@ made = compile_for(kernel, arguments, {"BLOCK": 64, "num_warps": 4})         # t
 found = figures(made)
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

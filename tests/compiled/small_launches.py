@@ -4,8 +4,6 @@ optimizer, streamed experts, rows between ranks.
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

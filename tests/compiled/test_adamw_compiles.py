@@ -4,8 +4,6 @@ Scalar accesses would be as right and several times as slow, and no other test w
 its own, this file as a program, since Triton's interpreter cannot compile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ In processes of their own: one compiles ahead, another one launches, with fake_d
     TRITON_CACHE_DIR=cubins python tests/compiled/test_compiled_ahead.py ahead layer       # a line of JSON
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

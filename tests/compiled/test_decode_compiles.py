@@ -6,8 +6,6 @@ a program, since Triton's interpreter cannot compile.
     TRITON_CACHE_DIR=cubins python tests/compiled/test_decode_compiles.py      # a line of JSON
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

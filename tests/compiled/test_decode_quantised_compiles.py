@@ -4,8 +4,6 @@ that instructions for four bits give numbers in is the one that they count on, a
     TRITON_CACHE_DIR=cubins python tests/compiled/test_decode_quantised_compiles.py      # a line of JSON
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

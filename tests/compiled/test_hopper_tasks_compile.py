@@ -5,8 +5,6 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 In a process of its own, this file as a program: see tests/compiled/test_hopper_compiles.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

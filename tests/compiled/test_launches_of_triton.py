@@ -4,8 +4,6 @@ There is no GPU in this: a stand-in for libcuda (fake_driver.c) notes down each 
 Triton finds its driver once, and what stands for it here must not meet another test.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

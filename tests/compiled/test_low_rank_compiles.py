@@ -4,8 +4,6 @@ shared memory by the matrix unit, without spills. Anything else would be as righ
 It runs in a process of its own, this file as a program, since Triton's interpreter cannot compile.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -4,8 +4,6 @@ Narrower accesses would be as right and slower, and no other test would see them
 file as a program, since Triton's interpreter cannot compile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

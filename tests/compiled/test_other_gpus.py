@@ -8,8 +8,6 @@ for each kind of GPU in each dtype, without one, in a process of its own: Triton
     TRITON_CACHE_DIR=cubins python tests/compiled/test_other_gpus.py 86 float32 [name ...]      # a line of JSON
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

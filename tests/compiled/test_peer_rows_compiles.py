@@ -4,8 +4,6 @@ What a counter says must not be seen before what it stands for, nor by one GPU a
 for sure. In a process of its own, this file as a program, since Triton's interpreter cannot compile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

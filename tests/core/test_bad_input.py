@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
 """
 
-from __future__ import annotations
-
 import math
 import re
 

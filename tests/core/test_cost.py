@@ -1,7 +1,5 @@
 """The cost model against counted operations and measured sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,7 +1,5 @@
 """What torch has no public name for answers as we believe; a new version of torch that does not fails here first."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

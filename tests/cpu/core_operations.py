@@ -8,8 +8,6 @@ under sanitizers.
 Under sanitizers its last act is a read past the end of a tensor, which one of them has to see.
 """
 
-from __future__ import annotations
-
 import sys
 
 import without_asserts

@@ -1,7 +1,5 @@
 """The C++ core: right on every vector width, cached whole, and replaced by torch with a reason where there is none."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

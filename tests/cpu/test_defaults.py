@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 A small source of two units stands for the core; it is compiled in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

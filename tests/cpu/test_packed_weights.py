@@ -3,8 +3,6 @@
 E experts · O out · I in. That products with them are right is tests/cpu/test_products.py and tests/cpu/test_sums.py.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 

@@ -1,7 +1,5 @@
 """Worker pools: several at once, again after a fork, gone when nobody holds them, and a word on bad arguments."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

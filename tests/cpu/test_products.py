@@ -6,8 +6,6 @@ Sums of small integers are exact in every order, so bf16 is compared to the bit,
 row and channel int8 is too: its scales are then one.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Matrices quantised by the C++ core, compared with torch's way bit for bit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The compiled core under AddressSanitizer and UndefinedBehaviorSanitizer: every operation on awkward sizes and layouts
 reads and writes within its memory, and does nothing that C++ leaves undefined, also where Python drops our asserts."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

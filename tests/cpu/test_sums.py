@@ -1,8 +1,6 @@
 """The sums of packed rows with packed columns, built for other instruction sets: int8 to the bit, bf16 within 1e-5. And
 the numbers that codes stand for, to the bit."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

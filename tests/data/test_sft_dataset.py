@@ -1,7 +1,5 @@
 """Which tokens of a row carry the loss: the answers and what ends them, and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

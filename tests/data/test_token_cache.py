@@ -1,7 +1,5 @@
 """What was made of a text is found again by the same text and settings, whole, and by nothing else."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

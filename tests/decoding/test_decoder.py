@@ -1,7 +1,5 @@
 """The Decoder against `model.generate`, greedy: the same tokens, however the prompts come and however they are read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import GenerationConfig

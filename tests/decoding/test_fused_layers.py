@@ -1,7 +1,5 @@
 """Steps by our kernels for norms, sums and rotations: the tokens of plain ones, and a model that is as before."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

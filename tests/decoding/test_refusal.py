@@ -1,7 +1,5 @@
 """Models and settings that a Decoder does not serve, each with the sentence that says why."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

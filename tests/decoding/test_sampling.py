@@ -1,7 +1,5 @@
 """The distribution of the next token against transformers' own processors, and samples against the distribution."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,7 +1,5 @@
 """The scripts of `make demo`: no question of the test is asked in training, and answers are checked."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

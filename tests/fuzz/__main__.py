@@ -1,7 +1,5 @@
 """The command line of the fuzzer; see the package's docstring."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

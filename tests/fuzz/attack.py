@@ -6,8 +6,6 @@
 "held" or "BROKE" with what happened; a process that dies or hangs broke. Exit code 1 if one did.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -5,8 +5,6 @@
 A refusal is an error in the project's form: what was expected, what came, what to do. Any other exception is a failure.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -8,8 +8,6 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 A field's default is its simplest value; shrink.py goes back to them one by one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -8,8 +8,6 @@ zeros, exactly. A NaN or an infinity in an input shows up in all that depends on
 other experts and other tokens than those that met it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

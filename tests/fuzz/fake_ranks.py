@@ -3,8 +3,6 @@
 said = compare([{"--seed": 0}, {"--seed": 1}])        # one text for each rank, "" where all are the same
 """
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

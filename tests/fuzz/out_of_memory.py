@@ -7,8 +7,6 @@ fail with an exception; the step after it, with memory again, gives the same bit
 one had allocated is free.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator

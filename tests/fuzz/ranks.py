@@ -4,8 +4,6 @@ Settings are drawn field by field from the dataclasses of the commands, without 
 anything. The truth is a comparison of the drawn values, which shares no code with the ranks' own.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

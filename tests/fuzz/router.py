@@ -6,8 +6,6 @@ A token whose logits hold a NaN or a +inf has no finite weight; -inf is an exper
 whose scores differ by less than a rounding may come in either order, and with them what depends on the order.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -3,8 +3,6 @@
 counts = run(Plan(seconds=600, jobs=4))
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 simple, outcome = shrink(case, attempt)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import multiprocessing.connection

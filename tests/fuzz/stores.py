@@ -5,8 +5,6 @@ the JSON document that it is, with its old checksum or, as somebody else may wri
 what the undamaged store says, bit for bit; an index with a right checksum may describe another model, but no crash.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -9,8 +9,6 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
 What lies between and around a tensor's elements is NaN, so that who reads there shows it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

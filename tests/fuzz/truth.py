@@ -6,8 +6,6 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
     rounding_noise(case, made, names)  # how far each of them moves when all it is made of is off by a rounding error
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -6,8 +6,6 @@ One JSON document per line: {"seed": 7, "row": ..., "case": ...} before a case, 
 for it afterwards.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

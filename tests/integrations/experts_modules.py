@@ -1,7 +1,5 @@
 """Experts modules of any layout and gate, and how two results are compared."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is compiled is kept where the next run looks for it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Experts modules under torch.compile: no graph break, and the numbers of "eager"."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folders with a vision or audio part, as users download them: every command serves them, and none loses a part."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Said aloud: experts that transformers computes itself, and a balance that nothing in the model answers to."""
 
-from __future__ import annotations
-
 import re
 import typing
 import warnings

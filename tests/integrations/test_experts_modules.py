@@ -1,7 +1,5 @@
 """Experts modules of transformers as they can look: transposed, without a gate, with biases, called by all-to-all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention layers from one projection: recognised by what they compute, with the same results and gradients."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of transformers with the loss from their hidden states: the same loss and gradients, or a reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

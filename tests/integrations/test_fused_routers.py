@@ -1,7 +1,5 @@
 """Routers of transformers by our own: recognised by what they compute, with the same results and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

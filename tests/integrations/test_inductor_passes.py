@@ -1,7 +1,5 @@
 """Sums of the residual stream in compiled layers: kept once, added by the experts' kernel, with the same bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Linear layers of one input become one product in what torch.compile makes of a training step."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """A Hugging Face model whose experts train in fp8: its own parameters, plain Trainer's way, plain checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

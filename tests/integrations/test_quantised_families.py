@@ -1,7 +1,5 @@
 """Every model type that takes an experts implementation, as an FP8 checkpoint: its numbers are the dequantised ones."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 and MXFP4 checkpoints run and train with their experts as the files have them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

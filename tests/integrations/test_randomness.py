@@ -1,7 +1,5 @@
 """Whether a model draws random numbers in training: by its modules, and by what its configuration says."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

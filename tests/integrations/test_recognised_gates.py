@@ -1,7 +1,5 @@
 """The activation of an experts module is recognised by its values, or called where it cannot be."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts · L layers · N tokens of a text
 """
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

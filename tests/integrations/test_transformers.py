@@ -1,7 +1,5 @@
 """experts_implementation="amoeba" in transformers: whole models behave as with transformers' own "eager"."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

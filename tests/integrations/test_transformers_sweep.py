@@ -4,8 +4,6 @@ One loop, so that a type that transformers adds is tried without anybody listing
 whole text model, or not at all, must be listed here with its reason; one that breaks is not listed, and fails.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

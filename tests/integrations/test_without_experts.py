@@ -1,7 +1,5 @@
 """Models made without memory for their experts: those that the same thread makes meanwhile, and no others."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes captured in a CUDA graph: when that is tried, what a failure leaves behind, and the first run of a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The process beside a command: it is told once what to compile, and is gone with the command."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

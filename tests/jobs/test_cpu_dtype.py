@@ -1,7 +1,5 @@
 """In which dtype a CPU computes: what `amoeba train` measures and keeps, and what a model is loaded in."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

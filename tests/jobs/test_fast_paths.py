@@ -1,7 +1,5 @@
 """What makes steps fast is switched on where it serves, and a run that it does not serve goes on and says why."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

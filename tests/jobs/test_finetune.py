@@ -1,7 +1,5 @@
 """`amoeba finetune` end to end in miniature: the answers are learnt, the base stays, a killed run goes on as it was."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

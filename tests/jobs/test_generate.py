@@ -1,7 +1,5 @@
 """`amoeba generate` on a tiny random model: the text of plain transformers, streamed, repeatable, and plain errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """`amoeba generate --prompts`: each prompt's own text, one JSON object per line, and going on after an interruption."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A sealed folder: what has changed in it since is found and named."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`amoeba merge` writes the base model's folder with other numbers in the weights that the adapter changes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

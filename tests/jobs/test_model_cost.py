@@ -1,7 +1,5 @@
 """The peak that a run's share refers to: measured within a moment, once per machine, and never kept from a busy one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

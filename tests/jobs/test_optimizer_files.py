@@ -1,7 +1,5 @@
 """Parts of an optimizer's state, put together for whoever asks: any experts, any rows, in any order."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model loaded layer by layer is the one that transformers loads, bit for bit, and memory never holds it twice."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from pathlib import Path

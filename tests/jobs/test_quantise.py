@@ -1,7 +1,5 @@
 """`amoeba quantise`: folders with quantised experts that we and, where it knows the format, transformers read."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

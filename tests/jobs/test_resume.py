@@ -1,7 +1,5 @@
 """A resumed run is the same run, or it says why not; and what was good stays until something better is whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """What ranks compare before they start: every setting, files, versions, environment, and the model in memory."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Settings from flags and from YAML files: every one arrives, and one that cannot be meant is named."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import fields

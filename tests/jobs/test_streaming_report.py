@@ -1,7 +1,5 @@
 """The floor beside the time that a run took: bytes over bandwidths, measured once, and never below the run's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

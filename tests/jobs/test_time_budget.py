@@ -1,8 +1,6 @@
 """Runs that end by the clock: the steps that fit while the pace changes, a learning rate that falls to the last of them
 without a jump, and a resume that has the minutes that were left."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

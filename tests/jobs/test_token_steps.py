@@ -1,7 +1,5 @@
 """Which steps `amoeba generate` takes, what it says of them, and that the text does not depend on them."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """`amoeba train` end to end in miniature: it learns, it can be killed and resumed, and plain transformers loads it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`amoeba train --precision fp8`: it learns as much as without, says so, and goes on with the same numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels run on the GPU where there is one, in Triton's interpreter elsewhere (see tests/support/running.py)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the tests of the row passes share: numbers, the distance to them, and how large it may be."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

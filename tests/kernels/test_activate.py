@@ -1,7 +1,5 @@
 """`activate` and `activate_backward` against the reference in fp64, and the activations themselves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 T tokens · Q query heads · G key and value heads · D of a head · N documents
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`combine` and `slot_gradient` against plain torch in fp64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Cross-entropy and its gradient in place, against torch in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

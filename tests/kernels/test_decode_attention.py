@@ -3,8 +3,6 @@
 B rows · Q query heads · G key heads · L slots of the cache · D width of a key · V width of a value
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts · H hidden · I intermediate
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 E experts · O rows of a matrix · I columns
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

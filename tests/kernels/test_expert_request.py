@@ -6,8 +6,6 @@ With a GPU all of this runs on it. That it compiles for Hopper, with its fences 
 one, in a process of its own (this file as a program), since Triton's interpreter cannot compile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

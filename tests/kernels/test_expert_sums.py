@@ -1,7 +1,5 @@
 """`sum_per_expert` and `bias_dot` against plain torch in fp64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

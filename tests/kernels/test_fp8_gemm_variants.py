@@ -1,7 +1,5 @@
 """Which variant each product in e4m3 takes, and the order of its tiles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Widths are multiples of 64 and few of a tile's 128 and 256; outputs are filled w
 last block are NaN. On all multiprocessors, on three, and by many programs: the same bits.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

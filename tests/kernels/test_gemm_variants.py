@@ -3,8 +3,6 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -7,8 +7,6 @@ multiprocessors, on three, where each computes many tiles one after the other, a
 bits. Compiling takes seconds a variant, so sizes vary freely (they are not compiled in) and plans do not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

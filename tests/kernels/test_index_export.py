@@ -3,8 +3,6 @@
 N ids · E experts
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A variant is found again by what distinguishes variants, no less. A stand-in takes the place of the compiler."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from types import SimpleNamespace

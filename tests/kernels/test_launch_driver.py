@@ -1,7 +1,5 @@
 """What the driver is handed is what the kernel says it takes; any other kernel is left to Triton's own launcher."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from types import SimpleNamespace

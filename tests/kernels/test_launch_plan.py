@@ -1,7 +1,5 @@
 """A pass that comes again is repeated from its list of steps: the same bits, and no memory is kept."""
 
-from __future__ import annotations
-
 import ast
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """LoRA's kernels for sorted rows: `join_factors`, and `lora_backward` against sums in fp64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 T tokens · Q query heads · G key and value heads · D of a head · C columns of a joined projection
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from row_checks import DTYPES, error, random

@@ -1,7 +1,5 @@
 """Rows that one rank pushes into another's heap: of two ranks in one process, one after the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

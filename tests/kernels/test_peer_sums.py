@@ -1,7 +1,5 @@
 """Sums that go straight into another rank's heap: of three ranks in one process, one after the other."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

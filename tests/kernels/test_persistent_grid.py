@@ -1,7 +1,5 @@
 """Which tiles a program has: each tile is one program's, however many programs there are and however shares halve."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

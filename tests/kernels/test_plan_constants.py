@@ -1,7 +1,5 @@
 """Compiled kernels are kept under what a plan says of itself: all that they were made from has to be in it."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

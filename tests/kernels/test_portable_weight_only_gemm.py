@@ -3,8 +3,6 @@
 N routed rows · E experts · I in · O out
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

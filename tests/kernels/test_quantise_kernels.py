@@ -1,7 +1,5 @@
 """Quantising kernels against the formats' definitions, code by code and scale by scale."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

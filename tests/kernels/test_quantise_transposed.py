@@ -1,7 +1,5 @@
 """Transposed copies in e4m3 for gradients of weights, against the formats' definitions, code by code."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Tests interpret kernels with short cuts of their own: each gives the numbers and types of Triton's interpreter."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms of rows against transformers' formula in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from row_checks import DTYPES, error, random

@@ -4,8 +4,6 @@ own layer.
 T tokens · Q query heads · G key and value heads · D of a head
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

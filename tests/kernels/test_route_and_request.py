@@ -6,8 +6,6 @@ With a GPU all of this runs on it. What it compiles to for Hopper is seen withou
 file as a program), since Triton's interpreter cannot compile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

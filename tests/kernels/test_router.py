@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Counts, entropies and gradients of routers, against torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

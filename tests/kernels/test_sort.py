@@ -3,8 +3,6 @@
 T tokens · K experts per token · N = T·K routed rows · E experts
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings

@@ -1,7 +1,5 @@
 """Tables of tensors for one launch, and the sum of squares over them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

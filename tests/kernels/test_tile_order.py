@@ -1,7 +1,5 @@
 """Orders of tiles: each tile once, groups that are one expert's, and the order that each layer's bytes ask for."""
 
-from __future__ import annotations
-
 import itertools
 import types
 

@@ -1,7 +1,5 @@
 """Some of a layer's experts, in slots, are computed with the tiles of all: the last bits depend on them."""
 
-from __future__ import annotations
-
 import torch
 
 from amoeba.core.problem import Problem

@@ -1,7 +1,5 @@
 """The instructions that decode e2m1 on a GPU, carried out here one by one: for every byte, against the definition."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 T tokens · K experts per token · N = T·K routed rows · E experts · O, I the two sizes of an expert's matrix
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

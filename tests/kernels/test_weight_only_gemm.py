@@ -4,8 +4,6 @@ elsewhere which matrices they take, which layers, and what such a layer asks of 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Processes that compile: as many as there are cores, and none is left behind."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

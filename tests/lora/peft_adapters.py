@@ -1,7 +1,5 @@
 """Adapters of tiny models as PEFT makes them, and the logits that they give."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """LoRA on whole models: attached, saved, loaded, merged, taken off; the truth is the peft package and the base."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """An adapter goes onto the model that it was trained on, whoever wrote it, and onto no other; routers have theirs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Adapter folders of PEFT: read as PEFT means them, written as PEFT reads them. The truth is the peft package."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

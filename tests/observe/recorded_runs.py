@@ -1,7 +1,5 @@
 """Run folders as training leaves them, for the tests of their report."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """`amoeba report`: a run folder read back, and its page as text."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The page of `amoeba report` as a real browser shows it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Watched routers: counts, and gradients of the losses that keep them even, against autograd through the losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

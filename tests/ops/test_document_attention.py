@@ -3,8 +3,6 @@
 T tokens · Q query heads · G key and value heads · D of a head
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

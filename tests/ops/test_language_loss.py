@@ -1,7 +1,5 @@
 """The loss from hidden states, part by part, against cross-entropy of all logits."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Small trainings for the tests of the optimizer, by torch's operations or by the kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

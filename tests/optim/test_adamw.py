@@ -1,7 +1,5 @@
 """AdamW is torch's AdamW on fp32 masters; bf16 parameters are these, rounded. All the ways to compute it agree."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """AdamW on a GPU: the numbers of the CPU, one launch for all, no waiting, little memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from optimizers import gradients, groups, parameters, same, set_gradients, train

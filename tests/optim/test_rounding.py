@@ -1,7 +1,5 @@
 """Rounding to bf16 by chance: right on average, and the same chance again for the same seed, step and element."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

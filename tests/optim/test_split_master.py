@@ -1,7 +1,5 @@
 """A master and its two halves: every bit comes back, and the half that is a parameter is the nearest bf16 number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

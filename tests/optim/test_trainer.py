@@ -1,7 +1,5 @@
 """AdamW in transformers.Trainer: schedules, clipping in the step, checkpoints, resumed runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,8 +1,6 @@
 """`peers` begins a pass with the room that the layer's last one needed, and looks at the number of rows when its first
 product has been launched. Interpreted, over real processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

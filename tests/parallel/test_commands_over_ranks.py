@@ -1,7 +1,5 @@
 """`amoeba train`, `finetune` and `generate` over ranks: the numbers of one process, through stops and other ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

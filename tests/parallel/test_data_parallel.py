@@ -1,8 +1,6 @@
 """Plain torchrun, without --experts ranks: each rank has the whole model and a part of each batch, and the run is that
 of one process with the whole batch."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

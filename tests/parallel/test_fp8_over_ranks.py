@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts · H hidden
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`amoeba train` and `finetune` over groups of ranks, with FSDP2 between them: the numbers of one process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

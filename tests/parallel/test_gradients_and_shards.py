@@ -1,7 +1,5 @@
 """Gradients over ranks, what ranks say of them, and shards that an optimizer steps; with stand-ins for other ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

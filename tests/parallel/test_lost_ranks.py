@@ -1,7 +1,5 @@
 """A rank that does not come, or is gone: the others stop, and say who waited for whom, for what."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

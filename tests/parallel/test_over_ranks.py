@@ -1,7 +1,5 @@
 """Experts over processes: every gradient, the bits of one process, and what others fell into."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 """Which rank owns which expert, and where a rank finds its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -3,8 +3,6 @@
 Where there is a GPU, two processes share it instead.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

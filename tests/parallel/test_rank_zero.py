@@ -1,7 +1,5 @@
 """Ranks that decide, fail and compare together."""
 
-from __future__ import annotations
-
 import rank_jobs
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.rank_zero import ALONE

@@ -4,8 +4,6 @@ With CUDA MPS they run at the same time, else they take turns. For shares of the
 CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for one test at a time: the processes of all are started from one server.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -3,8 +3,6 @@
 What is compared is in tests/jobs/test_same_on_ranks.py; here are processes that would otherwise train, or hang.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Over ranks, the scheduled backward's tiles start when their rows are there: interpreted, over real processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast

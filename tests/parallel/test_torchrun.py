@@ -1,7 +1,5 @@
 """torchrun itself: processes that meet by its environment and again after a restart, its signals, a killed rank."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

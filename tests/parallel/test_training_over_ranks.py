@@ -1,7 +1,5 @@
 """A model of transformers with its experts over ranks trains as it does in one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

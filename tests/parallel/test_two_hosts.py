@@ -3,8 +3,6 @@
 The hosts share the run's folder and the installation. Model and data are copies of each host's own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

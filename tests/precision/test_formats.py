@@ -1,7 +1,5 @@
 """Codes and scales bit by bit, against tables of what each code stands for, written down here from the definitions."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """precision="auto": fp8 where kernels serve the layer and an expert gets enough rows, else as without a precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

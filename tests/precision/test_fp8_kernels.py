@@ -6,8 +6,6 @@ Gluon does not run without a GPU. Here its two products are stood in for by torc
 in Triton's interpreter and in fp32.
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 The products, which need a GPU, are stood in for by torch, as launches of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

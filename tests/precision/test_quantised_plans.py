@@ -1,8 +1,6 @@
 """A pass over experts in codes that comes again is repeated from its list of launches: the same bits, with the codes of
 the day."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -5,8 +5,6 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 Gluon does not run without a GPU: its products are stood in for by torch, as in test_fp8_kernels.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 In plain torch and by the kernels: on a Hopper GPU these run, elsewhere their products are stood in for, in fp32.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The order of checks while kernels are compiled: what is ready first, and nothing waits that need not."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A router's score that is in the configuration alone: everything that computes one refuses it by name."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import pytest

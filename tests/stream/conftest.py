@@ -1,7 +1,5 @@
 """For all tests of streaming."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A policy whose order can be seen at a glance, for tests of the tables: least recently used."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from amoeba.stream.cache.slot_table import LFRU, Policy

@@ -1,7 +1,5 @@
 """A store, a simulated device and a graph with one pass over each layer, as the tests of replays use them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

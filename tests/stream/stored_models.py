@@ -1,7 +1,5 @@
 """Tiny models saved as folders, and what a store of them has to give back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How fast link and disk are is found out by a short copy and a short read, each within its bounds."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

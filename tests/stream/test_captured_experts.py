@@ -4,8 +4,6 @@ On a machine without a GPU threads stand for it, a function that is called again
 Triton's interpreter computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing

@@ -3,8 +3,6 @@
 tests/stream/test_interleaved.py has the same on threads that stand for a GPU, at any speed.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from functools import partial
 

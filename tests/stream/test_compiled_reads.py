@@ -1,7 +1,5 @@
 """Ranges read by compiled threads: bytes, checksums and errors of Python's threads, and each part told once."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -5,8 +5,6 @@ E experts · K experts per token
 Without a GPU threads stand for it (simulated_device.py); the CPU computes in earnest.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The device is simulated: copies and passes run at random moments, some of them l
 enforces is broken by one of the seeds. A pass reads the bytes of its slots and compares them with the store's.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

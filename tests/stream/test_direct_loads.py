@@ -3,8 +3,6 @@
 As in test_replays.py, threads stand for the GPU; the files and the threads that read them are real.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

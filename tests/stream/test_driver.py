@@ -1,7 +1,5 @@
 """Calls of CUDA's driver: right arguments, in whatever thread, and errors that are raised."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

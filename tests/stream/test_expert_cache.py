@@ -1,7 +1,5 @@
 """Two tiers over a disk: a played machine whose memory is looked at, and each rule by itself."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

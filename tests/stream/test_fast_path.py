@@ -1,7 +1,5 @@
 """Copies first, tables afterwards: the short way from a request to its copies gives what the long one gives."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from ctypes import byref, c_int32

@@ -3,8 +3,6 @@
 On a machine without a GPU a simulated device stands for it, whose copies come late, and Triton's interpreter computes.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -5,8 +5,6 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · R 
 On a machine without a GPU a simulated device stands for it, whose copies come late, and Triton's interpreter computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from contextlib import closing
 

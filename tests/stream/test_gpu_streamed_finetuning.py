@@ -4,8 +4,6 @@ Without a GPU a simulated device stands for it, and Triton's interpreter compute
 test_gpu_streamed_models.py.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ On a machine without a GPU a simulated device stands for it (see simulated_devic
 the experts; the rest of the model is then on the CPU.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack, nullcontext
 from pathlib import Path

@@ -7,8 +7,6 @@ interpreter runs one kernel at a time; so the kernel that asks is played by a fu
 (`asks`); tests/kernels/test_expert_request.py has the kernel itself.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """A model that is loaded already streams the experts it has, or is refused: never those of another checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

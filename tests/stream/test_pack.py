@@ -1,8 +1,6 @@
 """Packing that is killed, interrupted or runs out of room goes on where it was, and leaves nothing that opens but is
 not whole."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

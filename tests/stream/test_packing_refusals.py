@@ -1,7 +1,5 @@
 """Models that cannot be packed into a store are refused with what is wrong about their folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who leaves first, by sequences made by hand."""
 
-from __future__ import annotations
-
 from amoeba.stream.cache.slot_table import LFRU
 
 

@@ -1,7 +1,5 @@
 """A tier's bytes among its layers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

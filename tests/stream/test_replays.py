@@ -6,8 +6,6 @@ The device is simulated by threads (simulated_device.LiveDevice), a graph by a l
 interpreter runs the kernel that waits. What reads the slots compares their bytes with the store's.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The simulator against a replay that is written down the long way."""
 
-from __future__ import annotations
-
 import pytest
 
 from amoeba.stream.cache.slot_table import LFRU

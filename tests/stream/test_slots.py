@@ -1,7 +1,5 @@
 """A layer's slots: random sequences against a simple model, and each rule by itself."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A store gives back every expert bit for bit, from a packed store and from a folder, or says what is wrong with it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 """Every file of a store, missing, cut short, changed, of another store or of an earlier state: the model says what it
 said before, or the store is refused. It never says something else. Packing the model again makes it right."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """`python -m benchmarks stream` over a link. Threads stand for the GPU here (simulated_device.py), so its times mean
 nothing; that there are some is what is tested."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

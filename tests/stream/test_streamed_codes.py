@@ -1,7 +1,5 @@
 """Checkpoints in eight and four bits streamed as codes and scales: the bits of the same experts resident."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

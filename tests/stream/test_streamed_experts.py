@@ -3,8 +3,6 @@
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I · R LoRA rank
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """A model whose experts are larger than its budget: the tokens and logits of the same model resident, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

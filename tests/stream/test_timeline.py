@@ -1,7 +1,5 @@
 """`amoeba generate --trace`: a timeline that ui.perfetto.dev loads, of passes, requests, waits and loads."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Routing traces: written while generating, read back, and as an interrupted process leaves them."""
 
-from __future__ import annotations
-
 import json
 import random
 from array import array

@@ -5,8 +5,6 @@ T tokens · K experts per token · N = T·K routed rows · E experts
     stand_in(monkeypatch)       # in processes that a test starts: with pytest.MonkeyPatch.context() as patch
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

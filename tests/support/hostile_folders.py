@@ -1,7 +1,5 @@
 """A tiny model, its adapter, and the ways in which a folder that somebody else made can be wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

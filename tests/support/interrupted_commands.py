@@ -8,8 +8,6 @@ and with one JSON document as the last line of stdout. What it promises to go on
 is there is a whole one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ time, while a checkpoint is being written, or a moment after a line of the log. 
 SIGTERM; how often a run saves changes at every resume.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -4,8 +4,6 @@ the fp64 reference. It imports no pytest and asserts nothing: it also runs under
 T tokens · K experts per token · E experts · H hidden · I intermediate · R LoRA rank
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What a command would have printed, for tests to look at."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from amoeba.commands.output import Output

@@ -6,8 +6,6 @@ AMOEBA_CPU_FEATURES hides from us what such a CPU does not have; torch and oneDN
 CPU is itself one of the oldest, there is nothing to run.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

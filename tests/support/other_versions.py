@@ -7,8 +7,6 @@ environment in build/versions, which the next run updates. On a fresh machine th
 newest torch brings gigabytes of CUDA libraries. Where it cannot be installed, this says so and goes on.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A backend planted among ours for the length of a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -7,8 +7,6 @@
 A twin is the same model with every number dequantised, in fp32: the truth about the checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 check_elsewhere(step, first)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 check_same_run(found, expected, "model")
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

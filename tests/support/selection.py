@@ -10,8 +10,6 @@ def test_something(backend, rank): ...
 def test_something(backend, rank, width): ...
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence

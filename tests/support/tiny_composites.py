@@ -8,8 +8,6 @@ The kinds come from transformers' own registry. A configuration is shrunk by the
 `tiny_models`; TOWERS says what a name becomes in a vision or audio part.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

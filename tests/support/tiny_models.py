@@ -7,8 +7,6 @@ A config is shrunk by the names of its fields: SMALL says what a name becomes wh
 type needs beside that.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

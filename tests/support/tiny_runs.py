@@ -4,8 +4,6 @@ told = tiny_settings("train", folder, inputs)        # inputs = make_inputs(fold
 tiny_run(told, Quiet())
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

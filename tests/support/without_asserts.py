@@ -4,8 +4,6 @@ imports would be compiled first, which takes longer than what is to be tried.
     without_asserts.install("src")        # before the first import of amoeba
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import FileFinder, SourceFileLoader
 from types import CodeType

@@ -1,7 +1,5 @@
 """What the CPU has, and one CPU that stands for older ones."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

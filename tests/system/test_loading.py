@@ -1,7 +1,5 @@
 """While packages are imported nobody looks for garbage; afterwards as before."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Stages that work at the same time: order, bounded memory, errors, and an end that leaves no thread at work."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """No version is refused; one that was never tested is named, once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The scheduled backward in Gluon has the bits of Hopper's own kernels, in every run, and ends."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The backend `tasks`: proven like every other, taken where it is asked for by name or was measured to be faster."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The device's tickets are Python's, for random layouts."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 

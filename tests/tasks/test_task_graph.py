@@ -1,7 +1,5 @@
 """Tickets and gates of the scheduled backward, without running it."""
 
-from __future__ import annotations
-
 from collections import Counter as Multiset
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The scheduled backward as one kernel has the bits of the `triton` backend's own kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The list of tasks is what Python says of each ticket, with its rows and its gate, for random layouts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every rule of the graph is needed: a graph with one of them broken is found out by random schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 

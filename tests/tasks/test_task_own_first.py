@@ -1,7 +1,5 @@
 """The device's order of row tiles over ranks is the graph's, for random layouts."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The picture of a schedule: self-contained, a lane per worker, and small whatever the number of tasks."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

@@ -1,8 +1,6 @@
 """The graph of the scheduled backward in random schedules: nothing is read too early, nothing gets stuck, and the
 gradients are those of the reference."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """One rank's share of a layer over ranks: its tiles start when their rows are there. Schedules, mutants, tickets."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

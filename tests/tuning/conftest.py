@@ -1,7 +1,5 @@
 """A folder for caches of its own, and nothing remembered from earlier tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a process remembers of earlier choices, forgotten."""
 
-from __future__ import annotations
-
 from amoeba.kernels import decode, tile_sizes
 from amoeba.kernels.attention.tile import tile_of
 from amoeba.system import tuned

@@ -1,7 +1,5 @@
 """What was measured on a GPU is used there, and nothing else: files are looked at before they are trusted."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """A search takes the fastest candidate that is right, within its time; timings are made up here."""
 
-from __future__ import annotations
-
 import json
 import math
 
