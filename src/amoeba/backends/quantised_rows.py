@@ -83,37 +83,14 @@ class HopperQuantisedRows(HopperRows):
         weights = self.problem.weights
         if weights.activation.interleaved:
             return self._multiply_x_then_activate(h_NJ, a_NI, addend)
-        x_TH, order_N = self._gathered(self.x)
-        assert order_N is not None
         matrix, bias_EJ = weights.gate_up_EJH.matrix, weights.gate_up_bias_EJ
         if not self._is_dequantised(matrix):
-            weight_only_gemm.up(
-                x_TH,
-                order_N,
-                self.top_k,
-                matrix,
-                self.product_table,
-                weights.activation,
-                a_NI,
-                h_NJ=h_NJ,
-                bias_EJ=bias_EJ,
-                addend=addend,
-                block_m=self.block_m,
-            )
+            added = {"bias_EJ": bias_EJ, "addend": addend, "block_m": self.block_m}
+            self._up(weight_only_gemm, matrix, self.product_table, h_NJ, a_NI, added)
             return h_NJ
         for part in self._dequantised(matrix, bias_EJ, addend):
-            gemm.up(
-                x_TH,
-                order_N,
-                self.top_k,
-                part.matrix_EOI,
-                part.table,
-                weights.activation,
-                a_NI,
-                h_NJ=h_NJ,
-                bias_EJ=part.bias_EO,
-                addend=part.addend,
-            )
+            added = {"bias_EJ": part.bias_EO, "addend": part.addend}
+            self._up(gemm, part.matrix_EOI, part.table, h_NJ, a_NI, added)
         return h_NJ
 
     def _multiply(
@@ -129,31 +106,15 @@ class HopperQuantisedRows(HopperRows):
 
         plain, order_N = self._gathered(rows)
         matrix, transposed = matrix_EOI.matrix, matrix_EOI.transposed
+        order: dict[str, Any] = {"order_N": order_N, "top_k": self.top_k}
         if not self._is_dequantised(matrix):
-            weight_only_gemm.multiply(
-                plain,
-                matrix,
-                self.product_table,
-                out_NO,
-                transposed=transposed,
-                order_N=order_N,
-                top_k=self.top_k,
-                bias_EO=bias_EO,
-                addend=addend,
-                block_m=self.block_m,
-            )
+            order |= {"transposed": transposed, "block_m": self.block_m}
+            table = self.product_table
+            weight_only_gemm.multiply(plain, matrix, table, out_NO, bias_EO=bias_EO, addend=addend, **order)
             return
         for part in self._dequantised(matrix, bias_EO, addend):
-            gemm.multiply(
-                plain,
-                part.matrix_EOI.mT if transposed else part.matrix_EOI,
-                part.table,
-                out_NO,
-                order_N=order_N,
-                top_k=self.top_k,
-                bias_EO=part.bias_EO,
-                addend=part.addend,
-            )
+            dense = part.matrix_EOI.mT if transposed else part.matrix_EOI
+            gemm.multiply(plain, dense, part.table, out_NO, bias_EO=part.bias_EO, addend=part.addend, **order)
 
     def _is_dequantised(self, matrix: QuantisedMatrix) -> bool:
         from amoeba.kernels.hopper.weight_only_gemm import is_in_one_piece

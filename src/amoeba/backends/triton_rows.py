@@ -289,23 +289,18 @@ class HopperRows(TritonRows):
         weights = self.problem.weights
         if weights.activation.interleaved or weights.gate_up_EJH.stride(2) != 1:
             return self._multiply_x_then_activate(h_NJ, a_NI, addend)
-        x_TH, order_N = self._gathered(self.x)
-        assert order_N is not None
-        gemm.up(
-            x_TH,
-            order_N,
-            self.top_k,
-            weights.gate_up_EJH,
-            self.product_table,
-            weights.activation,
-            a_NI,
-            h_NJ=h_NJ,
-            bias_EJ=weights.gate_up_bias_EJ,
-            addend=addend,
-            whole_table=self.whole_table,
-            block_m=self.block_m,
-        )
+        options = {"whole_table": self.whole_table, "block_m": self.block_m}
+        added = {"bias_EJ": weights.gate_up_bias_EJ, "addend": addend}
+        self._up(gemm, weights.gate_up_EJH, self.product_table, h_NJ, a_NI, added | options)
         return h_NJ
+
+    def _up(
+        self, kernels: Any, matrix: Any, table: Tensor, h_NJ: Tensor | None, a_NI: Tensor, added: dict[str, Any]
+    ) -> None:
+        """kernels: the module whose `up` takes such a matrix."""
+        x_TH, order_N = self._gathered(self.x)
+        activation = self.problem.weights.activation
+        kernels.up(x_TH, order_N, self.top_k, matrix, table, activation, a_NI, h_NJ=h_NJ, **added)
 
     def _multiply(
         self,

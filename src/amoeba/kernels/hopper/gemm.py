@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -99,62 +99,65 @@ def _bound(plan: Plan) -> Any:
     return gemm_kernel.bound(PLAN=Constants(plan), num_warps=4)
 
 
-def _launch(
-    plan: Plan,
-    rows: Tensor,
-    matrix_EOW: Tensor,
-    table: Tensor,
-    out: Tensor,
-    order_N: Tensor | None,
-    top_k: int,
-    bias_EO: Tensor | None,
-    h: Tensor | None,
-    addend: Addend | None,
-) -> None:
+class Operands(NamedTuple):
+    """What a product reads and writes besides its matrix, see `multiply` and `up`."""
+
+    rows: Tensor
+    table: Tensor
+    out: Tensor
+    order_N: Tensor | None
+    top_k: int
+    bias_EO: Tensor | None
+    h: Tensor | None
+    addend: Addend | None
+    block_m: int
+
+    def plan(self, activation: Activation | None) -> dict[str, Any]:
+        """Fields of the plan that follow."""
+        return {
+            "ACTIVATE": activation is not None,
+            "GATHER": self.order_N is not None,
+            "BIAS": self.bias_EO is not None,
+            "KEEP": self.h is not None,
+            # of the addend's depth, which the matrix unit takes in 16s: no more than there is, if one step takes it all
+            "LOW": 0 if self.addend is None else min(BLOCK_K, padded_rank(self.addend.rank)),
+            "BLOCK_M": self.block_m,
+            **({} if activation is None else constants(activation, fast=True)),
+        }
+
+    def arguments(
+        self, plan: Plan, matrix_desc: Any, width: int, depth: int, pointers: tuple = (), numbers: tuple = ()
+    ) -> tuple[Any, ...]:
+        """As the kernel takes them. pointers, numbers: of what else the matrix has, where the kernel has them."""
+        rows, table, out, order_N, top_k, bias_EO, h, addend, _ = self
+        if plan.ORDER > 0:
+            table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, plan.BLOCK_M)
+        # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
+        of_rows = plan.BLOCK_M, BLOCK_K
+        row_desc = None if plan.GATHER else descriptor(rows, of_rows)
+        h_desc = None if h is None else descriptor(h, plan.STAGED)
+        low_desc, factor_desc, rank = None, None, 0
+        if addend is not None:
+            low_desc, rank = descriptor(addend.low_NR, of_rows), addend.low_NR.shape[1]
+            factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, plan.MATRIX_LAYOUT)
+        h = out if h is None else h
+        # the table stands for what this plan does not read
+        order_N, bias_EO = table if order_N is None else order_N, table if bias_EO is None else bias_EO
+        descriptors = row_desc, matrix_desc, low_desc, factor_desc, h_desc, descriptor(out, plan.STAGED)
+        sizes = depth, rank, width, width // 2 if plan.PAIRED else width
+        strides = rows.stride(0), h.stride(0), out.stride(0)
+        return *descriptors, rows, order_N, table, *pointers, bias_EO, h, out, *sizes, *numbers, *strides, top_k
+
+
+def _launch(matrix_EOW: Tensor, operands: Operands, activation: Activation | None, whole_table: bool) -> None:
     _, width, depth = matrix_EOW.shape
-    count = programs
+    k_major = activation is not None or matrix_EOW.stride(2) == 1
+    chosen = _chosen(matrix_EOW, operands.addend, activation is not None, whole_table, operands.block_m)
+    plan, count = Plan(B_K_MAJOR=k_major, **operands.plan(activation), **chosen), programs
     if halvings():
         plan, count = replace(plan, HALVINGS=halvings()), programs_in_halves
-    matrix = _flat(matrix_EOW, plan.B_K_MAJOR)
-    if plan.ORDER > 0:
-        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, plan.BLOCK_M)
-    layout = plan.MATRIX_LAYOUT
-    # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
-    of_rows = plan.BLOCK_M, BLOCK_K
-    row_desc = None if plan.GATHER else descriptor(rows, of_rows)
-    h_desc = None if h is None else descriptor(h, plan.STAGED)
-    low_desc = factor_desc = None
-    if addend is not None:
-        low_desc = descriptor(addend.low_NR, of_rows)
-        factor_desc = descriptor(_flat(addend.factor_EOR, plan.B_K_MAJOR), plan.COPIED, layout)
-    h = out if h is None else h
-    _bound(plan)[(count(out.device),)](
-        row_desc,
-        descriptor(matrix, plan.COPIED, layout),
-        low_desc,
-        factor_desc,
-        h_desc,
-        descriptor(out, plan.STAGED),
-        rows,
-        table if order_N is None else order_N,  # the table stands for what this plan does not read
-        table,
-        table if bias_EO is None else bias_EO,
-        h,
-        out,
-        depth,
-        0 if addend is None else addend.low_NR.shape[1],
-        width,
-        width // 2 if plan.PAIRED else width,
-        rows.stride(0),
-        h.stride(0),
-        out.stride(0),
-        top_k,
-    )
-
-
-def _step(addend: Addend | None) -> int:
-    """Of the addend's depth, which the matrix unit takes in 16s: no more than there is, if one step takes it all."""
-    return 0 if addend is None else min(BLOCK_K, padded_rank(addend.rank))
+    matrix_desc = descriptor(_flat(matrix_EOW, k_major), plan.COPIED, plan.MATRIX_LAYOUT)
+    _bound(plan)[(count(matrix_EOW.device),)](*operands.arguments(plan, matrix_desc, width, depth))
 
 
 def _chosen(
@@ -201,17 +204,8 @@ def multiply(
     The addend's rank is padded as `padded_rank` says. whole_table: an expert's tiles follow one another in it.
     block_m: as the table was made for, BLOCK_M or FEW_ROWS; the bits are the same.
     """
-    plan = Plan(
-        ACTIVATE=False,
-        GATHER=order_N is not None,
-        B_K_MAJOR=matrix_EOW.stride(2) == 1,
-        BIAS=bias_EO is not None,
-        KEEP=False,
-        LOW=_step(addend),
-        BLOCK_M=block_m,
-        **_chosen(matrix_EOW, addend, False, whole_table, block_m),
-    )
-    _launch(plan, rows_NW, matrix_EOW, table, out_NO, order_N, top_k, bias_EO, None, addend)
+    operands = Operands(rows_NW, table, out_NO, order_N, top_k, bias_EO, None, addend, block_m)
+    _launch(matrix_EOW, operands, None, whole_table)
 
 
 def up(
@@ -233,15 +227,5 @@ def up(
 
     The weights are stored (J, H), all gates before all ups. whole_table, block_m: as for `multiply`.
     """
-    plan = Plan(
-        ACTIVATE=True,
-        GATHER=True,
-        B_K_MAJOR=True,
-        BIAS=bias_EJ is not None,
-        KEEP=h_NJ is not None,
-        LOW=_step(addend),
-        BLOCK_M=block_m,
-        **_chosen(gate_up_EJH, addend, True, whole_table, block_m),
-        **constants(activation, fast=True),  # type: ignore[arg-type]
-    )
-    _launch(plan, x_TH, gate_up_EJH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend)
+    operands = Operands(x_TH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend, block_m)
+    _launch(gate_up_EJH, operands, activation, whole_table)

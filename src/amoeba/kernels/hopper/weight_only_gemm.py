@@ -20,9 +20,9 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.cpu.pointers import place_of
-from amoeba.kernels.activation import constants
+from amoeba.kernels.hopper.gemm import Operands
 from amoeba.kernels.hopper.gemm_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
-from amoeba.kernels.hopper.tile_order import IN_GROUPS, list_tiles, order_of_product
+from amoeba.kernels.hopper.tile_order import IN_GROUPS, order_of_product
 from amoeba.kernels.hopper.tma import descriptor
 from amoeba.kernels.hopper.weight_only_gemm_kernel import (
     CODE_STAGES,
@@ -32,7 +32,7 @@ from amoeba.kernels.hopper.weight_only_gemm_kernel import (
 )
 from amoeba.kernels.launch import cdiv
 from amoeba.kernels.launch.persistent_grid import programs, sharing
-from amoeba.kernels.lora.epilogue import Addend, padded_rank
+from amoeba.kernels.lora.epilogue import Addend
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised import QuantisedMatrix
 
@@ -75,19 +75,7 @@ def _bound(plan: WeightOnlyPlan) -> Any:
 
 
 def _launch(
-    rows: Tensor,
-    matrix: QuantisedMatrix,
-    transposed: bool,
-    table: Tensor,
-    out: Tensor,
-    order_N: Tensor | None,
-    top_k: int,
-    bias_EO: Tensor | None,
-    h: Tensor | None,
-    addend: Addend | None,
-    activation: Activation | None,
-    whole_table: bool,
-    block_m: int,
+    matrix: QuantisedMatrix, transposed: bool, operands: Operands, activation: Activation | None, whole_table: bool
 ) -> None:
     _, stored_rows, stored_columns = matrix.shape
     width, depth = (stored_columns, stored_rows) if transposed else (stored_rows, stored_columns)
@@ -97,12 +85,7 @@ def _launch(
         of_expert = matrix.data.shape[1] * matrix.data.shape[2]
         order = order_of_product(of_expert, cdiv(width, BLOCK_N), activation is not None)
     plan = WeightOnlyPlan(
-        ACTIVATE=activation is not None,
-        GATHER=order_N is not None,
         B_K_MAJOR=not transposed,
-        BIAS=bias_EO is not None,
-        KEEP=h is not None,
-        LOW=0 if addend is None else min(BLOCK_K, padded_rank(addend.rank)),
         BITS=matrix.format.element.bits,
         SCALE=matrix.format.scale,
         GROUP=min(RUN, block_columns),
@@ -110,50 +93,15 @@ def _launch(
         COLUMN_BLOCK=block_columns,
         MATRIX_SCALE=matrix.matrix_scale is not None,
         ORDER=order,
-        BLOCK_M=block_m,
-        **({} if activation is None else constants(activation, fast=True)),  # type: ignore[arg-type]
+        **operands.plan(activation),
     )
-    if plan.ORDER > 0:
-        table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, block_m)
     codes = matrix.data.view(-1, matrix.data.shape[2]).view(torch.int32)
-    part_rows = stored_rows // matrix.parts
-    row_desc = None if plan.GATHER else descriptor(rows, (block_m, BLOCK_K))
-    h_desc = None if h is None else descriptor(h, plan.STAGED)
-    low_desc = factor_desc = None
-    if addend is not None:
-        factor = (addend.factor_EOR.mT if transposed else addend.factor_EOR).contiguous()
-        low_desc = descriptor(addend.low_NR, (block_m, BLOCK_K))
-        layout = plan.MATRIX_LAYOUT
-        factor_desc = descriptor(factor.view(-1, factor.shape[2]), plan.COPIED, layout)
-    h = out if h is None else h
-    _bound(plan)[(programs(out.device),)](
-        row_desc,
-        descriptor(codes, plan.COPIED_CODES, plan.STORED_LAYOUT),
-        low_desc,
-        factor_desc,
-        h_desc,
-        descriptor(out, plan.STAGED),
-        rows,
-        table if order_N is None else order_N,  # the table stands for what this plan does not read
-        table,
-        matrix.scales,
-        matrix.scales if matrix.matrix_scale is None else matrix.matrix_scale,
-        table if bias_EO is None else bias_EO,
-        h,
-        out,
-        depth,
-        0 if addend is None else addend.low_NR.shape[1],
-        width,
-        width // 2 if plan.PAIRED else width,
-        part_rows,
-        cdiv(part_rows, block_rows),
-        matrix.scales.shape[2],
-        matrix.scales.shape[1] * matrix.scales.shape[2],
-        rows.stride(0),
-        h.stride(0),
-        out.stride(0),
-        top_k,
-    )
+    code_desc = descriptor(codes, plan.COPIED_CODES, plan.STORED_LAYOUT)
+    scales = matrix.scales, matrix.scales if matrix.matrix_scale is None else matrix.matrix_scale
+    part_rows, (_, down, across) = stored_rows // matrix.parts, matrix.scales.shape
+    of_scales = part_rows, cdiv(part_rows, block_rows), across, down * across
+    arguments = operands.arguments(plan, code_desc, width, depth, scales, of_scales)
+    _bound(plan)[(programs(matrix.data.device),)](*arguments)
 
 
 def multiply(
@@ -173,9 +121,8 @@ def multiply(
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend, or rows[n] · matrix[e] where transposed; with order_N the rows
     are gathered, rows[order[n] // top_k]. whole_table: an expert's tiles follow one another in it. block_m: as for
     `amoeba.kernels.hopper.gemm`."""
-    _launch(
-        rows_NW, matrix, transposed, table, out_NO, order_N, top_k, bias_EO, None, addend, None, whole_table, block_m
-    )
+    operands = Operands(rows_NW, table, out_NO, order_N, top_k, bias_EO, None, addend, block_m)
+    _launch(matrix, transposed, operands, None, whole_table)
 
 
 def up(
@@ -195,4 +142,5 @@ def up(
 ) -> None:
     """h = gathered x · gate_upᵀ + bias + addend and a = act(h); h is written where it is given. All gates come before
     all ups."""
-    _launch(x_TH, gate_up, False, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend, activation, whole_table, block_m)
+    operands = Operands(x_TH, table, a_NI, order_N, top_k, bias_EJ, h_NJ, addend, block_m)
+    _launch(gate_up, False, operands, activation, whole_table)
