@@ -116,9 +116,10 @@ def test_few_slots_agree_with_the_reference(case, way, device):
     assert_agrees(case, way, device)
 
 
+@pytest.mark.parametrize("listed", [False, True], ids=["ranks", "listed"])
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
-def test_shared_experts_agree_with_the_reference(case, device):
-    assert_agrees(case, BY_EXPERT, device)
+def test_shared_experts_agree_with_the_reference(case, listed, device):
+    assert_agrees(case, BY_EXPERT._replace(listed=listed), device)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2, bias=True), Case(7, 2, CLAMPED_SWIGLU, True)], ids=["T1", "T7"])

@@ -20,8 +20,8 @@ from amoeba.core.torch_internals import graph_is_freed
 from amoeba.precision.formats import Format
 from amoeba.precision.quantised_experts import QuantisedExperts
 
-# Up to this many tokens a pass without gradients decodes: a slot or an expert at a time, nothing is sorted.
-DECODE_TOKENS = 64
+# Up to this many tokens a pass without gradients decodes, as in `triton`.
+DECODE_TOKENS = triton.DECODE_TOKENS
 # In half precision also more, by expert, where each has so few on average: at 32 of them fp8 takes 323 us in place of
 # 365, MXFP4 329 for 350, NVFP4 363 for 480 (512 tokens of Qwen3-30B's layer, H200, dev/log). More slots than these
 # were not timed.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from math import ceil, sqrt
 from typing import NamedTuple
 
 import torch
@@ -46,14 +47,18 @@ BY_SLOT_PROGRAMS = 512
 BY_SLOT_LEAST_COLUMNS, BY_SLOT_MOST_COLUMNS = 4, 16
 # Elements of the weight tile of a program: 32 in each of 128 threads.
 BY_SLOT_TILE = 4096
-# Rows of weights in the tile of a program by expert (one wgmma is 64 high), and bytes of each.
-# With T = 8 and 64, 64 or 128 rows of 128 or 256 bytes are within 2 %; 512 bytes cost 5 to 25 % (H200, 2026-11-15).
-BY_EXPERT_WEIGHT_ROWS = 64
-BY_EXPERT_DEPTH_BYTES = 256
-# The expected number of an expert's slots times this is the room that a chunk has for them. Room
-# for 32 instead of 16 cost 5 % with T = 8 and 18 % with T = 64 (H200, 2026-11-15).
-CHUNK_HEADROOM = 3
-SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
+# By the slots of an expert that a program computes together: rows of weights in its tile, bytes of each in a step, and
+# stages. A program reads the rows of all its slots as well: the more slots, the taller the tile. Up and down in us on
+# an H200 (dev/log, 2026-11-18), 128 and 512 tokens of the first layer above, then 64 and 128 of the last one:
+#   64 rows, 256 bytes, 3 stages    191 + 109 (16)   -                674 (32)   -
+#   128 rows, 128 bytes, 4 stages   197 + 109 (16)   204 + 116 (64)   664 (32)   678 (64)
+#   64 rows, 128 bytes, 4 stages    -                207 + 118 (64)   -          700 (64)
+BY_EXPERT_TILE = {16: (64, 256, 3), 32: (128, 128, 4), 64: (128, 128, 4)}
+SMALLEST_CHUNK, LARGEST_CHUNK = min(BY_EXPERT_TILE), max(BY_EXPERT_TILE)
+# Slots from which on a launch of its own lists them (`Configuration.listed`), where launches overlap: a program without
+# a loop over chunks has more registers. Up and down of fp8 take 280 us where the whole pass took 331 (the second layer
+# above, 8 tokens); MXFP4 97 in place of 103 with 128 slots of the first one (dev/log).
+FEWEST_LISTED = 16
 
 
 class Like(NamedTuple):
@@ -84,11 +89,11 @@ class Configuration(NamedTuple):
 
     overlap: the down projection starts while the up projection ends (programmatic dependent launch, from Hopper on);
     by slot, where down is at once in flight.
+    listed: by expert, where experts are no more than slots, a launch of its own lists the slots of each expert; else
+    each program compares ranks with ids.
     Of quantised weights by expert alone:
     by_lanes: numbers of four bits are unpacked in the order that takes the fewest integer instructions, see
     `weights.scaled_lanes_e2m1`.
-    listed: where experts are no more than slots, a launch of its own lists the slots of each expert; else each program
-    compares ranks with ids.
     early: up's programs write down the slots that they found, down's read them, and with `overlap` the sum starts while
     the down projection ends.
     """
@@ -145,10 +150,15 @@ def goes_by_slot(tokens: int, top_k: int, num_experts: int) -> bool:
     return tokens == 1 or (tokens <= BY_SLOT_TOKENS and few_share)
 
 
-def chunk_rows(slots: int, num_experts: int) -> int:
-    """Slots of an expert that are computed together."""
-    expected = CHUNK_HEADROOM * slots // min(num_experts, slots)
-    return min(max(next_power_of_2(expected), SMALLEST_CHUNK), LARGEST_CHUNK)
+def slots_together(slots: int, experts: int, fewest: int = SMALLEST_CHUNK, most: int = LARGEST_CHUNK) -> int:
+    """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
+    routing."""
+    return min(max(next_power_of_2(ceil(usual_slots(slots, experts))), fewest), most)
+
+
+def usual_slots(slots: int, experts: int) -> float:
+    expected = slots / max(experts, 1)
+    return expected + sqrt(expected)
 
 
 def by_slot(layer: Layer) -> Configuration:
@@ -163,20 +173,22 @@ def by_slot(layer: Layer) -> Configuration:
     )
 
 
-def by_expert(layer: Layer, weight_rows: int = BY_EXPERT_WEIGHT_ROWS) -> Configuration:
-    rows = chunk_rows(layer.slots, layer.num_experts)
-    # fp32 has no tensor core in full precision: its operands pass through registers, so its steps are a quarter
-    depth = BY_EXPERT_DEPTH_BYTES // layer.itemsize
+def by_expert(layer: Layer, weight_rows: int | None = None) -> Configuration:
+    rows = slots_together(layer.slots, layer.num_experts)
+    height, depth_bytes, stages = BY_EXPERT_TILE[rows]
+    # fp32 has no tensor core in full precision: its operands pass through registers, so its tiles are small
     if layer.itemsize > 2:
-        depth //= 2
-    if rows == LARGEST_CHUNK:  # three stages of both operands fit in the 99 KB of shared memory of the smaller GPUs
-        depth //= 2
-    up_columns = weight_rows // layer.rows_per_column
+        height, depth_bytes = 64, depth_bytes // 2
+    height = weight_rows or height
+    sizes = {"depth": depth_bytes // layer.itemsize, "stages": stages}
+    up_columns = height // layer.rows_per_column
     return Configuration(
         by_slot=False,
-        up=_tile_by_expert(layer.intermediate, layer.hidden, columns=up_columns, depth=depth),
-        down=_tile_by_expert(layer.hidden, layer.intermediate, columns=weight_rows, depth=depth),
+        up=_tile_by_expert(layer.intermediate, layer.hidden, columns=up_columns, **sizes),
+        down=_tile_by_expert(layer.hidden, layer.intermediate, columns=height, **sizes),
         rows=rows,
+        overlap=layer.overlap,
+        listed=layer.overlap and layer.slots >= FEWEST_LISTED,
     )
 
 
@@ -212,9 +224,9 @@ def _tile_by_slot(lines: int, width: int, depth: int, *, rows_per_column: int) -
     return Tile(columns, min(next_power_of_2(depth), room, 1024), warps=4, stages=4)
 
 
-def _tile_by_expert(width: int, depth_in_all: int, *, columns: int, depth: int) -> Tile:
+def _tile_by_expert(width: int, depth_in_all: int, *, columns: int, depth: int, stages: int) -> Tile:
     columns = min(columns, next_power_of_2(width))
-    return Tile(max(columns, 16), max(min(depth, next_power_of_2(depth_in_all)), 16), warps=4, stages=3)
+    return Tile(max(columns, 16), max(min(depth, next_power_of_2(depth_in_all)), 16), warps=4, stages=stages)
 
 
 @cache
@@ -224,7 +236,7 @@ def can_overlap(device: torch.device) -> bool:
 
 # By slot an expert's weights are read once for each of its slots: with more tokens than this it is never the best.
 MOST_TOKENS_BY_SLOT = 8
-WEIGHT_ROWS = (32, 128)  # of a program by expert, other than ours
+WEIGHT_ROWS = (32, 64, 128)  # of a program by expert, ours among them
 
 
 def decode_key(dtype: torch.dtype, layer: Layer) -> str:

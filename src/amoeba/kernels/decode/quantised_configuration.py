@@ -7,16 +7,16 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
 
 from __future__ import annotations
 
-from math import ceil, sqrt
-
 from amoeba.core.problem import Problem
 from amoeba.kernels.decode.configuration import (
+    FEWEST_LISTED,
     SMALLEST_CHUNK,
     Configuration,
     Like,
     Tile,
     can_overlap,
     goes_by_slot,
+    slots_together,
 )
 from amoeba.kernels.launch import next_power_of_2
 from amoeba.precision.formats import MXFP4, NVFP4
@@ -43,10 +43,9 @@ DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: Tru
 # block, whose scale is applied to what it gives: of fp8-128 up and down take 216 us in place of 268 at 256 tokens of
 # that layer (dev/log).
 SHORT_ROWS = 32
-# Slots from which on a launch of its own lists them (`Configuration.listed`): MXFP4 takes 97 us in place of 103 with
-# these, and at 64 tokens of that layer 128 in place of 136, NVFP4 141 for 165, fp8 163 for 169 (dev/log).
-# Where no other launch hides that one, only where programs would have many ids to look at, each all of them: not timed.
-FEWEST_LISTED, FEWEST_LISTED_ALONE = 128, 1024
+# Slots from which on a launch of its own lists them where no other launch hides it: only where programs would have many
+# ids to look at, each all of them. Not timed.
+FEWEST_LISTED_ALONE = 1024
 # Tokens up to which up's programs list slots for down's (`Configuration.early`), where slots are fewer than experts:
 # at 8 tokens of that layer fp8 takes 75.4 us in place of 77.3, MXFP4 1 % less. MXFP8 was not timed. With 12 tokens and
 # more it was slower in most cases, and NVFP4's long steps leave up no registers for it (dev/log).
@@ -95,7 +94,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     weights: QuantisedExperts = problem.weights
     tokens, experts = like or _own(problem)
     slots = tokens * problem.expert_TK.shape[1]
-    rows, height, warps = slots_together(slots, experts), WEIGHT_ROWS, WARPS
+    rows, height, warps = slots_together(slots, experts, FEWEST_SLOTS, MOST_SLOTS), WEIGHT_ROWS, WARPS
     if slots < experts:  # more programs for the few experts
         height, warps = height // 2, warps // 2
     bits = weights.format.element.bits
@@ -118,13 +117,6 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
         up = up._replace(depth=LONG_STEP)
     early = overlap and slots < experts and tokens <= MOST_EARLY and weights.format is not NVFP4
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
-
-
-def slots_together(slots: int, experts: int) -> int:
-    """Slots of an expert that are computed together: what it gets on average, and one standard deviation of even
-    routing. With 12, 16 were faster than 32, and with 16, 32 were (dev/log)."""
-    expected = slots / experts
-    return min(max(next_power_of_2(ceil(expected + sqrt(expected))), FEWEST_SLOTS), MOST_SLOTS)
 
 
 def _piece(length: int, widest: int) -> int:

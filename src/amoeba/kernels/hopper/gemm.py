@@ -166,18 +166,12 @@ def _chosen(
     """Fields of the plan that depend on the sizes."""
     _, width, depth = matrix_EOW.shape
     unrolled = addend is None and depth % (STAGES * BLOCK_K) == 0
-    tall = block_m == BLOCK_M
-    loop = {"UNROLLED": unrolled, "EDGE": tall and not (unrolled or activated) and has_edge(width)}
     if not whole_table or sharing() != (1, 0):
-        return loop
+        return {"UNROLLED": unrolled}
     matrix_bytes = width * depth * matrix_EOW.element_size()
     order = order_of_product(matrix_bytes, cdiv(width, BLOCK_N), activated)
-    return loop | {"ORDER": order, "TILE_SYNC": tall and order > 0 and matrix_bytes > KEPT_BYTES}
-
-
-def has_edge(width: int) -> bool:
-    """Whether all columns of the last tile are in its left half."""
-    return 0 < width % BLOCK_N <= BLOCK_N // 2
+    sync = block_m == BLOCK_M and order > 0 and matrix_bytes > KEPT_BYTES
+    return {"UNROLLED": unrolled, "ORDER": order, "TILE_SYNC": sync}
 
 
 def _flat(matrix_EOW: Tensor, k_major: bool) -> Tensor:

@@ -66,7 +66,6 @@ class Plan:
     UNROLLED: bool = False  # a tile is whole turns of the ring of stages: each stage has code of its own
     TILE_SYNC: bool = False  # programs wait for one another at each tile, so that they read what they share together
     ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.tile_order`
-    EDGE: bool = False  # the last column tile is multiplied by its left half: nothing is in the right one
     BLOCK_M: int = BLOCK_M  # rows of a tile: these, of which each warpgroup has half, or FEW_ROWS
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.launch.persistent_grid`
 
@@ -274,8 +273,8 @@ def multiply_stage(
     STAGE: gl.constexpr = None,
 ):  # fmt: skip
     """acc (+)= rows · matrix over the first DEPTH of a stage, begun; the stage before it is given back. more: not the
-    first of a tile. acc: of half of a stage's rows with all of its columns, or the first ones; or of all rows with half
-    of the columns. STAGE: where it is known; count is then of turns of the ring."""
+    first of a tile. acc: of half of a stage's rows, or of all rows and half of its columns. STAGE: where it is known;
+    count is then of turns of the ring."""
     row_bufs, matrix_bufs, full, empty = ring
     STAGES: gl.constexpr = row_bufs.shape[0]
     HEIGHT: gl.constexpr = acc.shape[0]
@@ -292,9 +291,8 @@ def multiply_stage(
     if not ALL_ROWS:
         rows = rows.slice(WARPGROUP * HEIGHT, HEIGHT, 0)
     rows = rows.slice(0, DEPTH, 1)
-    ACROSS: gl.constexpr = 0 if PLAN.B_K_MAJOR else 1
-    if acc.shape[1] < matrix.shape[ACROSS]:
-        matrix = matrix.slice(WARPGROUP * acc.shape[1] if ALL_ROWS else 0, acc.shape[1], ACROSS)
+    if ALL_ROWS:
+        matrix = matrix.slice(WARPGROUP * acc.shape[1], acc.shape[1], 0 if PLAN.B_K_MAJOR else 1)
     if PLAN.B_K_MAJOR:
         matrix = matrix.slice(0, DEPTH, 1).permute((1, 0))
     else:
@@ -363,36 +361,6 @@ def _consume_whole(table, ring, staging, results, shape, WARPGROUP: gl.constexpr
 
 
 @gluon.jit
-def _consume_with_edge(table, ring, staging, results, shape, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """... where the last column tile is narrow."""
-    _, out_desc, bias, _, out = results
-    depth, width, _, _, out_stride = shape
-    HALF: gl.constexpr = PLAN.BLOCK_N // 2
-    HEIGHT: gl.constexpr = PLAN.BLOCK_M // 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.BLOCK_N, 16])
-    narrow_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    tiles = gl.load(table)
-    column_tiles = gl.cdiv(width, PLAN.BLOCK_N)
-    count = 0
-    first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
-    for tile in range(first, behind, step):
-        expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, PLAN.GROUP_M, PLAN.ORDER)
-        row += WARPGROUP * HEIGHT
-        if n + 1 < column_tiles:
-            acc = gl.zeros((HEIGHT, PLAN.BLOCK_N), gl.float32, mma)
-            acc, count = _multiply_tile(acc, ring, count, depth, WARPGROUP, PLAN)
-            finish_tile(acc, staging, results, shape, expert, row, end, n, WARPGROUP, PLAN)
-        else:
-            left = gl.zeros((HEIGHT, HALF), gl.float32, narrow_mma)
-            left, count = _multiply_tile(left, ring, count, depth, WARPGROUP, PLAN)
-            column = n * PLAN.BLOCK_N
-            if PLAN.BIAS:
-                left = add_bias(left, bias + expert.to(gl.int64) * width, column, width, HALF)
-            store_tile(left, out, out_desc, staging.index(WARPGROUP), out_stride, row, end, column, width, 0)
-    tma.store_wait(0)
-
-
-@gluon.jit
 def _consume_overlapped(table, ring, staging, results, shape, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """... where the right half of a tile's sums is carried along, rounded, and leaves while the next tile runs."""
     _, out_desc, bias, _, out = results
@@ -435,9 +403,7 @@ def _consume_overlapped(table, ring, staging, results, shape, WARPGROUP: gl.cons
 @gluon.jit
 def consume(table, ring, staging, results, shape, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """One warpgroup's half of each tile."""
-    if PLAN.EDGE:
-        _consume_with_edge(table, ring, staging, results, shape, WARPGROUP, PLAN)
-    elif PLAN.OVERLAPPED:
+    if PLAN.OVERLAPPED:
         _consume_overlapped(table, ring, staging, results, shape, WARPGROUP, PLAN)
     else:
         _consume_whole(table, ring, staging, results, shape, WARPGROUP, PLAN)

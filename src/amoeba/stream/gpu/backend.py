@@ -10,8 +10,8 @@ layer are in its slots, the host does not look at all. Else the missing ones are
 
 **Many tokens, and training.** They ask for nearly all experts, so all are streamed, in order, in groups of half of the
 slots: one computes while the next is copied. The host never learns an id. Each group computes its rows, and these are
-combined once, at the end; over codes, a few hundred tokens decode them instead of sorting them. Backward streams alike,
-and computes h again: the link is slower than that product.
+combined once, at the end; a few hundred tokens are decoded instead of sorted, as they are by resident experts. Backward
+streams alike, and computes h again: the link is slower than that product.
 
 **Captured in a CUDA graph**, a few tokens wait for their experts on the GPU (`replays`), and the same kernels compute.
 
@@ -48,12 +48,13 @@ def _resident(problem: Problem) -> triton.TritonBackend | quantised_triton.Quant
 
 def _decodes(problem: Problem) -> bool:
     """Whether a pass without gradients is one of few tokens, of which the chosen experts alone are needed."""
-    return quantised_triton.is_few(problem) if _is_quantised(problem) else problem.x_TH.shape[0] <= triton.DECODE_TOKENS
+    return quantised_triton.is_few(problem) if _is_quantised(problem) else triton.is_few(problem)
 
 
 def _decodes_all(problem: Problem) -> bool:
     """Whether one of more tokens is decoded by expert, too, of which nearly all are needed."""
-    return _is_quantised(problem) and quantised_triton.is_few_of_each(problem, problem.weights.num_experts)
+    of_each = quantised_triton.is_few_of_each if _is_quantised(problem) else triton.is_few_of_each
+    return of_each(problem, problem.weights.num_experts)
 
 
 class GpuStreamedBackend(PassesBackend):
