@@ -78,6 +78,22 @@ def test_prompts_read_by_a_step_of_fixed_shape_give_the_same(model, monkeypatch)
     assert decoded(model, rows, 5) == plain(model, rows, 5)
 
 
+def test_prompts_of_similar_lengths_are_read_by_one_step_that_is_made_once(monkeypatch):
+    monkeypatch.setattr(Decoder, "_captures_prompt", lambda self, tokens: True)
+    made, own = [], decoder_module.Step
+    monkeypatch.setattr(
+        decoder_module, "Step", lambda *given, **more: made.append(more.get("tokens", 1)) or own(*given, **more)
+    )
+    model = built("qwen3_moe")
+    decoder = Decoder(model, batch=1, length=100)
+    for rows in (prompts(33), prompts(36), prompts(34), prompts(37)):
+        assert decoded(model, rows, 2, decoder=decoder) == plain(model, rows, 2)
+    assert made == [1, 36, 40]
+    lengths = [decoder_module.prompt_length(tokens) for tokens in range(1, 4097)]
+    assert all(tokens <= length <= max(16, tokens * 9 / 8) for tokens, length in enumerate(lengths, 1))
+    assert len(set(lengths)) < 80
+
+
 def test_one_decoder_serves_one_prompt_after_another():
     model = built("gpt_oss")
     decoder = Decoder(model, batch=1, length=60)

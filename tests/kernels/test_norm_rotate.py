@@ -133,7 +133,8 @@ def test_keys_and_values_go_into_the_cache_at_the_slot_and_nothing_else_does(dev
     keys, values = (torch.full((rows, key_heads, length, size), 9.0, dtype=dtype, device=device) for _ in range(2))
     slot = torch.tensor([first], device=device)
     q, k = norm_rotate_cached(*given, keys, values, slot, query_heads=heads, eps=EPS)
-    assert torch.equal(torch.cat([q, k], 1), norm_rotate(*given, query_heads=heads, eps=EPS))
+    expected = norm_rotate(*given, query_heads=heads, eps=EPS)  # with squares in another order
+    assert error(torch.cat([q, k], 1), expected.double()) < TOLERANCE[dtype] / 4
     kept = min(rotations, length - first)
     v = given[0][:, -key_heads * size :]
     for cache, came in ((keys, k), (values, v.view(tokens, key_heads, size))):

@@ -211,15 +211,18 @@ class Decoder:
             self._step.prepare(self.capture)
 
     def _prompt_step(self, tokens: int) -> Step:
-        step = self._new_prompt_step(tokens)
-        if step.tokens not in self._prompt_steps:
+        size = self._prompt_size(tokens)
+        if size not in self._prompt_steps:
+            step = self._new_prompt_step(tokens)
             step.prepare(self.capture)
-            self._prompt_steps[step.tokens] = step
-        return self._prompt_steps[step.tokens]
+            self._prompt_steps[size] = step
+        return self._prompt_steps[size]
 
     def _new_prompt_step(self, tokens: int) -> Step:
-        size = min(prompt_length(tokens), self.cache.length)
-        return Step(self.model, self._rows, self._sampler, tokens=size)
+        return Step(self.model, self._rows, self._sampler, tokens=self._prompt_size(tokens))
+
+    def _prompt_size(self, tokens: int) -> int:
+        return min(prompt_length(tokens), self.cache.length)
 
 
 class InterleavedDecoder:

@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-# For `amoeba warm`, which has no prompt: a prompt is read by the kernels of the next power of two.
+# For `amoeba warm`, which has no prompt: others are read by the same kernels.
 PROMPT_LENGTHS = (16, 32, 64, 128, 256, 512, 2048)
 
 

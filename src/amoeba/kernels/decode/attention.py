@@ -22,7 +22,7 @@ BLOCK = 64  # slots that a program looks at together
 # In fp32, where keys pass through registers on their way to the product, fewer: this many elements of them. With 64
 # slots of 256 a program asked for 144 KB of shared memory, and smaller GPUs have 99.
 WIDE_ELEMENTS, FEWEST_SLOTS = 2048, 16
-PROGRAMS = 256  # about two for each SM of the largest GPUs; not measured yet
+PROGRAMS = 1024  # about eight for each SM of the largest GPUs: a program waits for one block after the other
 MOST_SPLITS = 64  # partial results that the combining program holds
 
 
