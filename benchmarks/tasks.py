@@ -32,10 +32,10 @@ from amoeba.tasks.graph import Graph, Kind, Task
 from amoeba.tasks.picture import draw
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.sizes import Sizes, Tiling, is_small, tiling_of
-from amoeba.tasks.timeline import Summary, summarise, trace_text, travelled
+from amoeba.tasks.timeline import Summary, summarise, trace_text
 from benchmarks.schedules.cases import TOLERANCE, make_case
 from benchmarks.schedules.computation import OrderOnly
-from benchmarks.schedules.simulator import Pace, Ran, ScheduleFault, Script, simulate
+from benchmarks.schedules.simulator import Pace, Ran, ScheduleFault, Script, simulate, travelled
 
 WORKERS = 132
 # In bf16, from a trace of sonic_a (H200, 2026-11-16), for all workers together. The router's kinds were not timed.

@@ -7,7 +7,8 @@ import pytest
 
 from amoeba.tasks.graph import Kind, Task
 from amoeba.tasks.picture import draw
-from amoeba.tasks.timeline import Record, travelled
+from amoeba.tasks.timeline import Record
+from benchmarks.schedules.simulator import travelled
 
 SVG = "{http://www.w3.org/2000/svg}"
 

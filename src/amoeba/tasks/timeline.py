@@ -119,32 +119,6 @@ class Summary(NamedTuple):
     idlest: float
 
 
-class Travelled(NamedTuple):
-    """dy between ranks. time: from the first row that left for a rank to the last that came there, on average over
-    ranks and passes. hidden: of that time, the share that their readers' workers did not stand waiting for it."""
-
-    time: float
-    hidden: float
-
-
-def travelled(records: Sequence[Record], workers: int) -> Travelled | None:
-    """workers: of each rank. None where nothing travelled."""
-    sent: dict[tuple[int, int], list[Record]] = {}
-    for record in records:
-        if record.task.kind == Kind.SEND:
-            sent.setdefault((record.epoch, record.task.item), []).append(record)
-    windows = {
-        place: (min(each.started for each in found), max(each.ended for each in found)) for place, found in sent.items()
-    }
-    time = sum(end - begin for begin, end in windows.values())
-    waited = 0.0
-    for record in records:
-        if record.task.kind == Kind.DOWN and (record.epoch, record.rank) in windows:  # which waits for nothing else
-            begin, end = windows[record.epoch, record.rank]
-            waited += max(0.0, min(record.started, end) - max(record.came, begin))
-    return Travelled(time / len(windows), 1 - waited / (workers * time)) if time else None
-
-
 def summarise(records: Sequence[Record], workers: int) -> Summary:
     """workers: of each rank."""
     kinds = {}

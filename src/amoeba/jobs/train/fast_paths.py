@@ -7,7 +7,7 @@
 - documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.attention`),
   from one projection with norms and rotations by our kernels, where a layer has those (`integrations.fused_attention`),
 - the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
-- forward and backward of a step are captured in a CUDA graph (`jobs.train.captured_step`).
+- forward and backward of a step are captured in a CUDA graph (`jobs.train.trainer`).
 
 A CPU takes the second, or the third where it is asked for: attention by documents is other code for each batch there,
 which no compiled layer can hold. Where one of them does not serve a model the run goes on without it, and a sentence
@@ -99,17 +99,28 @@ def why_not_by_documents(model: Any) -> str | None:
     given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     text = text_decoder(model)  # vision and audio parts keep their own attention
     own = text.config._attn_implementation
-    try:
+
+    def run() -> None:
         text.set_attn_implementation(NAME)
         with torch.no_grad():
             model(**given, use_cache=False)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # an architecture may refuse in many ways
-        logger.info("attention by documents", exc_info=error)
-        return _first_line(error)
+
+    try:
+        return _why_not("attention by documents", run)
     finally:
         text.set_attn_implementation(own)
+
+
+def _why_not(what: str, run: Callable[[], object]) -> str | None:
+    """Why it fails, in a line; None where it does not. Memory that is missing is an error all the same."""
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # an architecture may refuse, and a compiler fail, in many ways
+        logger.info(what, exc_info=error)
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     return None
 
 
@@ -128,16 +139,13 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
     model = trainer.model
     text = text_decoder(model)  # vision and audio parts keep their own attention
     own = text.config._attn_implementation
-    try:
+
+    def run() -> None:
         text.set_attn_implementation(NAME)
         trainer.by_documents = True
         trainer.try_batch(rows=1, gradients=False)
-        reason = None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # an architecture may refuse in many ways
-        logger.info("attention by documents", exc_info=error)
-        reason = _first_line(error)
+
+    if (reason := _why_not("attention by documents", run)) is not None:
         trainer.by_documents = False
         text.set_attn_implementation(own)
     try:
@@ -150,19 +158,17 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
 @contextmanager
 def _compiled(trainer: Any) -> Iterator[str | None]:
     layers = None
-    try:
+
+    def run() -> None:
+        nonlocal layers
         layers = CompiledLayers(trainer.model)
         layers.begin()
         trainer.try_batch(rows=trainer.args.per_device_train_batch_size, gradients=True)
-        reason = None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler fails in many ways
-        logger.info("decoder layers compiled", exc_info=error)
-        reason = _first_line(error)
-        if layers is not None:
-            layers.end()
+
+    reason = _why_not("decoder layers compiled", run)
     try:
+        if reason is not None and layers is not None:
+            layers.end()
         trainer.compiled = reason is None
         trainer.compiles_evaluation = trainer.evaluation_flops() >= WORTH_COMPILING
         yield reason
@@ -182,8 +188,3 @@ def _captured(trainer: Any, reason: str | None) -> Iterator[str | None]:
         yield reason
     finally:
         trainer.release()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
