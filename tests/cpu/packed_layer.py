@@ -50,8 +50,8 @@ class PackedLayer:
     def normal(self, *shape, fan_in):
         return (torch.randn(shape, generator=self.generator) / fan_in**0.5).bfloat16()
 
-    def pack(self, kind="bf16", nodes=1):
-        return pack_experts(self.weights, kind, nodes)
+    def pack(self, kind="bf16", nodes=1, backward=None):
+        return pack_experts(self.weights, kind, nodes, backward=backward)
 
     @property
     def routing(self):

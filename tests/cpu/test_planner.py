@@ -36,6 +36,19 @@ def test_packed_weights_take_exactly_what_is_planned(kind, nodes, activation):
     assert packed.nbytes() == found.bytes_of("packed W") + found.bytes_of("packed Wᵀ")
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_weights_as_stored_for_backward_are_planned_and_nothing_is_packed_for_it(nodes):
+    layer, sizes = PackedLayer(), LayerSizes(E, H, I, bias=True)
+    packed = layer.pack("int8", nodes, backward="bf16")
+    found = plan(sizes, kind="int8", backward="bf16", nodes=nodes, max_len=37, top_k=K)
+    layer.run(packed).backward(layer.dy_TH)
+    assert packed.nbytes() == found.bytes_of("packed W") + found.bytes_of("stored W")
+    assert found.bytes_of("stored W") == 2 * E * 3 * H * I and not found.bytes_of("packed Wᵀ")
+    assert found.bytes_of("caches") == plan(
+        sizes, kind="int8", recompute=True, nodes=nodes, max_len=37, top_k=K
+    ).bytes_of("caches")
+
+
 def torch_keeps_what_is_freed() -> bool:
     """Builds for ARM bring an allocator of their own, whose cache counts as resident memory."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"

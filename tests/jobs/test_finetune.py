@@ -331,7 +331,7 @@ def test_bad_rows_are_named_by_line(lines: list[str], message: str, base: Path, 
         (["--r", "0"], "r: expected a whole number of at least 1; got 0"),
         (["--alpha", "nan"], "alpha: expected a finite number"),
         (["--targets", "w_qkv"], "'w_qkv', which matches nothing in this model"),
-        (["--experts", "gpu"], "experts: expected one of resident, cpu-bf16, cpu-int8, fp8-weights"),
+        (["--experts", "gpu"], "experts: expected one of resident, cpu-bf16, cpu-int8, cpu-int8-bf16, fp8-weights"),
         (
             ["--precision", "fp8-ste"],
             "--precision: expected one of bf16, fp8, w8a8, mxfp8, mxfp4, nvfp4; got 'fp8-ste'",

@@ -41,7 +41,8 @@ TrustRemoteCode = Annotated[
 # For models whose experts are frozen.
 FrozenExperts = typer.Option(
     "--experts",
-    help="Expert placement: resident, cpu-bf16, cpu-int8, ranks or auto; or a quantised format: mxfp4-weights, ...",
+    help="Expert placement: resident, cpu-bf16, cpu-int8, cpu-int8-bf16, ranks or auto; or a quantised format: "
+    "mxfp4-weights, ...",
 )
 FrozenPrecision = Annotated[
     str | None,

@@ -49,6 +49,7 @@ class NodeExperts:
     gate_up_bias_EJ: Tensor | None  # fp32, contiguous
     down_bias_EH: Tensor | None  # fp32, contiguous; under several nodes only the first has it
     activation: Activation
+    of_backward: NodeExperts | None = None  # the same in bf16 as stored, where backward computes with those
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down

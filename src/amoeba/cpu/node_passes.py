@@ -51,7 +51,11 @@ def forward(
     *,
     save: Save,
 ) -> tuple[Tensor, NodeCache | None]:
-    """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are sentinels)."""
+    """This node's part of y (T, H) in fp32; x bf16, weight fp32, expert int64 (ids outside [0, E) are sentinels).
+
+    Where backward has weights of its own (`of_backward`), h is not saved: backward computes it again, from those.
+    """
+    save = _saved_of(node, save)
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.contiguous()
     c = _node_structure(node, factors)
     batch = _batch(node, x_TH, expert_TK, weight_TK)
@@ -107,6 +111,9 @@ def backward(
     """
     dy = address_of_lines("dy_TH", dy_TH, torch.bfloat16, (cache.x_TH.shape[0], node.hidden))
     c = _node_structure(node, factors)
+    if node.of_backward is not None:
+        node = node.of_backward
+        c = _with_weights_of(node, c)
     describe_matrix("down", c.down_transposed, node.down.kind, node.down.experts, node.down.transposed)
     describe_matrix("gate_up", c.gate_up_transposed, node.gate_up.kind, node.gate_up.experts, node.gate_up.transposed)
     batch = _batch(node, cache.x_TH, cache.expert_TK, cache.weight_TK)
@@ -148,11 +155,13 @@ def workspace_bytes(
     threads grow to where all rows meet in one expert; cache: what `save` leaves, without x. `ranks` are those of gate,
     up and down.
     """
-    c, batch = node.sizes(), CBatch(tokens=tokens, top_k=top_k)
-    c.gate_rank, c.up_rank, c.down_rank = ranks
+    save, batch = _saved_of(node, save), CBatch(tokens=tokens, top_k=top_k)
     low, down_low = padded(ranks[0] + ranks[1]), padded(ranks[2])
     somewhere = 1  # only whether a pointer is null is looked at
-    c.up_a.data, c.down_a.data = somewhere if low else None, somewhere if down_low else None
+    of_passes = [each.sizes() for each in (node, node.of_backward or node)]
+    for c in of_passes:
+        c.gate_rank, c.up_rank, c.down_rank = ranks
+        c.up_a.data, c.down_a.data = somewhere if low else None, somewhere if down_low else None
     slots = tokens * top_k
     cache = 0
     if save != "nothing":
@@ -162,9 +171,9 @@ def workspace_bytes(
         batch.h = somewhere
         batch.low, batch.down_low = somewhere if low else None, somewhere if down_low else None
         cache += 2 * slots * (node.gate_up.out_features + low + down_low)
-    sizes = [load_node().workspace(ctypes.byref(c), ctypes.byref(batch), backward) for backward in (False, True)]
+    sizes = [load_node().workspace(ctypes.byref(c), ctypes.byref(batch), which) for which, c in enumerate(of_passes)]
     trains = save != "nothing"
-    thread = load_node().thread_bytes(ctypes.byref(c), slots, trains)
+    thread = max(load_node().thread_bytes(ctypes.byref(c), slots, trains) for c in of_passes)
     return {"forward": sizes[0], "backward": sizes[1] if trains else 0, "thread": thread, "cache": cache}
 
 
@@ -173,6 +182,19 @@ def _node_structure(node: NodeExperts, factors: NodeFactors | None) -> CNode:
         raise bad_value("factors", "those that were packed for this node", "another node's", "pack them for this one")
     c = node.plain_structure if factors is None else factors.structure
     c.path = current_path()
+    return c
+
+
+def _saved_of(node: NodeExperts, save: Save) -> Save:
+    return "inputs" if save == "h" and node.of_backward is not None else save
+
+
+def _with_weights_of(node: NodeExperts, other: CNode) -> CNode:
+    """Its weights with the factors of the other, which points to memory that others keep."""
+    c = CNode.from_buffer_copy(other)
+    own = node.structure()
+    for name in ("int8", "gate_up", "down", "gate_up_transposed", "down_transposed"):
+        setattr(c, name, getattr(own, name))
     return c
 
 

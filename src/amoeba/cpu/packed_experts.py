@@ -40,7 +40,7 @@ from amoeba.cpu.node_library import load_node
 from amoeba.cpu.numa import NumaNode, WorkerPool, numa_nodes, run_on_nodes, run_one_by_one
 from amoeba.cpu.partition import Partition
 from amoeba.cpu.pointers import CPU, address, place_of
-from amoeba.cpu.weights import PackedKind, PackedWeights
+from amoeba.cpu.weights import PackedKind, PackedWeights, StoredWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +191,8 @@ class PackedExperts(ExpertsByHandle):
         return sum(tensor.nbytes for tensor in data) // self.num_experts
 
     def nbytes(self) -> int:
-        """Of the packed weights as they are now: W, Wᵀ once a backward has been, scales, sums and biases."""
+        """Of the weights as they are now: W, Wᵀ once a backward has been or W as stored for it, scales, sums and
+        biases."""
         return sum(tensor.nbytes for share in self.shares for tensor in _tensors(share))
 
     def __reduce__(self) -> tuple:
@@ -206,10 +207,13 @@ def pack_experts(
     kind: PackedKind = "bf16",
     nodes: int | Literal["auto"] = 1,
     threads: int | None = None,
+    backward: PackedKind | None = None,
 ) -> PackedExperts:
     """Packs gate_up and then down, each node its own part in its own memory; the weights can be freed afterwards.
 
     kind: "bf16", or "int8", which takes half the memory and rounds the weights and the rows of x.
+    backward: "bf16" with kind="int8": backward computes with the weights in bf16, as they are stored, and h again from
+        them. Its gradients are as precise as those of "bf16". The weights are kept; do not change them.
     nodes: "auto" for one per NUMA node; any number of them works on any machine.
     threads: of all nodes together; None for torch's number.
 
@@ -225,6 +229,8 @@ def pack_experts(
             f"{weights.placement} weights on {weights.device} in {weights.dtype}",
             "move them with .cpu() before packing",
         )
+    if backward not in (None, kind) and (kind, backward) != ("int8", "bf16"):
+        raise bad_value("backward", f'{kind}, or "bf16" with kind="int8"', repr(backward), "leave it out")
     found = numa_nodes(nodes, threads)
     partition = Partition.of(weights.intermediate, len(found), weights.activation)
 
@@ -241,13 +247,22 @@ def pack_experts(
             assert mine is not None
             return PackedWeights.pack(mine, kind)
 
-        return NodeExperts(
-            matrix("gate_up", weights.gate_up_EJH),
-            matrix("down", weights.down_EHI),
+        def stored(name: str, tensor: Tensor) -> StoredWeights:
+            mine = part(name, tensor)
+            assert mine is not None
+            mine = mine.to(torch.bfloat16)  # no copy where it is in bf16 already; of several nodes each has its own
+            return StoredWeights(mine.clone(memory_format=torch.contiguous_format) if len(found) > 1 else mine)
+
+        gate_up_bias, down_bias = (
             bias("gate_up_bias", weights.gate_up_bias_EJ),
             bias("down_bias", weights.down_bias_EH),
-            weights.activation,
         )
+        gate_up, down = matrix("gate_up", weights.gate_up_EJH), matrix("down", weights.down_EHI)
+        of_backward = None
+        if backward not in (None, kind):
+            as_stored = stored("gate_up", weights.gate_up_EJH), stored("down", weights.down_EHI)
+            of_backward = NodeExperts(*as_stored, gate_up_bias, down_bias, weights.activation)
+        return NodeExperts(gate_up, down, gate_up_bias, down_bias, weights.activation, of_backward)
 
     shares = run_one_by_one(found, [functools.partial(pack, node) for node in range(len(found))])
     return PackedExperts(kind, weights.num_experts, weights.hidden, partition, tuple(shares), found)
@@ -262,4 +277,6 @@ def _tensors(share: NodeExperts) -> list[Tensor]:
         found += [packed.forward.data, packed.forward.column_scale_EC, packed.forward.sum_EC]
         if "transposed" in vars(packed):
             found += [packed.transposed.data, packed.transposed.sum_EC]
+    if share.of_backward is not None:
+        found += [share.of_backward.gate_up.forward.data, share.of_backward.down.forward.data]
     return [tensor for tensor in found if tensor is not None]

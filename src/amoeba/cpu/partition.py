@@ -32,7 +32,7 @@ BLOCK_UNIT = 32
 class Split(Enum):
     BLOCK = "the node's block of I"
     GATE_AND_UP = "the node's block of gate and of up"
-    SHARED = "all of it, without a copy; gradients add up"
+    SHARED = "all of it; gradients add up"
     FIRST = "all of it on the first node, nothing on the others"
 
 

@@ -64,7 +64,9 @@ def _chosen(situation: Situation) -> tuple[bool, str]:
     return reason is None, reason or ("this CPU has bf16 instructions" if has_bf16 else _IN_FP32)
 
 
-def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, kind: PackedKind) -> tuple[Plan, ...]:
+def _check_memory(
+    layers: Mapping[LayerSizes, int], load: Load, freed: int, *, kind: PackedKind, backward: PackedKind
+) -> tuple[Plan, ...]:
     """Raises MemoryError if the packed experts would not fit with the rest, once their own tensors are freed."""
     plans = tuple(
         plan(
@@ -77,6 +79,7 @@ def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, k
             recompute=load.recompute,
             factor_itemsize=4,
             layers=count,
+            backward=backward,
         )
         for sizes, count in layers.items()
     )
@@ -86,26 +89,37 @@ def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, k
 
 
 def _expert_bytes(sizes: LayerSizes, *, itemsize: int) -> int:
-    """W and its transpose."""
+    """W of both passes. itemsize: of a number, in both of them together."""
     gated = sizes.activation is None or sizes.activation.gated
     one = weight_bytes(experts=1, hidden=sizes.hidden, intermediate=sizes.intermediate, itemsize=itemsize, gated=gated)
-    return 2 * one
+    return one
 
 
-def _packed(name: str, kind: PackedKind, tolerance: Tolerance, nodes: int | None = None, **more: Any) -> Placement:
-    """nodes: None for one per NUMA node."""
-    itemsize = 1 if kind == "int8" else 2
+_ITEMSIZE: dict[PackedKind, int] = {"int8": 1, "bf16": 2}
+
+
+def _packed(
+    name: str,
+    kind: PackedKind,
+    tolerance: Tolerance,
+    nodes: int | None = None,
+    backward: PackedKind | None = None,
+    **more: Any,
+) -> Placement:
+    """nodes: None for one per NUMA node. backward: None for kind."""
+    backward = backward or kind
+    both = "" if backward == kind else f", with a backward in {backward}"
     return Placement(
         name,
-        f"packed for the CPU in {kind}",
-        make=functools.partial(pack_experts, kind=kind, nodes="auto" if nodes is None else nodes),
+        f"packed for the CPU in {kind}{both}",
+        make=functools.partial(pack_experts, kind=kind, nodes="auto" if nodes is None else nodes, backward=backward),
         tolerances={torch.bfloat16: tolerance},
         why_not=_why_not,
         home=CPU,
         how=_how,
-        itemsize=itemsize,
-        expert_bytes=functools.partial(_expert_bytes, itemsize=itemsize),
-        check_memory=functools.partial(_check_memory, kind=kind),
+        itemsize=_ITEMSIZE[kind],
+        expert_bytes=functools.partial(_expert_bytes, itemsize=_ITEMSIZE[kind] + _ITEMSIZE[backward]),
+        check_memory=functools.partial(_check_memory, kind=kind, backward=backward),
         offered=nodes is None,
         **more,
     )
@@ -116,5 +130,6 @@ def _packed(name: str, kind: PackedKind, tolerance: Tolerance, nodes: int | None
 CPU_PLACEMENTS = (
     _packed("cpu-bf16", "bf16", Tolerance(5e-3, 1e-2), chosen=_chosen),
     _packed("cpu-int8", "int8", Tolerance(3e-2, 5e-2)),
+    _packed("cpu-int8-bf16", "int8", Tolerance(3e-2, 1e-2), backward="bf16"),
     _packed("cpu-bf16-3-nodes", "bf16", Tolerance(5e-3, 1e-2), nodes=3),
 )

@@ -68,15 +68,17 @@ def plan(
     factor_itemsize: int = 2,
     training: bool = True,
     layers: int = 1,
+    backward: PackedKind | None = None,
 ) -> Plan:
     """Bytes of `layers` equal layers on one machine, the factors themselves left out: they are the caller's.
 
     ranks: of gate, up and down. training: with Wᵀ, caches and gradients; else forward alone. Layers have their own
-    weights, copies of factors and caches; they take turns with the scratch memory.
+    weights, copies of factors and caches; they take turns with the scratch memory. backward: as in `pack_experts`.
     """
     activation = sizes.activation or Activation()
     partition = Partition.of(sizes.intermediate, nodes, activation)
-    shells = [_shell(sizes, activation, kind, size, node) for node, size in enumerate(partition.sizes)]
+    has_stored = backward not in (None, kind)
+    shells = [_shell(sizes, activation, kind, size, node, has_stored) for node, size in enumerate(partition.sizes)]
     rows = max_len * top_k
     save: Save = "nothing" if not training else "inputs" if recompute else "h"
     scratch = [workspace_bytes(shell, max_len, top_k, ranks=ranks, save=save) for shell in shells]
@@ -84,7 +86,10 @@ def plan(
     items = [
         Item("packed W", layers * sum(_packed_bytes(shell, False) for shell in shells), f"E·(J·H + H·I), {kind}, tiles")
     ]
-    if training:
+    if has_stored:
+        stored = 2 * sizes.experts * sizes.hidden * (activation.width(sizes.intermediate) + sizes.intermediate)
+        items.append(Item("stored W", layers * stored, "E·(J·H + H·I), bf16, for backward"))
+    elif training:
         item = layers * sum(_packed_bytes(shell, True) for shell in shells)
         items.append(Item("packed Wᵀ", item, "the same again, by the first backward"))
     if any(ranks):
@@ -94,7 +99,7 @@ def plan(
         inputs = one_row_of_each + rows * (8 + 4)
         items.append(Item("saved inputs", layers * inputs, "2·T·H + 12·N"))
         caches = sum(used["cache"] for used in scratch)
-        items.append(Item("caches", layers * caches, "2·N·J and maps" if save == "h" else "maps"))
+        items.append(Item("caches", layers * caches, "2·N·J and maps" if save == "h" and not has_stored else "maps"))
     used = sum(max(each["forward"], each["backward"]) for each in scratch)
     items.append(Item("scratch", used, "the rows between the products, of one pass"))
     rows_out = (2 * nodes + 1) * one_row_of_each  # each node's part in fp32, and the sum in bf16
@@ -129,19 +134,24 @@ def readable(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def _shell(sizes: LayerSizes, activation: Activation, kind: PackedKind, intermediate: int, node: int) -> NodeExperts:
-    """A node's experts without their numbers."""
+def _shell(
+    sizes: LayerSizes, activation: Activation, kind: PackedKind, intermediate: int, node: int, has_stored: bool
+) -> NodeExperts:
+    """A node's experts without their numbers. has_stored: those in bf16, too, with which backward computes."""
 
     nothing = torch.empty(0, dtype=torch.uint8, device=CPU)
 
-    def empty(columns: int, depth: int) -> PackedWeights:
+    def empty(columns: int, depth: int, kind: PackedKind = kind) -> PackedWeights:
         return PackedWeights(kind, sizes.experts, columns, depth, _Packing(nothing, columns, depth, None))
 
     width, experts = activation.width(intermediate), sizes.experts
     bias_EJ = torch.empty((experts, width), dtype=torch.float32, device=CPU) if sizes.bias else None
     has_down_bias = sizes.bias and node == 0
     bias_EH = torch.empty((experts, sizes.hidden), dtype=torch.float32, device=CPU) if has_down_bias else None
-    return NodeExperts(empty(width, sizes.hidden), empty(sizes.hidden, intermediate), bias_EJ, bias_EH, activation)
+    of_up, of_down, of_backward = (width, sizes.hidden), (sizes.hidden, intermediate), None
+    if has_stored:
+        of_backward = NodeExperts(empty(*of_up, "bf16"), empty(*of_down, "bf16"), bias_EJ, bias_EH, activation)
+    return NodeExperts(empty(*of_up), empty(*of_down), bias_EJ, bias_EH, activation, of_backward)
 
 
 def _packed_bytes(shell: NodeExperts, transposed: bool) -> int:

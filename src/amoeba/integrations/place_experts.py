@@ -63,8 +63,8 @@ def place_experts(
 ) -> Placed:
     """Places the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing.
 
-    placement: "resident", "cpu-bf16", "cpu-int8", "fp8-weights", "w8a8", "mxfp8-weights", "mxfp4-weights",
-    "nvfp4-weights", "auto", or one that was registered.
+    placement: "resident", "cpu-bf16", "cpu-int8", "cpu-int8-bf16", "fp8-weights", "w8a8", "mxfp8-weights",
+    "mxfp4-weights", "nvfp4-weights", "auto", or one that was registered.
     load: how large a pass will be. Then the memory is planned first, and MemoryError says what would not fit and what
     to change.
     trains: for "auto", whether LoRA factors will be trained on the experts; else the model generates.
