@@ -325,7 +325,7 @@ def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[
     from amoeba.core.config import Activation
     from amoeba.kernels.grouped_gemm import multiply_rows_activated
     from amoeba.kernels.lora.epilogue import Addend
-    from amoeba.kernels.tile_sizes import candidates
+    from amoeba.kernels.tile_sizes import Product, candidates
 
     E, H, I, R = 64, 2048, 1024, 128
     offs = torch.empty(E, dtype=torch.int32, device="meta")
@@ -339,8 +339,7 @@ def candidate_launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[
 
     found: dict[str, Callable[[], Any]] = {}
     for rows in (E * 24, E * 2000):
-        sizes = {"rows": rows, "experts": E, "reduction": H, "columns": 2 * I}
-        for chosen in candidates("up", **sizes, dtype=dtype, capability=capability):
+        for chosen in candidates("up", Product(rows, E, H, 2 * I, dtype), capability):
             found[f"{rows} {chosen}"] = partial(launch, rows, chosen)
     return found
 

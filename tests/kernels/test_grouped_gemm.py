@@ -15,7 +15,7 @@ from amoeba.core.layout import Layout, build_layout
 from amoeba.kernels.down_backward import down_backward, number_of_slices
 from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
 from amoeba.kernels.lora.epilogue import Addend
-from amoeba.kernels.tile_sizes import Configuration, configuration
+from amoeba.kernels.tile_sizes import Configuration, Product, configuration
 from amoeba.kernels.tiles import slots, tile_constants
 from amoeba.proof.reference.experts import activate, activate_backward
 
@@ -349,13 +349,11 @@ def test_there_are_slots_enough_for_any_routing(block_m: int) -> None:
 @pytest.mark.parametrize("role", ["product", "up", "down_backward", "weight_gradient"])
 def test_default_configurations_fit_in_shared_memory(role, capability, shared_kilobytes, dtype):
     for rows in (1, 100, 1000, 10_000, 1_000_000):
-        chosen = configuration(
-            role, rows=rows, experts=16, reduction=2048, columns=1536, dtype=dtype, capability=capability
-        )
+        chosen = configuration(role, Product(rows, 16, 2048, 1536, dtype), capability)
         stage = (chosen.block_m + chosen.block_n) * chosen.block_k * dtype.itemsize
         assert stage * chosen.num_stages <= shared_kilobytes * 1024
 
 
 def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
-        configuration("up", rows=8, experts=2, reduction=20, columns=1, dtype=torch.float64, capability=(9, 0))
+        configuration("up", Product(8, 2, 20, 1, torch.float64), (9, 0))

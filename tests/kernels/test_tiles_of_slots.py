@@ -5,21 +5,21 @@ import torch
 from amoeba.core.problem import Problem
 from amoeba.core.weights import ExpertWeights
 from amoeba.kernels.decode import Like, _chosen
-from amoeba.kernels.tile_sizes import as_many, as_with, configuration_on
+from amoeba.kernels.tile_sizes import Product, as_many, as_with, configuration_on
 
 SIZES = {"rows": 2048, "reduction": 256, "columns": 256, "dtype": torch.bfloat16}
 E, S, K, H, I = 128, 4, 8, 256, 128
 
 
 def test_a_product_has_the_tiles_of_all_experts(device) -> None:
-    of_all, of_few = (configuration_on(device, "up", experts=experts, **SIZES) for experts in (E, S))
+    of_all, of_few = (configuration_on(device, "up", Product(experts=experts, **SIZES)) for experts in (E, S))
     assert of_all != of_few
     with as_with(E):
-        assert configuration_on(device, "up", experts=S, **SIZES) == of_all
+        assert configuration_on(device, "up", Product(experts=S, **SIZES)) == of_all
         with as_with(S):
-            assert configuration_on(device, "up", experts=E, **SIZES) == of_few
+            assert configuration_on(device, "up", Product(experts=E, **SIZES)) == of_few
         assert as_many(1) == E
-    assert configuration_on(device, "up", experts=S, **SIZES) == of_few
+    assert configuration_on(device, "up", Product(experts=S, **SIZES)) == of_few
 
 
 def test_decoding_goes_the_way_of_the_whole_pass(device) -> None:

@@ -18,6 +18,7 @@ from amoeba.kernels.decode.configuration import candidates as decode_candidates
 from amoeba.kernels.tile_sizes import (
     DTYPES,
     Configuration,
+    Product,
     Role,
     bucket,
     candidates,
@@ -31,9 +32,9 @@ from selection import each_value_once, quick
 
 CPU = torch.device("cpu")
 PROBLEM: dict[str, Any] = {"rows": 4096, "experts": 8, "reduction": 256, "columns": 512, "dtype": torch.float16}
-OURS = configuration("up", **PROBLEM, capability=None)
-OTHER = candidates("up", **PROBLEM, capability=None)[3]
-KEY = tile_key("up", **PROBLEM)
+OURS = configuration("up", Product(**PROBLEM), None)
+OTHER = candidates("up", Product(**PROBLEM), None)[3]
+KEY = tile_key("up", Product(**PROBLEM))
 GPUS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 
 
@@ -42,10 +43,10 @@ def keep(configuration: Any = OTHER, key: str = KEY) -> Path:
 
 
 def test_what_was_measured_comes_before_our_table():
-    assert configuration_on(CPU, "up", **PROBLEM) == OURS != OTHER
+    assert configuration_on(CPU, "up", Product(**PROBLEM)) == OURS != OTHER
     keep()
     forget()
-    assert configuration_on(CPU, "up", **PROBLEM) == OTHER
+    assert configuration_on(CPU, "up", Product(**PROBLEM)) == OTHER
 
 
 @pytest.mark.parametrize(
@@ -54,31 +55,31 @@ def test_what_was_measured_comes_before_our_table():
 def test_another_problem_is_not_meant(change):
     keep()
     other = PROBLEM | change
-    assert configuration_on(CPU, "up", **other) == configuration("up", **other, capability=None)
+    assert configuration_on(CPU, "up", Product(**other)) == configuration("up", Product(**other), None)
 
 
 def test_many_rows_are_one_problem_whatever_their_number_and_that_of_the_experts():
     keep()
-    assert configuration_on(CPU, "up", **PROBLEM | {"rows": 100_000, "experts": 32}) == OTHER
+    assert configuration_on(CPU, "up", Product(**PROBLEM | {"rows": 100_000, "experts": 32})) == OTHER
 
 
 def test_nothing_measured_is_used_where_the_user_says_so(monkeypatch):
     keep()
     monkeypatch.setenv("AMOEBA_TUNED", "off")
-    assert configuration_on(CPU, "up", **PROBLEM) == OURS
+    assert configuration_on(CPU, "up", Product(**PROBLEM)) == OURS
     assert "AMOEBA_TUNED=off" in doctor._tuned({"tuned_configurations": 0})
 
 
 def test_a_word_that_is_neither_on_nor_off_is_refused(monkeypatch):
     monkeypatch.setenv("AMOEBA_TUNED", "no")
     with pytest.raises(ValueError, match=r"AMOEBA_TUNED.*on or off.*'no'"):
-        configuration_on(CPU, "up", **PROBLEM)
+        configuration_on(CPU, "up", Product(**PROBLEM))
 
 
 def test_it_is_said_that_measured_configurations_are_in_use(caplog):
     path = keep()
     with caplog.at_level(logging.INFO, "amoeba"):
-        configuration_on(CPU, "up", **PROBLEM)
+        configuration_on(CPU, "up", Product(**PROBLEM))
     assert "1 configurations" in caplog.text and str(path) in caplog.text and "AMOEBA_TUNED=off" in caplog.text
     assert "1 configurations" in doctor._tuned({"tuned_configurations": 1})
 
@@ -109,11 +110,11 @@ def changed(**changes: Any) -> str:
 def test_a_file_that_is_damaged_or_of_another_gpu_is_named_and_ignored(content, caplog):
     path = keep()
     path.write_text(content)
-    assert configuration_on(CPU, "up", **PROBLEM) == OURS
+    assert configuration_on(CPU, "up", Product(**PROBLEM)) == OURS
     assert f"ignoring {path}: " in caplog.text
     keep()  # and is written anew
     forget()
-    assert configuration_on(CPU, "up", **PROBLEM) == OTHER
+    assert configuration_on(CPU, "up", Product(**PROBLEM)) == OTHER
 
 
 ILLEGAL = {
@@ -131,7 +132,7 @@ ILLEGAL = {
 @pytest.mark.parametrize("what", ILLEGAL)
 def test_a_configuration_that_is_no_candidate_is_named_and_never_launched(what, caplog):
     path = keep(ILLEGAL[what])
-    assert configuration_on(CPU, "up", **PROBLEM) == OURS
+    assert configuration_on(CPU, "up", Product(**PROBLEM)) == OURS
     assert f"{path}: {KEY!r} is no configuration of ours" in caplog.text
 
 
@@ -158,8 +159,8 @@ def test_gpus_and_versions_of_triton_have_files_of_their_own():
 def test_all_candidates_fit_and_our_own_is_the_first(role, dtype, capability):
     for rows in (8, 200, 1000, 100_000):
         problem = PROBLEM | {"rows": rows, "dtype": dtype}
-        found = candidates(role, **problem, capability=capability)
-        assert found[0] == configuration(role, **problem, capability=capability)
+        found = candidates(role, Product(**problem), capability)
+        assert found[0] == configuration(role, Product(**problem), capability)
         assert 3 <= len(found) == len(set(found)) <= 16
         for each in found:
             sizes = each.block_m, each.block_n, each.block_k, each.num_warps
@@ -187,13 +188,13 @@ def test_what_is_found_for_some_rows_is_a_candidate_for_all_that_share_the_searc
         lists = dict[int, set]()
         for rows in (*range(1, 66), *range(66, 600, 7)):
             problem = PROBLEM | {"rows": rows, "experts": 1, "dtype": dtype}
-            found = set(candidates(role, **problem, capability=capability))
-            assert lists.setdefault(bucket(rows, 1), found) == found
+            found = set(candidates(role, Product(**problem), capability))
+            assert lists.setdefault(bucket(Product(**problem)), found) == found
 
 
 def test_a_tile_is_a_candidate_where_its_buffers_fit() -> None:
     """Two of three stages, and steps of 64 for LoRA factors: 128 KB of fp32, for which Ada has no room."""
     sizes = {"rows": 64 * 2000, "experts": 64, "reduction": 2048, "columns": 2048, "dtype": torch.float32}
     large = Configuration(128, 128, 16, 8, 8, 3)
-    listed = [large in candidates("up", **sizes, capability=each) for each in ((8, 0), (8, 9), (12, 0))]
+    listed = [large in candidates("up", Product(**sizes), each) for each in ((8, 0), (8, 9), (12, 0))]
     assert listed == [True, False, False]

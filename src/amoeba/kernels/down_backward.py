@@ -24,7 +24,7 @@ from amoeba.kernels.constants import Group
 from amoeba.kernels.gemm_tiles import accumulate, halves, of_matrix, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
-from amoeba.kernels.tile_sizes import Configuration, configuration_on
+from amoeba.kernels.tile_sizes import Configuration, Product, configuration_on
 from amoeba.kernels.tiles import find_tile, rows_of_tile, slots
 
 # Elements of a tile that the epilogue handles at a time, per thread: the accumulator, gate, up and their gradients all
@@ -55,15 +55,8 @@ def down_backward(
     fit = fit and dh_NJ.shape == h_NJ.shape and (scaled_a_NI is None or scaled_a_NI.shape == (rows, intermediate))
     fit = fit and have_lines(h_NJ, dh_NJ, scaled_a_NI)
     check_arguments(fit, "shapes that go together, h and dh contiguous inside", dy_TH=dy_TH, h_NJ=h_NJ, dh_NJ=dh_NJ)
-    chosen = configuration or configuration_on(
-        h_NJ.device,
-        "down_backward",
-        rows=rows,
-        experts=experts,
-        reduction=hidden,
-        columns=intermediate,
-        dtype=dy_TH.dtype,
-    )
+    product = Product(rows, experts, hidden, intermediate, dy_TH.dtype)
+    chosen = configuration or configuration_on(h_NJ.device, "down_backward", product)
     column_tiles = cdiv(intermediate, chosen.block_n)
     part_CN = torch.empty(column_tiles, rows, dtype=torch.float32, device=h_NJ.device)
     if rows == 0:

@@ -33,7 +33,7 @@ from amoeba.kernels.gemm_tiles import (
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.lora.epilogue import Addend
-from amoeba.kernels.tile_sizes import Configuration, configuration_on, with_addend
+from amoeba.kernels.tile_sizes import Configuration, Product, configuration_on, with_addend
 from amoeba.kernels.tiles import find_tile, rows_of_tile, slots
 
 
@@ -58,15 +58,8 @@ def multiply_rows(
     check_arguments(fit, "(N, I), (E, I, O) and (N, O)", rows_NI=rows_NI, matrix_EIO=matrix_EIO, out_NO=out_NO)
     if rows == 0:
         return out_NO
-    chosen = configuration or configuration_on(
-        out_NO.device,
-        "product",
-        rows=rows,
-        experts=experts,
-        reduction=reduction,
-        columns=columns,
-        dtype=rows_NI.dtype,
-    )
+    product = Product(rows, experts, reduction, columns, rows_NI.dtype)
+    chosen = configuration or configuration_on(out_NO.device, "product", product)
     chosen = chosen if addend is None else with_addend(chosen)
     _multiply[(slots(rows, experts, chosen.block_m) * cdiv(columns, chosen.block_n),)](
         rows_NI,
@@ -113,9 +106,8 @@ def multiply_rows_activated(
     check_arguments(fit, "(T, H), (E, J, H) and (N, I)", x_TH=x_TH, gate_up_EJH=gate_up_EJH, a_NI=a_NI, h_NJ=h_NJ)
     if rows == 0:
         return a_NI
-    chosen = configuration or configuration_on(
-        a_NI.device, "up", rows=rows, experts=experts, reduction=hidden, columns=width, dtype=x_TH.dtype
-    )
+    product = Product(rows, experts, hidden, width, x_TH.dtype)
+    chosen = configuration or configuration_on(a_NI.device, "up", product)
     chosen = chosen if addend is None else with_addend(chosen)
     _multiply_activated[(slots(rows, experts, chosen.block_m) * cdiv(width, chosen.block_n),)](
         x_TH,

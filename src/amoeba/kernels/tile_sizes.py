@@ -1,7 +1,7 @@
 """Sizes of the tiles of a product over sorted rows: what was measured on this GPU, else our tables.
 
-    chosen = configuration_on(device, "product", rows=N, experts=E, reduction=H, columns=J, dtype=x_TH.dtype)
-    candidates("up", rows=N, experts=E, reduction=H, columns=J, dtype=x_TH.dtype, capability=(8, 6))    # for a search
+    chosen = configuration_on(device, "product", Product(rows=N, experts=E, reduction=H, columns=J, dtype=x_TH.dtype))
+    candidates("up", Product(...), capability=(8, 6))           # for a search
 
 Our tables go by GPU, dtype, rows per expert and length. The answer to one question stays the same as long as the
 process lives, and costs a look-up; nothing waits for the device. What a search has found earlier has to be one of the
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,6 +25,28 @@ from amoeba.system import tuned
 
 Role = Literal["product", "up", "down_backward", "weight_gradient"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Product(NamedTuple):
+    """`rows` sorted rows over `experts`: how many of them an expert has, only the device knows. reduction and columns
+    are those of one expert's product; for the weight gradient, whose reduction runs over the rows, they are the two
+    sizes of an expert's matrix."""
+
+    rows: int
+    experts: int
+    reduction: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def rows_per_expert(self) -> int:
+        return -(-self.rows // self.experts)
+
+    @property
+    def is_modest(self) -> bool:
+        """Whether operands come in through registers: in fp32, and where rows are no whole number of 16-byte words."""
+        itemsize = self.dtype.itemsize
+        return self.dtype == torch.float32 or any(size * itemsize % 16 for size in (self.reduction, self.columns))
 
 
 @dataclass(frozen=True)
@@ -126,28 +148,14 @@ _MODEST = _by_role(
 _SMALLEST_BLOCK = 16  # of tl.dot
 
 
-def configuration(
-    role: Role,
-    *,
-    rows: int,
-    experts: int,
-    reduction: int,
-    columns: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None,
-) -> Configuration:
-    """Tile sizes for `rows` sorted rows over `experts`: how many rows an expert has, only the device knows.
-
-    reduction and columns are those of one expert's product; for the weight gradient, whose reduction runs over the
-    rows, they are the two sizes of an expert's matrix. capability None stands for Triton's interpreter.
-    """
-    if dtype not in DTYPES:
-        raise bad_value("dtype", "bfloat16, float16 or float32", dtype, "convert the layer to one of these")
-    modest = dtype == torch.float32 or not is_aligned(reduction, columns, dtype)
-    table = (_MODEST if modest else _HALF[_architecture(capability)])[role]
-    per_expert = -(-rows // experts)
-    chosen = next(entry for most_rows, longest, entry in table if per_expert <= most_rows and reduction <= longest)
-    return clipped(chosen, role, reduction, columns)
+def configuration(role: Role, product: Product, capability: tuple[int, int] | None) -> Configuration:
+    """Our tile sizes. capability None stands for Triton's interpreter."""
+    if product.dtype not in DTYPES:
+        raise bad_value("dtype", "bfloat16, float16 or float32", product.dtype, "convert the layer to one of these")
+    table = (_MODEST if product.is_modest else _HALF[_architecture(capability)])[role]
+    rows, reduction = product.rows_per_expert, product.reduction
+    chosen = next(entry for most_rows, longest, entry in table if rows <= most_rows and reduction <= longest)
+    return clipped(chosen, role, reduction, product.columns)
 
 
 def clipped(chosen: Configuration, role: Role, reduction: int, columns: int) -> Configuration:
@@ -166,11 +174,6 @@ def with_addend(chosen: Configuration) -> Configuration:
     tile each.
     """
     return replace(chosen, num_warps=max(chosen.num_warps, chosen.block_m // 16))
-
-
-def is_aligned(reduction: int, columns: int, dtype: torch.dtype) -> bool:
-    """Whether rows are a whole number of 16-byte words: others come in through registers."""
-    return reduction * dtype.itemsize % 16 == 0 and columns * dtype.itemsize % 16 == 0
 
 
 def _architecture(capability: tuple[int, int] | None) -> str:
@@ -194,51 +197,55 @@ FEW_ROWS = 32  # per expert
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 _ABOVE = 256
 
-#                 block_m block_n block_k group_m warps stages
-_SEARCHED_FEW_ROWS = (
-    (16, 128, 64, 1, 4, 4),
-    (16, 64, 64, 1, 4, 4),
-    (16, 128, 128, 1, 4, 3),
-    (16, 64, 128, 1, 4, 4),
-    (32, 128, 64, 1, 4, 4),
-    (32, 64, 64, 1, 4, 4),
-    (32, 128, 64, 1, 4, 3),
-    (32, 128, 128, 1, 4, 3),
-    (64, 64, 64, 1, 4, 4),
-    (64, 128, 64, 1, 4, 3),
-)
-_SEARCHED = (
-    (128, 128, 32, 8, 4, 4),
-    (128, 128, 64, 8, 8, 3),
-    (128, 256, 64, 8, 8, 3),
-    (64, 128, 64, 8, 4, 3),
-    (128, 128, 32, 8, 8, 4),
-    (128, 128, 64, 8, 4, 3),
-    (64, 256, 64, 8, 4, 3),
-    (128, 256, 32, 8, 8, 3),
-    (128, 64, 64, 8, 4, 3),
-    (64, 128, 32, 8, 4, 4),
-    (64, 64, 64, 8, 4, 4),
-    (128, 128, 32, 8, 4, 3),
-)
-_SEARCHED_WIDE_FEW_ROWS = (
-    (16, 64, 32, 1, 4, 2),
-    (16, 64, 16, 1, 4, 3),
-    (16, 128, 16, 1, 4, 3),
-    (32, 64, 32, 1, 4, 3),
-    (32, 64, 16, 1, 4, 3),
-    (32, 128, 16, 1, 8, 3),
-)
-_SEARCHED_WIDE = (
-    (64, 64, 16, 8, 4, 3),
-    (64, 128, 16, 8, 8, 3),
-    (128, 128, 16, 8, 8, 2),
-    (64, 64, 32, 8, 8, 3),
-    (128, 64, 16, 8, 8, 3),
-    (64, 64, 32, 8, 4, 2),
-    (32, 64, 16, 8, 4, 3),
-    (128, 128, 16, 8, 8, 3),
-)
+# Whether experts have few rows -> block_m, block_n, block_k, group_m, warps, stages
+_SEARCHED = {
+    False: (
+        (128, 128, 32, 8, 4, 4),
+        (128, 128, 64, 8, 8, 3),
+        (128, 256, 64, 8, 8, 3),
+        (64, 128, 64, 8, 4, 3),
+        (128, 128, 32, 8, 8, 4),
+        (128, 128, 64, 8, 4, 3),
+        (64, 256, 64, 8, 4, 3),
+        (128, 256, 32, 8, 8, 3),
+        (128, 64, 64, 8, 4, 3),
+        (64, 128, 32, 8, 4, 4),
+        (64, 64, 64, 8, 4, 4),
+        (128, 128, 32, 8, 4, 3),
+    ),
+    True: (
+        (16, 128, 64, 1, 4, 4),
+        (16, 64, 64, 1, 4, 4),
+        (16, 128, 128, 1, 4, 3),
+        (16, 64, 128, 1, 4, 4),
+        (32, 128, 64, 1, 4, 4),
+        (32, 64, 64, 1, 4, 4),
+        (32, 128, 64, 1, 4, 3),
+        (32, 128, 128, 1, 4, 3),
+        (64, 64, 64, 1, 4, 4),
+        (64, 128, 64, 1, 4, 3),
+    ),
+}
+_SEARCHED_MODEST = {
+    False: (
+        (64, 64, 16, 8, 4, 3),
+        (64, 128, 16, 8, 8, 3),
+        (128, 128, 16, 8, 8, 2),
+        (64, 64, 32, 8, 8, 3),
+        (128, 64, 16, 8, 8, 3),
+        (64, 64, 32, 8, 4, 2),
+        (32, 64, 16, 8, 4, 3),
+        (128, 128, 16, 8, 8, 3),
+    ),
+    True: (
+        (16, 64, 32, 1, 4, 2),
+        (16, 64, 16, 1, 4, 3),
+        (16, 128, 16, 1, 4, 3),
+        (32, 64, 32, 1, 4, 3),
+        (32, 64, 16, 1, 4, 3),
+        (32, 128, 16, 1, 8, 3),
+    ),
+}
 
 
 def shared_bytes(capability: tuple[int, int] | None) -> int:
@@ -246,23 +253,18 @@ def shared_bytes(capability: tuple[int, int] | None) -> int:
     return 1024 * (227 if capability is None else _SHARED_KB.get(capability, _LEAST_SHARED_KB))
 
 
-def bucket(rows: int, experts: int) -> int:
+def bucket(product: Product) -> int:
     """What stands for this many rows in the key of a search."""
-    per_expert = -(-rows // experts)
-    return next((most for most in _BUCKETS if per_expert <= most), _ABOVE)
+    return next((most for most in _BUCKETS if product.rows_per_expert <= most), _ABOVE)
 
 
-def candidates(role: Role, *, capability: tuple[int, int] | None, **problem: Any) -> tuple[Configuration, ...]:
-    """Without repetitions, our own choice first. The arguments are those of `configuration`."""
-    default = configuration(role, capability=capability, **problem)
-    reduction, columns, dtype = problem["reduction"], problem["columns"], problem["dtype"]
-    wide = dtype == torch.float32 or not is_aligned(reduction, columns, dtype)
-    few = role != "weight_gradient" and bucket(problem["rows"], problem["experts"]) <= FEW_ROWS
-    listed = (
-        (_SEARCHED_WIDE_FEW_ROWS if few else _SEARCHED_WIDE) if wide else (_SEARCHED_FEW_ROWS if few else _SEARCHED)
-    )
-    found = (clipped(Configuration(*sizes), role, reduction, columns) for sizes in listed)
-    return tuple(dict.fromkeys((default, *(each for each in found if _fits(each, dtype, capability)))))
+def candidates(role: Role, product: Product, capability: tuple[int, int] | None) -> tuple[Configuration, ...]:
+    """Without repetitions, our own choice first."""
+    few = role != "weight_gradient" and bucket(product) <= FEW_ROWS
+    listed = _SEARCHED_MODEST if product.is_modest else _SEARCHED
+    found = (clipped(Configuration(*sizes), role, product.reduction, product.columns) for sizes in listed[few])
+    fitting = (each for each in found if _fits(each, product.dtype, capability))
+    return tuple(dict.fromkeys((configuration(role, product, capability), *fitting)))
 
 
 def _fits(chosen: Configuration, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
@@ -294,35 +296,22 @@ def as_many(experts: int) -> int:
     return _experts.get() or experts
 
 
-def configuration_on(device: torch.device, role: Role, *, experts: int, **problem: Any) -> Configuration:
-    """For the GPU, or the interpreter, that `device` stands for. The arguments are those of `configuration`."""
-    return _configuration_on(device, role, experts=as_many(experts), **problem)
+def configuration_on(device: torch.device, role: Role, product: Product) -> Configuration:
+    """For the GPU, or the interpreter, that `device` stands for."""
+    return _configuration_on(device, role, product._replace(experts=as_many(product.experts)))
 
 
 @lru_cache(maxsize=1 << 16)
-def _configuration_on(
-    device: torch.device,
-    role: Role,
-    *,
-    rows: int,
-    experts: int,
-    reduction: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> Configuration:
+def _configuration_on(device: torch.device, role: Role, product: Product) -> Configuration:
     capability = capability_of(device)
-    problem: dict[str, Any] = {
-        "rows": rows, "experts": experts, "reduction": reduction, "columns": columns, "dtype": dtype
-    }  # fmt: skip
-    measured = tuned.choose(
-        device, tile_key(role, **problem), lambda: candidates(role, capability=capability, **problem)
-    )
-    return configuration(role, capability=capability, **problem) if measured is None else measured
+    measured = tuned.choose(device, tile_key(role, product), lambda: candidates(role, product, capability))
+    return configuration(role, product, capability) if measured is None else measured
 
 
-def tile_key(role: Role, *, rows: int, experts: int, reduction: int, columns: int, dtype: torch.dtype) -> str:
+def tile_key(role: Role, product: Product) -> str:
     """What one measurement stands for: the number of experts makes no difference to a tile."""
-    return tuned.key(role, dtype, rows=bucket(rows, experts), reduction=reduction, columns=columns)
+    sizes = {"reduction": product.reduction, "columns": product.columns}
+    return tuned.key(role, product.dtype, rows=bucket(product), **sizes)
 
 
 @cache

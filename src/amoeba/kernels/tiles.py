@@ -9,7 +9,7 @@ experts that begin at or before its slot. That costs one load of offs_E and one 
 tables. The price, at most E slots without rows, is the one that any upper bound pays. Where there are fewer rows than
 that, as in decoding, every row gets a slot instead.
 
-    chosen = configuration_on(device, "product", rows=N, experts=E, reduction=H, columns=J, dtype=x_TH.dtype)
+    chosen = configuration_on(device, "product", Product(N, E, H, J, x_TH.dtype))
     grid = (slots(N, E, chosen.block_m) * column_tiles,)
     expert, row, row_end, column_tile = find_tile(offs_E, ...)  # in the kernel
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments
-from amoeba.kernels.tile_sizes import Configuration, configuration_on
+from amoeba.kernels.tile_sizes import Configuration, Product, configuration_on
 from amoeba.kernels.tiles import grouped_order
 
 
@@ -54,15 +54,8 @@ def weight_gradient(
     check_arguments(fit, "(N, O), (N, I) and (E, O, I)", left_NO=left_NO, right_NI=right_NI, out_EOI=out_EOI)
     order_N = left_order_N if left_order_N is not None else right_order_N
     rows = order_N.shape[0] if order_N is not None else left_NO.shape[0]
-    chosen = configuration or configuration_on(
-        out_EOI.device,
-        "weight_gradient",
-        rows=rows,
-        experts=experts,
-        reduction=height,
-        columns=width,
-        dtype=left_NO.dtype,
-    )
+    product = Product(rows, experts, height, width, left_NO.dtype)
+    chosen = configuration or configuration_on(out_EOI.device, "weight_gradient", product)
     _weight_gradient[(cdiv(height, chosen.block_m) * cdiv(width, chosen.block_n) * experts,)](
         left_NO,
         right_NI,

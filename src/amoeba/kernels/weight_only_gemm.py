@@ -23,7 +23,7 @@ from amoeba.kernels.gemm_tiles import added, finish_tile, of_result, of_rows, ti
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 from amoeba.kernels.lora.epilogue import Addend
-from amoeba.kernels.tile_sizes import Configuration, configuration_on
+from amoeba.kernels.tile_sizes import Configuration, Product, configuration_on
 from amoeba.kernels.tiles import find_tile, rows_of_tile, slots
 from amoeba.precision.quantised import QuantisedMatrix
 
@@ -68,15 +68,8 @@ def multiply_rows(
     )
     if rows == 0:
         return out_NO
-    chosen = configuration or configuration_on(
-        out_NO.device,
-        "product",
-        rows=rows,
-        experts=experts,
-        reduction=reduction,
-        columns=columns,
-        dtype=rows_NI.dtype,
-    )
+    product = Product(rows, experts, reduction, columns, rows_NI.dtype)
+    chosen = configuration or configuration_on(out_NO.device, "product", product)
     if configuration is None:
         chosen = replace(
             chosen,

@@ -33,7 +33,7 @@ from amoeba.kernels.decode.configuration import decode_key
 from amoeba.kernels.down_backward import down_backward
 from amoeba.kernels.grouped_gemm import multiply_rows, multiply_rows_activated
 from amoeba.kernels.sort import sort_rows
-from amoeba.kernels.tile_sizes import Role, candidates, capability_of, tile_key
+from amoeba.kernels.tile_sizes import Product, Role, candidates, capability_of, tile_key
 from amoeba.kernels.weight_gradient import heaviest_first, weight_gradient
 from amoeba.tuning.search import Run, Search
 
@@ -111,10 +111,9 @@ def _products(inputs: _Inputs) -> list[Search]:
     )
     found = []
     for role, reduction, columns, make in kinds:
-        sizes = {"rows": inputs.shape.rows, "experts": inputs.shape.experts, "reduction": reduction, "columns": columns}
-        allowed = candidates(role, **sizes, dtype=inputs.dtype, capability=capability_of(inputs.device))
-        key = tile_key(role, **sizes, dtype=inputs.dtype)
-        found.append(Search(key, inputs.dtype, allowed, partial(make, inputs)))
+        product = Product(inputs.shape.rows, inputs.shape.experts, reduction, columns, inputs.dtype)
+        allowed = candidates(role, product, capability_of(inputs.device))
+        found.append(Search(tile_key(role, product), inputs.dtype, allowed, partial(make, inputs)))
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from amoeba.kernels.down_backward import of_epilogue
 from amoeba.kernels.expert_sums import CHUNK, DOT_COLUMNS, SUM_ROWS
 from amoeba.kernels.gemm_tiles import of_matrix, of_result, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, next_power_of_2
-from amoeba.kernels.tile_sizes import Configuration, configuration_on
+from amoeba.kernels.tile_sizes import Configuration, Product, configuration_on
 from amoeba.kernels.tiles import slots
 from amoeba.kernels.weight_gradient import product_of
 from amoeba.tasks.triton.arrivals import NO_RANKS, Arrival, make_local_table
@@ -87,12 +87,11 @@ def scheduled_backward(
     order_N, slot_row_N, offs_E = maps
     (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
-    problem: dict[str, Any] = {"rows": rows, "experts": experts, "dtype": x_TH.dtype}
-    down = configuration_on(device, "down_backward", reduction=hidden, columns=intermediate, **problem)
-    up = configuration_on(device, "product", reduction=width, columns=hidden, **problem)
-    of_down = configuration_on(device, "weight_gradient", reduction=hidden, columns=intermediate, **problem)
-    of_up = configuration_on(device, "weight_gradient", reduction=width, columns=hidden, **problem)
-    up, down_weights, up_weights = (_narrowed(each, down.num_warps) for each in (up, of_down, of_up))
+    of_down, of_up = (Product(rows, experts, *sizes, x_TH.dtype) for sizes in ((hidden, intermediate), (width, hidden)))
+    down = configuration_on(device, "down_backward", of_down)
+    of_weights = (configuration_on(device, "weight_gradient", each) for each in (of_down, of_up))
+    products = configuration_on(device, "product", of_up), *of_weights
+    up, down_weights, up_weights = (_narrowed(each, down.num_warps) for each in products)
     layout = Layout(
         experts,
         down.block_m,
