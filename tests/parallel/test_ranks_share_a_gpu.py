@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import amoeba
 from amoeba import ExpertWeights, Routing, experts, with_precision
 from amoeba.parallel import Owners, Ranks, ShardedExperts
 from amoeba.parallel.processes import LocalRanks, first_processes
@@ -206,3 +207,35 @@ def test_a_thousand_steps_by_changing_ways_do_not_hang_and_have_the_bits_of_one_
     for one, other in zip(*found, strict=True):
         for weight, expected in zip(one, other, strict=True):
             assert weight.isfinite().all() and torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", ["fp8", "fp8-saved", "w8a8"])
+def test_rows_that_are_sent_quantised_have_the_bits_of_rows_that_are_quantised_on_arrival(
+    processes: LocalRanks, precision: str, way: str
+) -> None:
+    for found in processes.run(sent_both_ways, [(rank, 2, precision, WAYS[way]) for rank in range(2)]):
+        assert found == (True, True)
+
+
+def sent_both_ways(rank: int, count: int, precision: str, options: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a pass without gradients has the same bits, and whether rows were sent quantised at all."""
+    from amoeba.parallel import sharded_backend
+    from amoeba.placements import placement_named
+
+    of, owners, parts = layer_and_tokens(count, torch.bfloat16), Owners.even(E, count), tokens_of(count)
+    x_TH, expert_TK, weight_TK = (of[name].split(parts)[rank].clone() for name in ("x", "expert", "weight"))
+    local = ExpertWeights(*(owners.take(of[name], rank).clone() for name in ("gate_up", "down")))
+    made = placement_named(precision).make(local)
+    layer = ShardedExperts(made, owners, Ranks(first_processes(count), 60.0), **options)
+    found, asked = [], sharded_backend._row_format
+    try:
+        for format_of in (asked, lambda request: 0):
+            sharded_backend._row_format = format_of
+            with torch.no_grad():
+                found.append(experts(x_TH, Routing(expert_TK, weight_TK), layer).cpu())
+    finally:
+        sharded_backend._row_format = asked
+    request = amoeba.Request(x_TH, Routing(expert_TK, weight_TK), layer)
+    with torch.no_grad():
+        return torch.equal(*found), asked(request) > 0
