@@ -40,6 +40,7 @@ from amoeba.layer import Router
 from amoeba.routing.forced_choice import ForcedChoice
 
 STATE = "_amoeba_replay"  # what a module that takes part knows of it
+UNKNOWN = -1 << 40  # the token of a model that is called with hidden states
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,19 +111,48 @@ def recording(model: nn.Module, *, rows: int, length: int) -> Iterator[Recorder]
     generation overwrites the one before.
     """
     recorder = Recorder(model, rows, length)
-    with _attached(model, recorder._before, None, [_Recorded(recorder, *each) for each in recorder.layers]):
+    with _attached(model, recorder, [_Recorded(recorder, layer) for layer in recorder.layers]):
         yield recorder
 
 
-class Recorder:
+class _Observer:
+    """What records or replays the passes of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.layers, self.description = model, _layers(model), _description(model)
+        self.dtype = torch.int16 if max(layer.experts for layer in self.layers) < 2**15 else torch.int32
+        self.is_inside = False  # a pass of the model
+
+    def before(self, tokens: _Pass) -> None:
+        """A pass, on the host or while it is captured."""
+
+    def after(self) -> None:
+        """A pass that came to its end."""
+
+    def recomputed(self) -> None:
+        """A layer runs again in backward."""
+
+    def seen(self) -> None:
+        """A layer runs."""
+        if torch.compiler.is_compiling():
+            return
+        if inside_backward():
+            self.recomputed()
+        elif not self.is_inside:
+            remedy = "record or replay what you call"
+            raise bad_value("model", "calls of the module that is recorded or replayed", "a call of a part", remedy)
+
+
+class Recorder(_Observer):
     """Made by `recording`."""
 
     def __init__(self, model: nn.Module, rows: int, length: int) -> None:
-        self.layers, self.model = _layers(model), _description(model)
+        super().__init__(model)
         self.rows, self.length = rows, length
-        self.slot_T: Tensor | None = None  # where the tokens of this pass go; one slot behind each row is for the rest
         self.expert_LSK: Tensor | None = None
-        self._token_S = self._live_S = self._end = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self.slot_T = torch.zeros(0, dtype=torch.int64, device="cpu")  # of the tokens of this pass, in S below
+        # S: of each row `length` slots, and one for all that is beyond
+        self._token_S = self._live_S = self._end = self._next_end = self.slot_T
 
     def take(self, texts: Sequence[Sequence[int]]) -> list[RoutingRecord]:
         """The records of the last generation. texts: of each row the prompt and as many of its new tokens as you keep.
@@ -147,29 +177,31 @@ class Recorder:
                     len(text),
                     f"raise length ({self.length}) to that of the longest row with its padding, or pass what was read",
                 )
-            if not torch.equal(read, text_N[: len(read)]):
-                at = int((read != text_N[: len(read)]).nonzero()[0])
-                raise _other_text(f"texts[{row}]", at, int(read[at]), int(text_N[at]))
+            _check_text(f"texts[{row}]", read, text_N[: len(read)])
             expert_NLK = expert_LBSK[:, row].transpose(0, 1).cpu()[live_S][: len(text)]
-            records.append(RoutingRecord(text_N, expert_NLK, self.model))
+            records.append(RoutingRecord(text_N, expert_NLK, self.description))
         return records
 
-    def _before(self, tokens: _Pass) -> None:
-        rows, count, device = tokens.rows, tokens.length, tokens.device
+    def before(self, tokens: _Pass) -> None:
+        rows, device = tokens.rows, tokens.device
         if rows != self.rows:
             raise bad_value("rows", f"passes of {self.rows} rows", rows, f"record with rows={rows}")
         if self.expert_LSK is None:
             self._token_S = torch.zeros(rows * (self.length + 1), dtype=torch.int64, device=device)
             self._live_S = torch.zeros_like(self._token_S)
             self._end = torch.zeros(1, dtype=torch.int64, device=device)
-        slot_C = tokens.start + torch.arange(count, dtype=torch.int64, device=device)
-        self._end.copy_(slot_C[-1:] + 1)
+        slot_C = tokens.start + torch.arange(tokens.length, dtype=torch.int64, device=device)
+        self._end.copy_(slot_C[:1])  # until the pass has come to its end
+        self._next_end = slot_C[-1:] + 1
         row_B = torch.arange(rows, dtype=torch.int64, device=device) * (self.length + 1)
         self.slot_T = (row_B[:, None] + slot_C.clamp(max=self.length)).flatten()
-        if tokens.ids is not None:
-            self._token_S.index_copy_(0, self.slot_T, tokens.ids.flatten())
-        live = tokens.ids_like() if tokens.mask is None else tokens.mask.index_select(1, slot_C).long()
+        unknown = torch.full((rows, tokens.length), UNKNOWN, dtype=torch.int64, device=device)
+        live = torch.ones_like(unknown) if tokens.mask is None else tokens.mask.index_select(1, slot_C).long()
+        self._token_S.index_copy_(0, self.slot_T, (unknown if tokens.ids is None else tokens.ids).flatten())
         self._live_S.index_copy_(0, self.slot_T, live.flatten())
+
+    def after(self) -> None:
+        self._end.copy_(self._next_end)
 
 
 @torch.library.custom_op("amoeba::record_choice", mutates_args=("expert_SK",))
@@ -195,43 +227,37 @@ def replaying(
     if a pass read other tokens or a router did not follow.
     """
     replay = Replay(model, records, input_ids, attention_mask)
-    with _attached(model, replay._before, replay._after, replay.states):
+    with _attached(model, replay, replay.states):
         yield replay
         replay.check()
 
 
-class Replay:
+class Replay(_Observer):
     """Made by `replaying`. The ids stay at their addresses while `load` brings those of other batches of this shape."""
 
     def __init__(
         self, model: nn.Module, records: Sequence[Any], input_ids: Tensor, attention_mask: Tensor | None
     ) -> None:
-        self.layers, self.description = _layers(model), _description(model)
-        self._model, (self._all_layers, self._among_all) = model, _numbers(model, self.layers)
-        self._device = next((p.device for layer in self.layers for p in layer.block.parameters()), input_ids.device)
-        self._unfinished = 0  # passes whose layers will be recomputed in a backward that has not come yet
-        self.is_inside = False  # a pass of the model
+        super().__init__(model)
+        self._all_layers, self._among_all = _numbers(model, self.layers)
+        self._unfinished = 0  # passes whose layers will run again in a backward that has not come yet
         token_BS, live_BS, expert_LTK = self._aligned(records, input_ids, attention_mask)
-        self._token_BS, self._live_BS = token_BS.to(self._device), live_BS.to(self._device)
-        self._expert_LTK = expert_LTK.to(self._device)
+        device = next((p.device for layer in self.layers for p in layer.block.parameters()), input_ids.device)
+        self._loaded = [each.to(device) for each in (token_BS, live_BS, expert_LTK)]
         # of each layer whether its experts got other ids; and behind the last one whether a pass read another text
-        self._wrong = torch.zeros(len(self.layers) + 1, dtype=torch.bool, device=self._device)
-        self.states = [
-            _Replayed(self, *layer, self._expert_LTK[number], self._wrong[number])
-            for number, layer in enumerate(self.layers)
-        ]
+        self._wrong = torch.zeros(len(self.layers) + 1, dtype=torch.bool, device=device)
+        each = zip(self.layers, self._loaded[2], self._wrong[:-1], strict=True)
+        self.states = [_Replayed(self, *of_layer) for of_layer in each]
 
     def load(self, records: Sequence[Any], input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
         """The records of another batch of the same shape, after the backward of the one before."""
         self.check()
-        token_BS, live_BS, expert_LTK = self._aligned(records, input_ids, attention_mask)
-        if token_BS.shape != self._token_BS.shape or expert_LTK.shape != self._expert_LTK.shape:
-            shapes = [(*tokens.shape, ids.shape[2]) for tokens, ids in
-                      ((self._token_BS, self._expert_LTK), (token_BS, expert_LTK))]  # fmt: skip
-            raise bad_value("input_ids", f"the rows, tokens and K of before, {shapes[0]}", shapes[1], "replay it anew")
-        self._token_BS.copy_(token_BS)
-        self._live_BS.copy_(live_BS)
-        self._expert_LTK.copy_(expert_LTK)
+        new = self._aligned(records, input_ids, attention_mask)
+        shapes = [(*tokens.shape, experts.shape[2]) for tokens, _, experts in (self._loaded, new)]
+        if shapes[0] != shapes[1]:
+            raise bad_value("input_ids", f"rows, tokens and K as before, {shapes[0]}", shapes[1], "replay it by itself")
+        for mine, other in zip(self._loaded, new, strict=True):
+            mine.copy_(other)
 
     def check(self) -> None:
         """Waits for the device. ValueError if what was computed since the last check is not a replay."""
@@ -258,34 +284,25 @@ class Replay:
                 "discard this step; replay records of this model, and report routers that do not choose by torch.topk",
             )
 
-    def _before(self, tokens: _Pass) -> None:
+    def before(self, tokens: _Pass) -> None:
+        token_BS, live_BS, _ = self._loaded
         shape = (tokens.rows, tokens.length)
-        if shape != self._token_BS.shape:
+        if shape != token_BS.shape:
             raise bad_value(
                 "input_ids",
-                f"the whole batch that was loaded, shape {tuple(self._token_BS.shape)}",
+                f"the whole batch that was loaded, shape {tuple(token_BS.shape)}",
                 f"shape {shape}",
                 "call the model once for all of it, without a cache, or replay this batch by itself",
             )
         if tokens.ids is not None:
-            self._wrong[-1:].logical_or_(((tokens.ids != self._token_BS) & self._live_BS).any())
-        checkpoints = torch.is_grad_enabled() and any(
-            getattr(module, "gradient_checkpointing", False) and module.training for module in self._model.modules()
-        )
-        self._unfinished += checkpoints
-        self.is_inside = True
+            self._wrong[-1:].logical_or_(((tokens.ids != token_BS) & live_BS).any())
+        if torch.is_grad_enabled() and any(
+            getattr(module, "gradient_checkpointing", False) and module.training for module in self.model.modules()
+        ):
+            self._unfinished += 1
 
-    def _after(self) -> None:
-        self.is_inside = False
-
-    def seen(self) -> None:
-        """A layer is called: in a pass, or again in its backward."""
-        if inside_backward():
-            self._unfinished = 0
-        elif not self.is_inside:
-            raise bad_value(
-                "replaying", "calls of the module that it was given", "a call of a part of it", "pass what you call"
-            )
+    def recomputed(self) -> None:
+        self._unfinished = 0
 
     def _aligned(
         self, records: Sequence[Any], input_ids: Tensor, attention_mask: Tensor | None
@@ -306,7 +323,7 @@ class Replay:
         if len(widths) != 1:
             got = f"{sorted(widths)}" if widths else "no record"
             raise bad_value("records", "one number of experts per token", got, "replay records of one model")
-        expert_BSLK = torch.full((*token_BS.shape, len(self.layers), *widths), -1, dtype=self._dtype, device="cpu")
+        expert_BSLK = torch.full((*token_BS.shape, len(self.layers), *widths), -1, dtype=self.dtype, device="cpu")
         for row, text in enumerate(texts):
             name = f"records[{row}]"
             fitting = [self._fitting(f"{name}[{place}]" if text[1:] else name, each) for place, each in enumerate(text)]
@@ -320,16 +337,10 @@ class Replay:
                     len(tokens_N),
                     "cut a record as its text, record[:n], or pass the attention mask",
                 )
-            if not torch.equal(tokens_N, read_N):
-                at = int((tokens_N != read_N).nonzero()[0])
-                raise _other_text(name, at, int(read_N[at]), int(tokens_N[at]))
+            _check_text(name, read_N, tokens_N)
             if fitting:
-                expert_BSLK[row, live_BS[row]] = torch.cat(fitting).to(self._dtype)
+                expert_BSLK[row, live_BS[row]] = torch.cat(fitting).to(self.dtype)
         return token_BS, live_BS, expert_BSLK.flatten(0, 1).transpose(0, 1).contiguous()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return _dtype_of(self.layers)
 
     def _fitting(self, name: str, record: RoutingRecord) -> Tensor:
         """expert_NLK of our MoE layers; ValueError where these cannot be its experts."""
@@ -380,20 +391,20 @@ def _layers(model: nn.Module) -> list[_Layer]:
     return found
 
 
-def _dtype_of(layers: Sequence[_Layer]) -> torch.dtype:
-    return torch.int16 if max(layer.experts for layer in layers) < 2**15 else torch.int32
+def _config(model: nn.Module) -> Any:
+    """Of the text part, also where something is wrapped around the model; None without transformers."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((text_config(config) for config in configs if hasattr(config, "model_type")), None)
 
 
-def _description(model: Any) -> str:
-    kind = getattr(getattr(model, "config", None), "model_type", "a model of amoeba.MoE")
-    sizes = [layer.experts for layer in _layers(model)]
+def _description(model: nn.Module) -> str:
+    kind, sizes = getattr(_config(model), "model_type", "amoeba.MoE"), [layer.experts for layer in _layers(model)]
     return f"{kind}, {counted(len(sizes), 'MoE layer')} of {'/'.join(map(str, sorted(set(sizes))))} experts"
 
 
-def _numbers(model: Any, layers: Sequence[_Layer]) -> tuple[int, list[int]]:
+def _numbers(model: nn.Module, layers: Sequence[_Layer]) -> tuple[int, list[int]]:
     """How many decoder layers the model has, with and without experts, and which have them; 0 where that is unknown."""
-    config = getattr(model, "config", None)
-    total = 0 if config is None else getattr(text_config(config), "num_hidden_layers", 0)
+    total = getattr(_config(model), "num_hidden_layers", 0)
     found = [int(each[1]) for layer in layers if (each := re.search(r"\.(\d+)\.", f".{layer.name}."))]
     return (total, found) if len(found) == len(layers) and max(found) < total else (0, [])
 
@@ -408,9 +419,6 @@ class _Pass(NamedTuple):
     mask: Tensor | None
     device: torch.device
 
-    def ids_like(self) -> Tensor:
-        return torch.ones(self.rows, self.length, dtype=torch.int64, device=self.device)
-
 
 def _pass_of(args: tuple, kwargs: dict[str, Any]) -> _Pass:
     given = next((each for each in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None)
@@ -420,60 +428,53 @@ def _pass_of(args: tuple, kwargs: dict[str, Any]) -> _Pass:
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         raise bad_value("attention_mask", "two dimensions, (B, S)", _shown(mask), "pass 1 for tokens, 0 for padding")
-    start = 0 if cache is None else cache.get_seq_length()
-    ids = None if given.is_floating_point() else given
-    return _Pass(given.shape[0], given.shape[1], start, ids, mask, given.device)
+    start, (rows, length) = 0 if cache is None else cache.get_seq_length(), given.shape[:2]
+    if mask is not None and isinstance(start, int) and mask.shape[1] < start + length:
+        raise bad_value("attention_mask", f"all {start + length} slots", mask.shape[1], "pass it for cached tokens too")
+    return _Pass(rows, length, start, None if given.is_floating_point() else given, mask, given.device)
 
 
 class _Recorded:
     """Of a layer that is recorded."""
 
-    def __init__(self, recorder: Recorder, name: str, block: Any, chosen: Any, experts: int) -> None:
-        self.recorder, self.name, self.block, self.chosen, self.experts = recorder, name, block, chosen, experts
-        self.number = [layer.name for layer in recorder.layers].index(name)
+    def __init__(self, recorder: Recorder, layer: _Layer) -> None:
+        self.recorder, self.layer = recorder, layer
         self.expert_SK: Tensor | None = None
 
     def force(self) -> None:
-        return None
+        self.recorder.seen()
 
     def note(self, expert_TK: Tensor) -> None:
         if not torch.compiler.is_compiling() and inside_backward():
             return
-        if self.expert_SK is None:
-            self.expert_SK = self._made(expert_TK.shape[1])
-        slot_T = self.recorder.slot_T
-        if slot_T is None or (expert_TK.shape[0], expert_TK.shape[1]) != (len(slot_T), self.expert_SK.shape[1]):
-            tokens = 0 if slot_T is None else len(slot_T)
-            expected = f"the choice of {self.expert_SK.shape[1]} experts for the {tokens} tokens of the pass"
-            raise bad_value(f"recording {self.name}", expected, _shown(expert_TK), "call the model that is recorded")
-        _record_choice(expert_TK, slot_T, self.expert_SK)
-
-    def _made(self, top_k: int) -> Tensor:
-        recorder = self.recorder
+        recorder, (tokens, top_k) = self.recorder, expert_TK.shape
         if recorder.expert_LSK is None:
-            shape = (len(recorder.layers), recorder.rows * (recorder.length + 1), top_k)
-            recorder.expert_LSK = torch.full(shape, -1, dtype=_dtype_of(recorder.layers), device=recorder._end.device)
-        return recorder.expert_LSK[self.number]
+            shape = (len(recorder.layers), len(recorder._token_S), top_k)
+            recorder.expert_LSK = torch.full(shape, -1, dtype=recorder.dtype, device=expert_TK.device)
+        if self.expert_SK is None:
+            self.expert_SK = recorder.expert_LSK[recorder.layers.index(self.layer)]
+        expected = (len(recorder.slot_T), self.expert_SK.shape[1])
+        if (tokens, top_k) != expected:
+            name, remedy = f"recording {self.layer.name}", "such a model cannot be recorded"
+            raise bad_value(name, f"tokens and experts per token {expected}", (tokens, top_k), remedy)
+        _record_choice(expert_TK, recorder.slot_T, self.expert_SK)
 
 
 class _Replayed:
     """Of a layer that is replayed."""
 
-    def __init__(
-        self, replay: Replay, name: str, block: Any, chosen: Any, experts: int, expert_TK: Tensor, wrong: Tensor
-    ) -> None:
-        self.replay, self.name, self.block, self.chosen, self.experts = replay, name, block, chosen, experts
-        self.expert_TK, self.wrong = expert_TK, wrong
+    def __init__(self, replay: Replay, layer: _Layer, expert_TK: Tensor, wrong: Tensor) -> None:
+        self.replay, self.layer, self.expert_TK, self.wrong = replay, layer, expert_TK, wrong
 
     def force(self) -> ForcedChoice:
-        if not torch.compiler.is_compiling():
-            self.replay.seen()
-        return ForcedChoice(self.expert_TK, self.experts, self.wrong)
+        self.replay.seen()
+        return ForcedChoice(self.expert_TK, self.layer.experts, self.wrong)
 
     def note(self, expert_TK: Tensor) -> None:
         if expert_TK.shape != self.expert_TK.shape:
-            expected = f"records of {expert_TK.shape[1]} experts per token for {expert_TK.shape[0]} tokens"
-            raise bad_value(f"replay of {self.name}", expected, _shown(self.expert_TK), "replay records of this model")
+            name, (tokens, top_k) = f"replay of {self.layer.name}", expert_TK.shape
+            expected = f"records of {top_k} experts per token for {tokens} tokens"
+            raise bad_value(name, expected, _shown(self.expert_TK), "replay records of this model")
         self.wrong.logical_or_(((self.expert_TK >= 0) & (expert_TK != self.expert_TK)).any())
 
 
@@ -489,8 +490,8 @@ class _Block:
             found = super().forward(*args, **kwargs)  # type: ignore[misc]
         if forced.choices == 0:
             raise bad_value(
-                f"replay of {state.name}",
-                f"a choice of {state.expert_TK.shape[1]} among {state.experts} experts by torch.topk",
+                f"replay of {state.layer.name}",
+                f"a choice of {state.expert_TK.shape[1]} among {state.layer.experts} experts by torch.topk",
                 "another number of them, or another way to choose",
                 "replay records of this model; routers that choose otherwise cannot be replayed",
             )
@@ -521,21 +522,26 @@ def _mixed(mixin: Any, own: Any) -> Any:
 
 
 @contextmanager
-def _attached(model: nn.Module, before: Any, after: Any, states: Sequence[Any]) -> Iterator[None]:
+def _attached(model: nn.Module, observer: _Observer, states: Sequence[_Recorded | _Replayed]) -> Iterator[None]:
     """While it lasts the layers' modules are of classes that ask their states, and each pass is announced."""
+
+    def before(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        observer.before(_pass_of(args, kwargs))
+        observer.is_inside = True
+
+    def after(*_: Any) -> None:
+        observer.is_inside = False
+        observer.after()
+
     changed: list[tuple[Any, type]] = []
-    hooks = [
-        model.register_forward_pre_hook(lambda _, args, kwargs: before(_pass_of(args, kwargs)), with_kwargs=True),
-        *([] if after is None else [model.register_forward_hook(lambda *_: after(), always_call=True)]),
-    ]
+    hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
     try:
         for state in states:
-            own_router = state.block is state.chosen
-            mixins = [(state.block, _OwnRouter)] if own_router else [(state.block, _Block), (state.chosen, _Experts)]
-            for module, mixin in mixins:
+            name, block, chosen, _ = state.layer
+            for module, mixin in ((block, _OwnRouter),) if block is chosen else ((block, _Block), (chosen, _Experts)):
                 if STATE in module.__dict__:
                     expected = "layers that are neither recorded nor replayed yet, each with one router"
-                    raise bad_value("model", expected, state.name, "end the other `recording` or `replaying` first")
+                    raise bad_value("model", expected, name, "end the other `recording` or `replaying` first")
                 own: Any = type(module)
                 changed.append((module, own))
                 module.__class__, module.__dict__[STATE] = _mixed(mixin, own), state
@@ -556,5 +562,10 @@ def _shown(value: Any) -> str:
     return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _other_text(name: str, at: int, read: int, got: int) -> Exception:
-    return bad_value(name, f"the text of this row, with token {read} at {at}", f"token {got}", "keep the rows in order")
+def _check_text(name: str, read_N: Tensor, given_N: Tensor) -> None:
+    """ValueError where a text of the same length is another one."""
+    other_N = (read_N != given_N) & (read_N != UNKNOWN)
+    if other_N.any():
+        at = int(other_N.nonzero()[0])
+        expected = f"the text of this row, with token {int(read_N[at])} at {at}"
+        raise bad_value(name, expected, f"token {int(given_N[at])}", "keep the rows in order")

@@ -39,6 +39,14 @@ def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_bat
     torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-5, atol=0)
 
 
+def test_each_rank_replays_the_experts_of_its_own_tokens(processes: LocalRanks) -> None:
+    ((loss, gradients),) = processes.run(rank_training.replayed, [(0, 1)])
+    for found, shared in processes.run(rank_training.replayed, [(rank, 2) for rank in range(2)]):
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=1e-7)
+
+
 @quick(lambda family: family == "qwen3_moe")
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe"]

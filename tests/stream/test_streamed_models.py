@@ -169,6 +169,35 @@ def test_a_model_that_is_loaded_already_gives_its_experts_up(stored, expected) -
         assert all(torch.equal(*pair) for pair in zip(outcome(model), expected["mixtral"], strict=True))
 
 
+def test_streamed_experts_generate_and_train_with_the_same_choices(stored, tmp_path) -> None:
+    """As recorded by `amoeba.replay`, and as read from the file of `--record`."""
+    each, prompt = stored["qwen3_moe"], [5, 9, 2, 7]
+    with amoeba.stream.attach(each.packed, ram=each.ram(2)) as streamed:
+        model = streamed.model
+        streamed.record(tmp_path / "trace")
+        with amoeba.replay.recording(model, rows=1, length=12) as recorder:
+            options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+            out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 4), **options)
+    (record,) = recorder.take(out.tolist())
+    of_file = amoeba.replay.read_trace(tmp_path / "trace", out[0].tolist())
+    assert torch.equal(of_file.expert_NLK, record.expert_NLK) and len(record) == 12
+    model = resident(each.folder)
+    with torch.no_grad():
+        for router in (layer.mlp.gate for layer in model.model.layers):
+            router.weight.neg_()
+    with amoeba.replay.replaying(model, [record], out):
+        expected = lora_gradients(model, out)
+    with amoeba.stream.attach(each.packed, ram=each.ram(2)) as streamed:
+        with torch.no_grad():
+            for router in (layer.mlp.gate for layer in streamed.model.model.layers):
+                router.weight.neg_()
+        with amoeba.replay.replaying(streamed.model, [of_file], out):
+            found = lora_gradients(streamed.model, out)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
 def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stored) -> None:
     each = stored["qwen3_moe"]
     wanted = lora_gradients(resident(each.folder), prompts()[4])

@@ -58,6 +58,35 @@ def train_a_model(
     return history, shared
 
 
+def replayed(rank: int, count: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss of the global batch and gradients of what all ranks have, with experts that no router would choose."""
+    import amoeba
+    from amoeba.parallel import add_up_gradients
+    from amoeba.replay import RoutingRecord, replaying
+    from tiny_models import EXPERTS, LAYERS, build
+
+    model = build("qwen3_moe").train()
+    model.gradient_checkpointing_enable()
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, model.config.vocab_size, (4, 12), generator=generator)
+    experts_BSLK = torch.rand(4, 12, LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :2]
+    if count > 1:
+        ranks = Ranks(first_processes(count))
+        make = functools.partial(shard_experts, ranks=ranks)
+        amoeba.register_placement(replace(RANKS, name="these ranks", make=make))
+        amoeba.place_experts(model, "these ranks")
+    mine = ids.chunk(count)[rank]
+    records = [RoutingRecord(*each) for each in zip(mine, experts_BSLK.chunk(count)[rank], strict=True)]
+    with replaying(model, records, mine):
+        loss = model(input_ids=mine, labels=mine, use_cache=False).loss / count
+        loss.backward()
+    if count > 1:
+        add_up_gradients(model.parameters(), ranks)
+        loss = ranks.add_up(loss.detach(), "losses")
+    shared = {name: p.grad for name, p in model.named_parameters() if "experts" not in name}
+    return loss.item(), shared
+
+
 def fully_sharded(rank: int) -> list[tuple[list[float], float, float]]:
     """Of two by two ranks: two groups, in each of which experts are over two ranks, whose shares FSDP2 shards over the
     groups. Errors of gradients against one process with all tokens, and the norms of both."""
