@@ -13,6 +13,7 @@ import typer
 from amoeba._version import __version__
 from amoeba.commands import exits
 from amoeba.commands.bench import bench
+from amoeba.commands.chat import chat
 from amoeba.commands.convert import merge, pack, quantise
 from amoeba.commands.doctor import doctor
 from amoeba.commands.finetune import finetune
@@ -52,7 +53,22 @@ def _every_command(
     speak_up(say_more)
 
 
-for command in (verify, doctor, bench, train, tune, finetune, generate, merge, pack, quantise, warm, trace, report):
+for command in (
+    verify,
+    doctor,
+    bench,
+    train,
+    tune,
+    finetune,
+    generate,
+    chat,
+    merge,
+    pack,
+    quantise,
+    warm,
+    trace,
+    report,
+):
     app.command()(command)
 
 

@@ -105,6 +105,11 @@ def _note_interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
+def go_on() -> None:
+    """Where a command was interrupted and does not end: what fails from now on is not the interruption's fault."""
+    _ending.interrupted = False
+
+
 def _run(app: Callable[..., object]) -> None:
     try:
         try:

@@ -76,7 +76,6 @@ class ManyPrompts:
 class Sampling:
     """Fields are named as those of `GenerationOptions`."""
 
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 200
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature; 0 is greedy (default: the model's generation_config).")
     ] = None
@@ -86,7 +85,6 @@ class Sampling:
     ] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="Values above 1 discourage repetition.")] = None
     seed: Annotated[int | None, typer.Option(help="Random seed. The same seed gives the same text.")] = None
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template: the prompt is a user message.")] = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,11 @@ def generate(
     adapter: Annotated[
         str | None, typer.Option(help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
     ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 200,
     sampling: Sampling,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Apply the chat template: the prompt is a user message.")
+    ] = False,
     computing: Computing,
     json: Json = False,
     verbose: Verbose = False,
@@ -165,7 +167,7 @@ def generate(
 
         many.check(prompt)
         hide_loading_bars(model, output)
-        options = GenerationOptions(**vars(sampling), **computing.told())
+        options = GenerationOptions(max_new_tokens, **vars(sampling), chat=chat, **computing.told())
         if output.on_terminal and speaks():
             output.progress(f"amoeba: loading {model}")
         with loading():
@@ -210,10 +212,10 @@ def _one(
     if not rank_zero.here:
         return generate_text(model, text, options, _nowhere, adapter, rank_zero=rank_zero)
     report = generate_text(
-        model, text, options, _write, adapter, say=lambda text: output.progress(f"amoeba: {text}"), rank_zero=rank_zero
+        model, text, options, write, adapter, say=lambda text: output.progress(f"amoeba: {text}"), rank_zero=rank_zero
     )
     if not report.text.endswith("\n"):
-        _write("\n")
+        write("\n")
     output.progress(summary(report))
     _say_streaming(report, output)
     return report
@@ -235,7 +237,7 @@ def _many(
     results = Results(None, asked, of, _nowhere)
     with rank_zero.all_or_none("the prompts that are left"):
         if rank_zero.here:
-            results = Results(many.out, asked, of, lambda line: _write(line + "\n"))
+            results = Results(many.out, asked, of, lambda line: write(line + "\n"))
     left = rank_zero.tell(lambda: [each.line for each in results.left])
     results.left = [each for each in asked if each.line in left]
     if not rank_zero.here:
@@ -315,6 +317,6 @@ def _nowhere(text: str) -> None:
     """Where a rank other than the first writes."""
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()

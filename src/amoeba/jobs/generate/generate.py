@@ -87,7 +87,7 @@ def _generate(
         began = time.perf_counter()
         parts.begin("prefill")
         try:
-            _stream_tokens(model, steps, prompt_ids, most, seed, stream)
+            stream_tokens(model, steps, prompt_ids, most, seed, stream)
         except KeyboardInterrupt:
             interrupted = True
             stream.end()
@@ -115,11 +115,15 @@ def _generate(
     )
 
 
-def _stream_tokens(model: Any, steps: Steps, prompt_ids: list[int], most: int, seed: int, stream: TokenStream) -> None:
+def stream_tokens(
+    model: Any, steps: Steps, prompt_ids: list[int], most: int, seed: int, stream: TokenStream, cache: Any = None
+) -> None:
+    """cache: of transformers, which holds the beginning of the prompt; for steps without a decoder."""
     if steps.decoder is None:
         torch.manual_seed(seed)
         ids = torch.tensor([prompt_ids], dtype=torch.int64, device=model.device)
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream)
+        more = {} if cache is None else {"past_key_values": cache}
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream, **more)
         return
     ends = set(end_ids(model))
     for (token,) in steps.decoder.generate([prompt_ids], most, seed):
