@@ -189,10 +189,12 @@ class TestWhichWay:
     )
     def test_more_tokens_are_decoded_where_each_expert_has_few(self, tokens, dtype, overlaps, expected, monkeypatch):
         monkeypatch.setattr("amoeba.kernels.decode.configuration.can_overlap", lambda device: overlaps)
-        problem = Problem(
-            torch.empty(tokens, 4, dtype=dtype), torch.empty(tokens, 2, dtype=torch.int64), torch.empty(tokens, 2), None
-        )
+        weights = ExpertWeights(torch.empty(8, 6, 4, dtype=dtype), torch.empty(8, 4, 3, dtype=dtype))
+        x_TH, weight_TK = torch.empty(tokens, 4, dtype=dtype), torch.empty(tokens, 2)
+        problem = Problem(x_TH, weight_TK.long(), weight_TK, weights)
         assert triton.is_few_of_each(problem, 8) is expected
+        stored_HJ = ExpertWeights(torch.empty(8, 4, 6, dtype=dtype).mT, torch.empty(8, 4, 3, dtype=dtype))
+        assert triton.is_few_of_each(problem._replace(weights=stored_HJ), 8) is False
         monkeypatch.setattr(triton, "DECODE_SLOTS", 2 * tokens - 1)
         assert triton.is_few_of_each(problem, 8) is False
 

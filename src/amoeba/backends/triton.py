@@ -143,13 +143,14 @@ def is_few(problem: Problem) -> bool:
 
 def is_few_of_each(problem: Problem, experts: int) -> bool:
     """Whether a pass of more tokens without gradients is decoded, too, by expert. experts: as many as the layer has, of
-    which the problem's may be some."""
-    x_TH = problem.x_TH
+    which the problem's may be some. With LoRA factors or weights stored (H, J) it was not timed."""
+    x_TH, weights = problem.x_TH, problem.weights
     if x_TH.element_size() > 2 or problem.lora is not None or not DECODE_TOKENS < problem.rows <= DECODE_SLOTS:
         return False
     from amoeba.kernels.decode.configuration import can_overlap, usual_slots
 
-    enough = usual_slots(problem.rows, experts) <= MOST_OF_EACH
+    whole_rows = weights.gate_up_EJH.stride(2) == weights.down_EHI.stride(2) == 1
+    enough = whole_rows and usual_slots(problem.rows, experts) <= MOST_OF_EACH
     return enough and x_TH.shape[0] > DECODE_TOKENS and can_overlap(x_TH.device)
 
 

@@ -54,7 +54,7 @@ def _decodes(problem: Problem) -> bool:
 def _decodes_all(problem: Problem) -> bool:
     """Whether one of more tokens is decoded by expert, too, of which nearly all are needed."""
     of_each = quantised_triton.is_few_of_each if _is_quantised(problem) else triton.is_few_of_each
-    return of_each(problem, problem.weights.num_experts)
+    return of_each(problem._replace(weights=problem.weights.slots), problem.weights.num_experts)
 
 
 class GpuStreamedBackend(PassesBackend):
