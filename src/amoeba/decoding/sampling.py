@@ -46,7 +46,9 @@ class Sampler:
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """token_B, int64. Remembers it for the repetition penalty."""
-        sampling, scores_BV = self.sampling, logits_BV.float()
+        sampling, scores_BV = self.sampling, logits_BV
+        if self._seen_BV is not None or self.generator is not None:
+            scores_BV = logits_BV.float()  # of which argmax alone would choose the same
         if self._seen_BV is not None:
             penalty = sampling.repetition_penalty
             penalised = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
