@@ -94,7 +94,8 @@ def test_doctor_describes_the_machine_and_every_backend():
     assert document["versions"]["torch"] == torch.__version__
     assert document["bfloat16_on_cpu"]["computed_in"] in ("bfloat16", "float32")
     assert [row["name"] for row in document["placements"]] == [
-        *("cpu-bf16", "cpu-int8", "fp8-weights", "mxfp4-weights", "mxfp8-weights", "nvfp4-weights", "w8a8")
+        *("cpu-bf16", "cpu-int8", "cpu-int8-bf16"),
+        *("fp8-weights", "mxfp4-weights", "mxfp8-weights", "nvfp4-weights", "w8a8"),
     ]
     assert all((row["how"] is None) != (row["why_not"] is None) for row in document["placements"])
     names = {backend.name for backend in registry.backends_of(ExpertWeights, torch.device("cpu"))}
