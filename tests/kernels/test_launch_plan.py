@@ -29,6 +29,7 @@ from amoeba.kernels.launch import plan as launch_plan
 from amoeba.kernels.launch.persistent_grid import share_the_gpu
 from amoeba.kernels.launch.plan import planned
 from amoeba.kernels.tile_sizes import as_with
+from amoeba.precision import FP8_128_ROWS, quantise
 from repeated_steps import check_elsewhere
 from small_layer import H, Layer, kernel_device
 
@@ -158,6 +159,7 @@ class TestALayer:
             "lora": layer.lora(named),
             "most_rows": 1000,
             "onto_TH": torch.ones_like(usual.x_TH),
+            "quantised_x": quantise(usual.x_TH, FP8_128_ROWS),
         }
         assert {*changes, "overlapped"} == set(Problem._fields)  # passes with it have no plan
         for count, change in enumerate(({}, *({name: value} for name, value in changes.items())), 1):
