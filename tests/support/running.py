@@ -109,7 +109,7 @@ def older_instructions(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if platform.machine() != "x86_64":
         pytest.skip("names of x86 instruction sets")
     products, passes = (build.compiled_library(name, request.param) for name in ("packed", "node"))
-    older = {"load_packed": packed.PackedLibrary(products), "load_node": node_library.NodeLibrary(passes)}
+    older = {"load_packed": packed.PackedLibrary(products), "load_node": node_library.open_node(passes)}
     users = (packed, "load_packed"), (node, "load_packed"), (node, "load_node"), (numa, "load_node")
     for module, name in (*users, (node_library, "load_node")):
         monkeypatch.setattr(module, name, lambda name=name: older[name])

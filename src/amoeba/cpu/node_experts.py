@@ -166,7 +166,7 @@ class NodeFactors:
             dtype = torch.float32 if factor.is_float else torch.bfloat16
             factor.data = address_at_strides(name, tensor, dtype, factor_shape(node, (gate, up, down), name))
             factor.stride_e, factor.stride_row, factor.stride_column = tensor.stride()
-        load_node().pack_factors(pool.handle, ctypes.byref(c), ctypes.byref(given))
+        load_node().amoeba_node_pack_factors(pool.handle, ctypes.byref(c), ctypes.byref(given))
         packed = NodeFactors(frozenset(names), (gate, up, down), node, c)
         weakref.finalize(packed, node.spare_memory.append, memory).atexit = False  # who reads the memory holds `packed`
         return packed

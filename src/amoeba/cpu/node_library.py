@@ -121,26 +121,10 @@ _SIGNATURES = {
 }
 
 
-class NodeLibrary:
-    """Handle of the loaded library."""
-
-    def __init__(self, file: FilePath) -> None:
-        library = load(file, _SIGNATURES)
-        self.pool_new = library.amoeba_pool_new
-        self.pool_borrow = library.amoeba_pool_borrow
-        self.pool_borrow_as_many = library.amoeba_pool_borrow_as_many
-        self.pool_delete = library.amoeba_pool_delete
-        self.pool_phase_seconds = library.amoeba_pool_phase_seconds
-        self.forward = library.amoeba_node_forward
-        self.combine = library.amoeba_node_combine
-        self.backward = library.amoeba_node_backward
-        self.workspace = library.amoeba_node_workspace
-        self.factor_checksums = library.amoeba_factor_checksums
-        self.factors_have = library.amoeba_factors_have
-        self.thread_bytes = library.amoeba_node_thread_bytes
-        self.pack_factors = library.amoeba_node_pack_factors
+def open_node(file: FilePath) -> ctypes.CDLL:
+    return load(file, _SIGNATURES)
 
 
 @functools.cache
-def load_node() -> NodeLibrary:
-    return with_library("node", NodeLibrary)
+def load_node() -> ctypes.CDLL:
+    return with_library("node", open_node)

@@ -72,7 +72,7 @@ def forward(
         _describe_cache(node, factors, batch, cache)
     y_TH = torch.empty(x_TH.shape, dtype=torch.float32, device=CPU)
     y = address("y_TH", y_TH, torch.float32, (x_TH.shape[0], node.hidden))
-    load_node().forward(pool.handle, ctypes.byref(c), ctypes.byref(batch), y)
+    load_node().amoeba_node_forward(pool.handle, ctypes.byref(c), ctypes.byref(batch), y)
     return y_TH, cache
 
 
@@ -86,7 +86,7 @@ def combine(rows_NH: Tensor, slot_row_TK: Tensor, weight_TK: Tensor, pool: Worke
         raise bad_value("slot_row_TK", f"rows below {count}", int(slot_row_TK.max()), "pass all rows")
     batch = CBatch(tokens, top_k, weight=address("weight_TK", weight_TK, torch.float32, (tokens, top_k)))
     y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
-    load_node().combine(
+    load_node().amoeba_node_combine(
         pool.handle,
         ctypes.byref(CNode(hidden=hidden)),
         ctypes.byref(batch),
@@ -139,7 +139,7 @@ def backward(
         dy, dy_TH.stride(0), *map(_of_gradient, factors_and_rows),
         _target(gate_up), _target(down), *map(_of_gradient, biases),
     )  # fmt: skip
-    load_node().backward(pool.handle, ctypes.byref(c), ctypes.byref(batch), ctypes.byref(out))
+    load_node().amoeba_node_backward(pool.handle, ctypes.byref(c), ctypes.byref(batch), ctypes.byref(out))
     for gradient, written in zip(of_weights, (gate_up, down), strict=True):
         if gradient is not None and written is not None and written is not gradient:
             gradient.copy_(written)
@@ -171,9 +171,12 @@ def workspace_bytes(
         batch.h = somewhere
         batch.low, batch.down_low = somewhere if low else None, somewhere if down_low else None
         cache += 2 * slots * (node.gate_up.out_features + low + down_low)
-    sizes = [load_node().workspace(ctypes.byref(c), ctypes.byref(batch), which) for which, c in enumerate(of_passes)]
+    sizes = [
+        load_node().amoeba_node_workspace(ctypes.byref(c), ctypes.byref(batch), which)
+        for which, c in enumerate(of_passes)
+    ]
     trains = save != "nothing"
-    thread = max(load_node().thread_bytes(ctypes.byref(c), slots, trains) for c in of_passes)
+    thread = max(load_node().amoeba_node_thread_bytes(ctypes.byref(c), slots, trains) for c in of_passes)
     return {"forward": sizes[0], "backward": sizes[1] if trains else 0, "thread": thread, "cache": cache}
 
 

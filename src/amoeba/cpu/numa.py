@@ -180,20 +180,20 @@ class WorkerPool:
         library = load_node()
         if self._process != os.getpid():
             if self.borrows:
-                self._handle = library.pool_borrow(self._torch_parallel_for, self.threads)
+                self._handle = library.amoeba_pool_borrow(self._torch_parallel_for, self.threads)
             else:
                 array = None if self.cores is None else (ctypes.c_int32 * self.threads)(*self.cores)
-                self._handle = library.pool_new(self.threads, array)
+                self._handle = library.amoeba_pool_new(self.threads, array)
             self._process = os.getpid()
-            weakref.finalize(self, _delete, library.pool_delete, self._handle, self._process).atexit = False
+            weakref.finalize(self, _delete, library.amoeba_pool_delete, self._handle, self._process).atexit = False
         elif self.borrows:
-            library.pool_borrow_as_many(self._handle, self.threads)
+            library.amoeba_pool_borrow_as_many(self._handle, self.threads)
         return self._handle
 
     def phase_seconds(self) -> dict[str, float]:
         """How long each phase of the last call took."""
         seconds = (ctypes.c_double * 16)()
-        load_node().pool_phase_seconds(self.handle, seconds)
+        load_node().amoeba_pool_phase_seconds(self.handle, seconds)
         return {name: seconds[i] for i, name in enumerate(PHASES) if seconds[i]}
 
 

@@ -133,12 +133,12 @@ class FactorMemory:
 
     def checksums(self, pool: WorkerPool) -> Tensor:
         found_FE = torch.empty((self._count, self._experts), dtype=torch.int64, device=CPU)
-        load_node().factor_checksums(*self._where(pool), self._of_checksums(found_FE))
+        load_node().amoeba_factor_checksums(*self._where(pool), self._of_checksums(found_FE))
         return found_FE
 
     def has(self, checksum_FE: Tensor, pool: WorkerPool, expert_TK: Tensor) -> bool:
         named = address("expert_TK", expert_TK, torch.int64, tuple(expert_TK.shape)), expert_TK.numel()
-        return bool(load_node().factors_have(*self._where(pool), *named, self._of_checksums(checksum_FE)))
+        return bool(load_node().amoeba_factors_have(*self._where(pool), *named, self._of_checksums(checksum_FE)))
 
     def _of_checksums(self, checksum_FE: Tensor) -> int:
         return address("checksum_FE", checksum_FE, torch.int64, (self._count, self._experts))

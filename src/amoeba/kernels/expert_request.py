@@ -44,6 +44,8 @@ renormalised is the exception: its sum follows the layout of a row, which depend
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -105,29 +107,12 @@ def request_experts(
     x_TH: Tensor | None = None,
     weight_TK: Tensor | None = None,
     turn: Turn | None = None,
+    *,
+    router: tuple[Tensor, Tensor | None, RouterConfig] | None = None,
 ) -> None:
     """due: (1,) int32 on the device, of the layer. limit: seconds. x_TH, weight_TK: with a buffer.
-    turn: where others pass over the layer too."""
-    given = buffer, x_TH, weight_TK, turn
-    operands, constants = _operands(expert_TK, slot_TK, shown, experts, mailbox, due, limit, *given)
-    no_router = None, None, None, None
-    _request[(1,)](*no_router, *operands, REQUEST=constants, ROUTER=None, TILE_ROWS=None, num_warps=_WARPS)
-
-
-def _operands(
-    expert_TK: Tensor,
-    slot_TK: Tensor,
-    shown: Tensor,
-    experts: int,
-    mailbox: MailboxWords,
-    due: Tensor,
-    limit: float,
-    buffer: HostComputeBuffer | None,
-    x_TH: Tensor | None,
-    weight_TK: Tensor | None,
-    turn: Turn | None = None,
-) -> tuple[tuple[object, ...], Group]:
-    """What `_request` takes, in its order, and its constants."""
+    turn: where others pass over the layer too. router: logits_TE, bias_E and what else chooses the ids, and writes
+    weight_TK."""
     ids, ring, row = expert_TK.numel(), *mailbox.requests.shape
     most = (mailbox.answers.shape[1] - ANSWER_HEADER) // 2
     fit = ids <= MOST_IDS and row >= row_length(experts, ids) and most >= answer_length(experts, ids)
@@ -151,6 +136,13 @@ def _operands(
     word, mine, groups = (mailbox.state, 0, 1) if turn is None else (turn.word, turn.mine, turn.groups)
     numbers_of = int(limit * 1e6), ids, numbers, mine
     operands = expert_TK, slot_TK, shown, mailbox.state, due, word, *told, *given, *numbers_of
+    of_router: tuple[Any, ...] = (None,) * 4
+    chosen: dict[str, Any] = {"ROUTER": None, "TILE_ROWS": None}
+    if router is not None:
+        logits_TE, bias_E, config = router
+        bias_E = None if bias_E is None else bias_E.float().contiguous()
+        of_router = logits_TE.contiguous(), bias_E, weight_TK, logits_TE.shape[0]
+        chosen = {"ROUTER": forward_constants(config), "TILE_ROWS": next_power_of_2(logits_TE.shape[0])}
     entries = max(2, next_power_of_2(min(most, answer_length(experts, ids))))
     constants = Group(
         EXPERTS=experts,
@@ -163,7 +155,7 @@ def _operands(
         ON_GPU=expert_TK.is_cuda,
         **sizes(experts, ids),
     )
-    return operands, constants
+    _request[(1,)](*of_router, *operands, REQUEST=constants, **chosen, num_warps=_WARPS)
 
 
 def add_computed(y_TH: Tensor, mailbox: MailboxWords, buffer: HostComputeBuffer, limit: float) -> None:
@@ -229,18 +221,8 @@ def route_and_request(
     fit = reason is None and expert_TK.shape == weight_TK.shape == (tokens, config.top_k) and weight_TK.is_contiguous()
     check_arguments(fit, reason or "contiguous results of (T, K)", logits_TE=logits_TE, weight_TK=weight_TK)
     given = buffer, x_TH, weight_TK, turn
-    operands, constants = _operands(expert_TK, slot_TK, shown, experts, mailbox, due, limit, *given)
-    _request[(1,)](
-        logits_TE.contiguous(),
-        None if bias_E is None else bias_E.float().contiguous(),
-        weight_TK,
-        tokens,
-        *operands,
-        REQUEST=constants,
-        ROUTER=forward_constants(config),
-        TILE_ROWS=next_power_of_2(tokens),
-        num_warps=_WARPS,
-    )
+    router = logits_TE, bias_E, config
+    request_experts(expert_TK, slot_TK, shown, experts, mailbox, due, limit, *given, router=router)
 
 
 @triton.jit
