@@ -89,6 +89,8 @@ def test_the_launch_that_lists_tasks_keeps_all_in_registers(found):
 def main(names: list[str]) -> dict[str, dict]:
     from amoeba.core.config import Activation
     from amoeba.tasks.hopper import backward as hopper
+    from amoeba.tasks.triton import bias_tasks
+    from amoeba.tasks.triton.bias_tasks import BiasTasks
     from amoeba.tasks.triton.tickets import Table
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -99,6 +101,7 @@ def main(names: list[str]) -> dict[str, dict]:
 
     hopper.multiprocessors = lambda device: 132
     kernel = hopper.backward_kernel = CompileOnly(hopper.backward_kernel.kernel)
+    bias_tasks.address_table = lambda *tensors: empty(7, dtype=torch.int64)
     hopper.make_local_table = lambda *table: None
     hopper.make_list = lambda *told, **besides: numbers(8)
     hopper.make_table = lambda offs_E, block, counters: Table(numbers(8), numbers(9), numbers(8))
@@ -115,7 +118,7 @@ def main(names: list[str]) -> dict[str, dict]:
         hopper.hopper_backward(
             empty(T, H), empty(T, H), empty(N, 2 * I), expert_TK, weight_TK, empty(E, 2 * I, H), empty(E, H, I),
             Activation(), (numbers(N), numbers(N), numbers(E)), arrival=others if name == "over ranks" else None,
-            small=name == "small", biases=(empty(E, 2 * I), empty(E, H)) if name == "biases" else (None, None),
+            small=name == "small", biases=BiasTasks(*((empty(E, 2 * I), empty(E, H)) if name == "biases" else ())),
         )  # fmt: skip
         compiled = kernel.last.compiled
         made[name] = figures(compiled) | in_loops(compiled) | {"order": order_of(compiled.asm["ptx"], WORDS)}

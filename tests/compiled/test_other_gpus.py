@@ -121,6 +121,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.precision.quantised_experts import quantise_experts
     from amoeba.stream.store.layers import layer_entry
     from amoeba.tasks.triton.backward import scheduled_backward
+    from amoeba.tasks.triton.bias_tasks import BiasTasks
     from amoeba.tasks.triton.router_tasks import RouterTasks
 
     E, K, H, I, R = 64, 8, 2048, 1024, 16
@@ -157,7 +158,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
         ids, scale = empty(N // K, K, dtype=torch.int64), empty(N // K, K, dtype=torch.float32)
         options: dict[str, Any] = {"arrival": arrival}
         if whole:
-            options["biases"] = biases, empty(E, H)
+            options["biases"] = BiasTasks(biases, empty(E, H))
             options["router"] = RouterTasks(
                 RouterConfig(E, K, renormalize=False), empty(E, H), ids, scale, empty(N // K, E, dtype=torch.float32)
             )

@@ -17,6 +17,7 @@ from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.activation import constants
 from amoeba.tasks.hopper.backward import Plan, hopper_backward, plan_of
 from amoeba.tasks.sizes import bundle_of, is_small
+from amoeba.tasks.triton.bias_tasks import BiasTasks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.x")]
@@ -64,7 +65,7 @@ def scheduled(problem, dy_TH, saved, small=False, **options):
         return hopper_backward(
             dy_TH, problem.x_TH, saved.h_NJ, problem.expert_TK, problem.weight_TK, weights.gate_up_EJH,
             weights.down_EHI, weights.activation, saved.maps, small=small,
-            biases=(weights.gate_up_bias_EJ, weights.down_bias_EH), **options,
+            biases=BiasTasks(weights.gate_up_bias_EJ, weights.down_bias_EH), **options,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from amoeba.kernels.sort import sort_rows
 from amoeba.tasks.graph import OF_EXPERT, Kind
 from amoeba.tasks.timeline import DeviceTrace
 from amoeba.tasks.triton.backward import scheduled_backward
+from amoeba.tasks.triton.bias_tasks import BiasTasks
 from amoeba.tasks.triton.router_tasks import RouterTasks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +69,7 @@ def both(problem, dy_TH, **options):
             weights.down_EHI,
             weights.activation,
             saved.maps,
-            biases=biases,
+            biases=BiasTasks(*biases),
             **options,
         )
     return expected, found
@@ -170,7 +171,7 @@ def traced(problem, dy_TH):
         weights.activation, saved.maps,
     )  # fmt: skip
     biases = weights.gate_up_bias_EJ, weights.down_bias_EH
-    found = [scheduled_backward(*arguments, biases=biases, trace=each) for each in (None, trace.room)]
+    found = [scheduled_backward(*arguments, biases=BiasTasks(*biases), trace=each) for each in (None, trace.room)]
     records = trace.records()
     return *found, records, trace.gates(records, saved.offs_E.tolist())
 

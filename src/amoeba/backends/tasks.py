@@ -77,6 +77,7 @@ class TasksBackend(TritonBackend):
         self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs, arrival: Arrival | None = None
     ) -> Gradients:
         from amoeba.backends.triton_rows import TritonRows
+        from amoeba.tasks.triton.bias_tasks import BiasTasks
 
         if problem.rows == 0:
             return Gradients.zeros(problem, needs)
@@ -92,7 +93,7 @@ class TasksBackend(TritonBackend):
             weights.down_EHI,
             weights.activation,
             (rows.order_N, rows.slot_row_N, rows.offs_E),
-            biases=(weights.gate_up_bias_EJ, weights.down_bias_EH),
+            biases=BiasTasks(weights.gate_up_bias_EJ, weights.down_bias_EH),
             overwrite_h=saved is None or graph_is_freed(),
             **({} if arrival is None else {"arrival": arrival}),
         )

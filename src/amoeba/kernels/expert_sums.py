@@ -197,14 +197,15 @@ def sum_per_expert(
 
 
 @triton.jit
-def dot_by_lanes(left_M, right_M, valid_M, column, total, H: tl.constexpr):
-    """Of pairs of rows, by their addresses, the products summed up to 32 numbers each; what is left to do is the sum of
-    `sum_of_lanes`. column: 0 to COLUMNS; total: zeros, (M, COLUMNS)."""
+def dot_by_lanes(row, rows_M, valid_M, column, total, H: tl.constexpr):
+    """Products of one row with M others, by their addresses, summed up to 32 numbers each; what is left to do is the
+    sum of `sum_of_lanes`. column: 0 to COLUMNS; total: zeros, (M, COLUMNS)."""
     for first in range(0, H, column.shape[0]):
-        inside = valid_M[:, None] & (first + column < H)[None, :]
-        left = tl.load(left_M[:, None] + (first + column)[None, :], mask=inside, other=0.0).to(tl.float32)
-        right = tl.load(right_M[:, None] + (first + column)[None, :], mask=inside, other=0.0).to(tl.float32)
-        total = tl.fma(left, right, total)
+        at = first + column
+        inside = valid_M[:, None] & (at < H)[None, :]
+        one = tl.load(row + at, mask=at < H, other=0.0).to(tl.float32)
+        many = tl.load(rows_M[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        total = tl.fma(many, tl.where(inside, one[None, :], 0.0), total)
     left, right = halves(total, True)
     left, right = halves(left + right, True)
     return left + right
@@ -241,11 +242,9 @@ def _bias_dot(
     slot = (program % SLOT_BLOCKS) * SLOTS + tl.arange(0, SLOTS)
     expert = tl.load(expert_of_slot + token * K + slot, mask=slot < K, other=-1).to(tl.int64)
     owned = (expert >= 0) & (expert < NUM_EXPERTS)
-    gradient = dy + token * DY_STRIDE + 0 * expert
     column = tl.arange(0, COLUMNS)
-    total = dot_by_lanes(
-        gradient, bias + expert * BIAS_STRIDE, owned, column, tl.zeros((SLOTS, COLUMNS), tl.float32), H
-    )
+    total = tl.zeros((SLOTS, COLUMNS), tl.float32)
+    total = dot_by_lanes(dy + token * DY_STRIDE, bias + expert * BIAS_STRIDE, owned, column, total, H)
     dot = tl.where(owned, sum_of_lanes(total), 0.0)  # an infinite dy times the 0 of a sentinel is NaN
     tl.store(out + token * K + slot, dot, mask=slot < K)
 

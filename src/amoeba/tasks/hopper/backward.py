@@ -31,7 +31,8 @@ from amoeba.tasks.hopper.kernel import backward_kernel
 from amoeba.tasks.hopper.task_list import make_list
 from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, Tiling, bundle_of, is_small, tiling_of
 from amoeba.tasks.triton.arrivals import Arrival, make_local_table
-from amoeba.tasks.triton.backward import GROUP, Biases, Scheduled
+from amoeba.tasks.triton.backward import GROUP, Scheduled
+from amoeba.tasks.triton.bias_tasks import NO_BIASES, BiasTasks
 from amoeba.tasks.triton.tickets import Layout, make_table
 
 _STAGED, _RIGHT, _LEFT = (64, 64), (BLOCK_K, BLOCK_N), (64, 64)
@@ -266,7 +267,7 @@ def hopper_backward(
     activation: Activation,
     maps: tuple[Tensor, Tensor, Tensor],
     *,
-    biases: Biases = (None, None),
+    biases: BiasTasks = NO_BIASES,
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
@@ -279,7 +280,7 @@ def hopper_backward(
     if small is None:
         small = is_small(rows, hidden, intermediate, over_ranks=arrival is not None)
     bundle = bundle_of(rows, experts, small)
-    of_biases = tuple(bias is not None for bias in biases)
+    of_biases = biases.of_gate_up, biases.of_down
     plan = plan_of(hidden, intermediate, experts, top_k, activation, small, bundle > 1, *of_biases)
     most_tiles = slots(rows, experts, BLOCK_M)
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
@@ -297,9 +298,8 @@ def hopper_backward(
     both = h_NJ.new_empty(rows * (intermediate + hidden))  # dA', and dx behind it, where the kernel looks for them
     da_NI, dx_NH = both[: rows * intermediate].view(rows, -1), both[rows * intermediate :].view(rows, -1)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
-    found, d_biases = Scheduled(
-        *(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI))
-    ).with_biases(biases)
+    room = (torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI))
+    found = Scheduled(*room, *biases.gradients)
     if arrival is not None:
         found = found._replace(x=arrival.room_for_dx())
     lines = (plan.LINES, plan.BLOCK)
@@ -323,14 +323,13 @@ def hopper_backward(
         dh_NJ,
         ds_N,
         *found[:4],
-        biases[1],
-        d_biases,
         order_N,
         slot_row_N,
         offs_E,
         table.heaviest_E,
         records,
         counters,
+        biases.context(),
         peers,
         None if trace is None else trace(sends + most_tickets, BLOCK_M),
         tokens,

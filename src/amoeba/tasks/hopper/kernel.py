@@ -122,7 +122,7 @@ def _consume(
     da_desc, dx_desc, d_down_desc, d_gate_up_desc = descriptors
     da, dh, ds, d_x, d_weight, d_down, d_gate_up = results
     dx = da + rows.to(gl.int64) * PLAN.I
-    weight, order, slot_row, dy, down_bias, d_biases = sources
+    weight, order, slot_row, dy, biases = sources
     _, _, _, da_bufs, h_bufs, token_bufs, full, empty = ring
     buffers, all_scales = staging
     scales = all_scales.index(WARPGROUP)
@@ -186,7 +186,7 @@ def _consume(
                 end, intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
             if PLAN.DOWN_BIAS:
-                add_bias_dots(dy, down_bias, ds, order, expert, row, end, WARPGROUP, PLAN)
+                add_bias_dots(biases, dy, ds, order, expert, row, end, WARPGROUP, PLAN)
             pending = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + expert
         elif kind == COMBINE:
             count = combine(
@@ -199,7 +199,7 @@ def _consume(
                 if (kind == DOWN_BIAS) | (kind == UP_BIAS):
                     signal(pending, counters, PLAN)
                     pending = -1
-                    sum_bias(kind, item, part, row, end, dy, dh, order, weight, d_biases, WARPGROUP, PLAN)
+                    sum_bias(biases, kind, item, part, row, end, dy, dh, order, weight, WARPGROUP, PLAN)
             if PLAN.RANKS > 1:  # noqa: SIM102
                 if kind == SEND:
                     signal(pending, counters, PLAN)
@@ -217,9 +217,9 @@ def _consume(
 @gluon.jit(do_not_specialize=["tokens", "rows", "wave", "late", "behind", "bundle"])
 def backward_kernel(
     down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc, da_desc, dx_desc,
-    d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, down_bias,
-    d_biases, order, slot_row, offs_E, heaviest_E, records, counters, peers, trace, tokens, rows, intermediate, wave,
-    late, behind, bundle, PLAN: gl.constexpr,
+    d_down_desc, d_gate_up_desc, dy, x, expert_TK, weight, da, dh, ds, d_x, d_weight, d_gate_up, d_down, order,
+    slot_row, offs_E, heaviest_E, records, counters, biases, peers, trace, tokens, rows, intermediate, wave, late,
+    behind, bundle, PLAN: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = da.dtype.element_ty
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -252,7 +252,7 @@ def backward_kernel(
     stores = (da_desc, dx_desc, d_down_desc, d_gate_up_desc)
     loads = (down_desc, gate_up_desc, dh_rows_desc, scaled_a_desc, dh_desc, da_lines_desc, h_lines_desc)
     results = (da, dh, ds, d_x, d_weight, d_down, d_gate_up)
-    sources = (weight, order, slot_row, dy, down_bias, d_biases)
+    sources = (weight, order, slot_row, dy, biases)
     maps = (order, slot_row, offs_E, heaviest_E, records)
     gl.warp_specialize(
         [

@@ -20,6 +20,8 @@ from amoeba.kernels.hopper.wgrad import fill_gradient, store_gradient, sum_stage
 from amoeba.kernels.tiles import grouped_order
 from amoeba.tasks.hopper.queue import BLOCK_K, BLOCK_M, BLOCK_N, ONE, STAGE_BYTES, STAGES, is_there, receive, signal
 from amoeba.tasks.triton.arrivals import COMES, numbers_at, room_for_sums
+from amoeba.tasks.triton.bias_tasks import D_DOWN, D_GATE_UP
+from amoeba.tasks.triton.bias_tasks import DOWN_BIAS as DOWN_BIAS_AT
 from amoeba.tasks.triton.tickets import DOWN, DOWN_BIAS, DOWN_WEIGHTS
 
 # A warpgroup signals a finished task once this many stages of its next product have started: a release takes more than
@@ -216,20 +218,20 @@ def _activate_lines(
 
 
 @gluon.jit
-def add_bias_dots(dy, down_bias, ds, order, expert, row, end, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+def add_bias_dots(biases, dy, ds, order, expert, row, end, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """To ds of this warpgroup's lines, <dy, down_bias>. Sums as `bias_dot` makes them."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, lanes)
     column = gl.arange(0, DOT_COLUMNS, gl.SliceLayout(0, layout))
-    bias = down_bias + expert.to(gl.int64) * PLAN.H
+    bias = numbers_at(biases, DOWN_BIAS_AT, dy.dtype.element_ty) + expert.to(gl.int64) * PLAN.H
     barrier()  # ds of all lines is there
     for first in range(0, BLOCK_M // 2, DOT_ROWS):
         n = _own_line(row, first + gl.arange(0, DOT_ROWS, gl.SliceLayout(1, layout)), WARPGROUP, PLAN)
         valid = n < end
         token = (gl.load(order + n, mask=valid, other=0) // PLAN.TOP_K).to(gl.int64)
         total = gl.zeros((DOT_ROWS, DOT_COLUMNS), gl.float32, layout)
-        total = dot_by_lanes(dy + token * PLAN.H, bias + 0 * token, valid, column, total, PLAN.H)
+        total = dot_by_lanes(bias, dy + token * PLAN.H, valid, column, total, PLAN.H)
         dot = gl.sum(gl.convert_layout(total, lanes), axis=1)  # lane 0 and 16, 1 and 17, ...: as `sum_of_lanes`
         n = _own_line(row, first + gl.arange(0, DOT_ROWS, of_row), WARPGROUP, PLAN)
         gl.store(ds + n, gl.load(ds + n, mask=n < end, other=0.0) + dot, mask=n < end)
@@ -243,27 +245,24 @@ def _own_line(row, index, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def sum_bias(
-    kind, expert, part, row, end, dy, dh, order, weight, d_biases, WARPGROUP: gl.constexpr, PLAN: gl.constexpr
-):
+def sum_bias(biases, kind, expert, part, row, end, dy, dh, order, weight, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """DOWN_BIAS or UP_BIAS, this warpgroup's half of the columns."""
     HALF: gl.constexpr = PLAN.BIAS_COLUMNS // 2
     layout: gl.constexpr = gl.BlockedLayout([HALF // 128], [32], [4], [0])
     column = part * PLAN.BIAS_COLUMNS + WARPGROUP * HALF + gl.arange(0, HALF, layout)
-    dtype: gl.constexpr = d_biases.dtype.element_ty
+    dtype: gl.constexpr = dy.dtype.element_ty
     if kind == DOWN_BIAS:
         if PLAN.DOWN_BIAS:
             total = sum_of_chunks(
                 row, end, column, dy, order, weight, PLAN.H, PLAN.H, PLAN.TOP_K, True, True, PLAN.BIAS_CHUNK, BIAS_ROWS
             )
-            behind: gl.constexpr = PLAN.EXPERTS * PLAN.J * PLAN.UP_BIAS
-            out = d_biases + behind + expert.to(gl.int64) * PLAN.H + column
+            out = numbers_at(biases, D_DOWN, dtype) + expert.to(gl.int64) * PLAN.H + column
             gl.store(out, total.to(dtype), mask=column < PLAN.H)
     elif PLAN.UP_BIAS:
         total = sum_of_chunks(
             row, end, column, dh, order, weight, PLAN.J, PLAN.J, PLAN.TOP_K, False, False, PLAN.BIAS_CHUNK, BIAS_ROWS
         )
-        out = d_biases + expert.to(gl.int64) * PLAN.J + column
+        out = numbers_at(biases, D_GATE_UP, dtype) + expert.to(gl.int64) * PLAN.J + column
         gl.store(out, total.to(dtype), mask=column < PLAN.J)
 
 

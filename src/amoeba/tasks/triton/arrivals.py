@@ -345,6 +345,32 @@ def numbers_at(peers, FIELD: tl.constexpr, dtype: tl.constexpr):
     return tl.load(peers + FIELD).to(tl.pointer_type(dtype))
 
 
+def address_table(*tensors: Tensor | None) -> Tensor:
+    """Their addresses in memory, for `numbers_at`: one argument of a kernel instead of many. 0 for None; at most 7."""
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    made = torch.empty(7, dtype=torch.int64, device=device)
+    _write_addresses[(1,)](made, *tensors, *[None] * (7 - len(tensors)), num_warps=1)
+    return made
+
+
+@quick
+@triton.jit
+def _write_addresses(made, first, second, third, fourth, fifth, sixth, seventh):
+    _write_address(made, first)
+    _write_address(made + 1, second)
+    _write_address(made + 2, third)
+    _write_address(made + 3, fourth)
+    _write_address(made + 4, fifth)
+    _write_address(made + 5, sixth)
+    _write_address(made + 6, seventh)
+
+
+@triton.jit
+def _write_address(place, tensor):
+    if tensor is not None:
+        tl.store(place, tensor.to(tl.int64))
+
+
 @triton.jit
 def cell_of(peers, dest, like, ALIGNED: tl.constexpr):
     """Where this rank's rows lie in the heap of `dest`. like: a pointer to such numbers."""

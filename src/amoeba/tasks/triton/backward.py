@@ -23,13 +23,13 @@ from amoeba.kernels.activation import group
 from amoeba.kernels.combine import sums_of
 from amoeba.kernels.constants import Group
 from amoeba.kernels.down_backward import of_epilogue
-from amoeba.kernels.expert_sums import CHUNK, DOT_COLUMNS, SUM_ROWS
 from amoeba.kernels.gemm_tiles import of_matrix, of_result, of_rows, tile_of
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.tile_sizes import Configuration, Product, configuration_on
 from amoeba.kernels.tiles import slots
 from amoeba.kernels.weight_gradient import product_of
 from amoeba.tasks.triton.arrivals import NO_RANKS, Arrival, make_local_table
+from amoeba.tasks.triton.bias_tasks import NO_BIASES, BiasTasks
 from amoeba.tasks.triton.kernel import backward_kernel
 from amoeba.tasks.triton.router_tasks import NO_ROUTER, RouterTasks
 from amoeba.tasks.triton.tickets import Layout, make_table
@@ -39,9 +39,6 @@ from amoeba.tasks.triton.tickets import Layout, make_table
 WAVE, GROUP, TOKENS, BIAS_COLUMNS = 8, 8, 16, 512
 
 
-Biases = tuple[Tensor | None, Tensor | None]  # of gate_up (E, J) and of down (E, H)
-
-
 class Scheduled(NamedTuple):
     x: Tensor
     weight: Tensor
@@ -49,16 +46,6 @@ class Scheduled(NamedTuple):
     down: Tensor
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-
-    def with_biases(self, biases: Biases) -> tuple[Scheduled, Tensor | None]:
-        """With room for their gradients; also as the kernel takes it, gate_up's and down's one behind the other."""
-        given = [bias for bias in biases if bias is not None]
-        if not given:
-            return self, None
-        room = given[0].new_empty(sum(bias.numel() for bias in given))
-        parts = iter(room.split([bias.numel() for bias in given]))
-        gate_up_bias, down_bias = (None if bias is None else next(parts).view_as(bias) for bias in biases)
-        return self._replace(gate_up_bias=gate_up_bias, down_bias=down_bias), room
 
 
 def scheduled_backward(
@@ -72,7 +59,7 @@ def scheduled_backward(
     activation: Activation,
     maps: tuple[Tensor, Tensor, Tensor],
     *,
-    biases: Biases = (None, None),
+    biases: BiasTasks = NO_BIASES,
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
@@ -102,9 +89,7 @@ def scheduled_backward(
         cdiv(tokens, TOKENS),
         WAVE,
         GROUP,
-        down_bias_parts=0 if biases[1] is None else cdiv(hidden, BIAS_COLUMNS),
-        up_bias_parts=0 if biases[0] is None else cdiv(width, BIAS_COLUMNS),
-    )
+    ).with_biases(*biases.parts(BIAS_COLUMNS))
     most_tiles = slots(rows, experts, down.block_m)
     assert arrival is None or router is None, "over ranks a token's dx is complete behind the kernel"
     router_tickets = 0 if router is None else layout.token_blocks + router.parts
@@ -119,9 +104,8 @@ def scheduled_backward(
     dx_NH, scaled_a_NI = h_NJ.new_empty((rows, hidden)), h_NJ.new_empty((rows, intermediate))
     part_CN = torch.empty((layout.down_parts, rows), dtype=torch.float32, device=device)
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
-    found, d_biases = Scheduled(
-        *(torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI))
-    ).with_biases(biases)
+    room = (torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI))
+    found = Scheduled(*room, *biases.gradients)
     if arrival is not None:
         found = found._replace(x=arrival.room_for_dx())
     plan = Group(
@@ -148,15 +132,9 @@ def scheduled_backward(
         ACTIVATION=group(activation),
         OF_DOWN=product_of(dy_TH, scaled_a_NI, found.down, None, top_k, down_weights),
         OF_UP=product_of(dh_NJ, x_TH, found.gate_up, None, top_k, up_weights),
-        BIASES=d_biases is not None,
-        UP_BIAS=biases[0] is not None,
+        BIASES=biases.constants(down.num_warps, down.block_m, BIAS_COLUMNS),
         DOWN_BIAS_FROM=layout.down_weight_parts,
         UP_BIAS_FROM=layout.up_weight_parts,
-        BIAS_COLUMNS=BIAS_COLUMNS,
-        BIAS_CHUNK=CHUNK,
-        BIAS_ROWS=SUM_ROWS,
-        DOT_ROWS=min(down.block_m, 4 * down.num_warps),
-        DOT_COLUMNS=DOT_COLUMNS,
         ROUTER=NO_ROUTER if router is None else router.constants(),
         TOKEN_COUNTERS=1 + experts + most_tiles if router is not None else 0,
         TOKENS=TOKENS,
@@ -179,8 +157,6 @@ def scheduled_backward(
         ds_N,
         dx_NH,
         *found[:4],
-        biases[1],
-        d_biases,
         order_N,
         slot_row_N,
         offs_E,
@@ -188,6 +164,7 @@ def scheduled_backward(
         counters,
         None if trace is None else trace(sends + layout.most_tickets(most_tiles) + router_tickets, layout.row_block),
         peers,
+        biases.context(),
         None if router is None else router.context(),
         tokens,
         rows,

@@ -7,8 +7,8 @@ dA' takes its activation back in its epilogue, and ACTIVATE adds up what the til
 
 Arguments travel in groups: inputs (dy, x, h, experts and weights of the routing, gate_up, down), between (what lies in
 memory between tasks: dh, s·a, parts of ds, ds, dx of the rows), maps and table of the sorted rows; PLAN has all that is
-known when the kernel is compiled (`scheduled_backward` makes it). d_biases: gradients of both, those of gate_up first.
-peers, router: addresses in memory, of `Arrival.context` and `RouterTasks.context`.
+known when the kernel is compiled (`scheduled_backward` makes it).
+peers, biases, router: addresses in memory, made by `context` of `Arrival`, `BiasTasks` and `RouterTasks`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import triton.language as tl
 
 from amoeba.kernels.combine import combine_tile, slot_gradient_tile
 from amoeba.kernels.down_backward import down_backward_tile
-from amoeba.kernels.expert_sums import dot_by_lanes, sum_of_chunks, sum_of_lanes
 from amoeba.kernels.gemm_tiles import multiply_tile
 from amoeba.kernels.launch import quick
 from amoeba.kernels.weight_gradient import weight_gradient_tile
@@ -36,6 +35,7 @@ from amoeba.tasks.triton.arrivals import (
     wait_for_received,
     wait_for_rows,
 )
+from amoeba.tasks.triton.bias_tasks import add_bias_dots, sum_bias_columns
 from amoeba.tasks.triton.router_tasks import gate_columns, router_block
 from amoeba.tasks.triton.tickets import (
     ACTIVATE,
@@ -88,7 +88,7 @@ def _task_of(ticket, sends, end, table, peers, PLAN: tl.constexpr):
         PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, PLAN.TOKEN_BLOCKS, PLAN.WAVE, PLAN.WAVES,
         PLAN.LATE, PLAN.BEHIND, PLAN.GROUP,
     )  # fmt: skip
-    if PLAN.BIASES:
+    if PLAN.BIASES.OF_DOWN | PLAN.BIASES.OF_GATE_UP:
         kind, part = with_biases(kind, part, PLAN.DOWN_BIAS_FROM, PLAN.UP_BIAS_FROM)
     if PLAN.ROUTER.PARTS > 0:  # noqa: SIM102 - known when it is compiled, unlike the next
         if ticket >= end:
@@ -188,7 +188,7 @@ def _combine(block, ds_N, dx_NH, slot_row_N, d_x, d_weight, peers, tokens, rows,
 
 
 @triton.jit
-def _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, down_bias, rows, PLAN: tl.constexpr):
+def _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, biases, rows, PLAN: tl.constexpr):
     """DOWN, ACTIVATE or UP."""
     dy_TH, _, h_NJ, _, weight_TK, gate_up_EJH, down_EHI = inputs
     dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH = between
@@ -204,49 +204,13 @@ def _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, down_b
         for column in tl.static_range(PLAN.TN):
             ds_M += tl.load(part_CN + column * rows.to(tl.int64) + row_M, mask=valid_M, other=0.0)
         tl.store(ds_N + row_M, ds_M, mask=valid_M)
-        if down_bias is not None:
+        if PLAN.BIASES.OF_DOWN:
             tl.debug_barrier()
-            _add_bias_dots(expert, row, row_end, dy_TH, down_bias, ds_N, order_N, PLAN)
+            add_bias_dots(biases, expert, row, row_end, dy_TH, ds_N, order_N, PLAN)
     else:
         multiply_tile(
             expert, row, row_end, part, dh_NJ, gate_up_EJH, dx_NH, None, None, None, None, 1.0, PLAN.UP_PRODUCT,
         )  # fmt: skip
-
-
-@triton.jit
-def _add_bias_dots(expert, row, row_end, dy_TH, down_bias, ds_N, order_N, PLAN: tl.constexpr):
-    """To ds of a row tile, <dy, down_bias>: a few rows at a time, for which there are registers."""
-    for first in range(row, tl.minimum(row_end, row + PLAN.BLOCK_M), PLAN.DOT_ROWS):
-        row_M = first + tl.arange(0, PLAN.DOT_ROWS)
-        valid_M = row_M < row_end
-        token_M = (tl.load(order_N + row_M, mask=valid_M, other=0) // PLAN.TOP_K).to(tl.int64)
-        bias_M = down_bias + expert.to(tl.int64) * PLAN.H + 0 * token_M
-        total = tl.zeros((PLAN.DOT_ROWS, PLAN.DOT_COLUMNS), tl.float32)
-        total = dot_by_lanes(dy_TH + token_M * PLAN.H, bias_M, valid_M, tl.arange(0, PLAN.DOT_COLUMNS), total, PLAN.H)
-        ds_M = tl.load(ds_N + row_M, mask=valid_M, other=0.0) + sum_of_lanes(total)
-        tl.store(ds_N + row_M, ds_M, mask=valid_M)
-
-
-@triton.jit
-def _bias_columns(kind, expert, part, row, row_end, inputs, dh_NJ, order_N, d_biases, PLAN: tl.constexpr):
-    """DOWN_BIAS or UP_BIAS."""
-    dy_TH, _, _, _, weight_TK, _, _ = inputs
-    OF_UP: tl.constexpr = PLAN.EXPERTS * PLAN.J * (1 if PLAN.UP_BIAS else 0)
-    column = part * PLAN.BIAS_COLUMNS + tl.arange(0, PLAN.BIAS_COLUMNS)
-    if kind == DOWN_BIAS:
-        total = sum_of_chunks(
-            row, row_end, column, dy_TH, order_N, weight_TK, PLAN.H, PLAN.H, PLAN.TOP_K, True, True, PLAN.BIAS_CHUNK,
-            PLAN.BIAS_ROWS,
-        )  # fmt: skip
-        out = d_biases + OF_UP + expert.to(tl.int64) * PLAN.H + column
-        tl.store(out, total.to(d_biases.dtype.element_ty), mask=column < PLAN.H)
-    else:
-        total = sum_of_chunks(
-            row, row_end, column, dh_NJ, None, None, PLAN.J, PLAN.J, PLAN.TOP_K, False, False, PLAN.BIAS_CHUNK,
-            PLAN.BIAS_ROWS,
-        )  # fmt: skip
-        out = d_biases + expert.to(tl.int64) * PLAN.J + column
-        tl.store(out, total.to(d_biases.dtype.element_ty), mask=column < PLAN.J)
 
 
 @triton.jit
@@ -272,8 +236,8 @@ def _weight_tile(kind, expert, part, inputs, between, maps, d_gate_up, d_down, P
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def backward_kernel(
     dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH,
-    d_x, d_weight, d_gate_up, d_down, down_bias, d_biases, order_N, slot_row_N, offs_E, heaviest_E, counters, trace,
-    peers, router, tokens, rows, PLAN: tl.constexpr,
+    d_x, d_weight, d_gate_up, d_down, order_N, slot_row_N, offs_E, heaviest_E, counters, trace, peers, biases, router,
+    tokens, rows, PLAN: tl.constexpr,
 ):  # fmt: skip
     inputs = (dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI)
     between = (dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH)
@@ -304,7 +268,7 @@ def backward_kernel(
             if PLAN.ROUTER.PARTS > 0:
                 _signal(counters + PLAN.TOKEN_COUNTERS + item)
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
-            _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, down_bias, rows, PLAN)
+            _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, biases, rows, PLAN)
             _signal(counters + 1 + PLAN.EXPERTS + item)
             if kind == ACTIVATE:
                 _signal(counters + 1 + expert)
@@ -312,8 +276,8 @@ def backward_kernel(
             if PLAN.RANKS > 1:
                 send_block(peers, item, part, dy_TH, PLAN)
         elif (kind == DOWN_BIAS) | (kind == UP_BIAS):
-            if PLAN.BIASES:
-                _bias_columns(kind, item, part, row, row_end, inputs, dh_NJ, order_N, d_biases, PLAN)
+            if PLAN.BIASES.OF_DOWN | PLAN.BIASES.OF_GATE_UP:
+                sum_bias_columns(biases, kind, item, part, row, row_end, dy_TH, dh_NJ, weight_TK, order_N, PLAN)
         elif (kind == ROUTER) | (kind == ROUTER_WEIGHTS):
             if PLAN.ROUTER.PARTS > 0:
                 if kind == ROUTER:

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from amoeba.core.config import RouterConfig
 from amoeba.kernels.constants import Group
-from amoeba.kernels.launch import cdiv, quick
+from amoeba.kernels.launch import cdiv
 from amoeba.kernels.router import backward_constants, needs_logits, router_backward_tile
-from amoeba.tasks.triton.arrivals import numbers_at
+from amoeba.tasks.triton.arrivals import address_table, numbers_at
 
 # Experts, columns of H and tokens that are multiplied at a time; columns of a task of d_gate. Not measured yet.
 EXPERT_STEP, COLUMN_STEP, TOKEN_STEP, GATE_COLUMNS = 32, 64, 32, 32
 GATE, CHOSEN, WEIGHT, SCORES, LOGITS, D_LOGITS, D_GATE = map(tl.constexpr, range(7))
-_FIELDS = 7
 
 
 class RouterTasks:
@@ -58,13 +57,7 @@ class RouterTasks:
 
     def context(self) -> Tensor:
         """Addresses for the kernel, in the order of the fields above."""
-        made = torch.empty(_FIELDS, dtype=torch.int64, device=self.d_gate.device)
-        gate_EH, expert_TK, weight_TK, scores_TE, logits_TE = self._given
-        logits = scores_TE if logits_TE is None else logits_TE
-        _write_addresses[(1,)](
-            made, gate_EH, expert_TK, weight_TK, scores_TE, logits, self.d_logits, self.d_gate, num_warps=1
-        )
-        return made
+        return address_table(*self._given, self.d_logits, self.d_gate)
 
     def constants(self) -> Group:
         return Group(
@@ -78,18 +71,6 @@ class RouterTasks:
 
 
 NO_ROUTER: Any = Group(PARTS=0)
-
-
-@quick
-@triton.jit
-def _write_addresses(made, gate, chosen, weight, scores, logits, d_logits, d_gate):
-    tl.store(made + GATE, gate.to(tl.int64))
-    tl.store(made + CHOSEN, chosen.to(tl.int64))
-    tl.store(made + WEIGHT, weight.to(tl.int64))
-    tl.store(made + SCORES, scores.to(tl.int64))
-    tl.store(made + LOGITS, logits.to(tl.int64))
-    tl.store(made + D_LOGITS, d_logits.to(tl.int64))
-    tl.store(made + D_GATE, d_gate.to(tl.int64))
 
 
 @triton.jit

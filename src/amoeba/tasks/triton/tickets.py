@@ -67,6 +67,9 @@ class Layout(NamedTuple):
     down_bias_parts: int = 0
     up_bias_parts: int = 0
 
+    def with_biases(self, down_parts: int, up_parts: int) -> Layout:
+        return self._replace(down_bias_parts=down_parts, up_bias_parts=up_parts)
+
     @property
     def down_expert_parts(self) -> int:
         return self.down_weight_parts + self.down_bias_parts
