@@ -23,8 +23,7 @@ from amoeba.backends.fp8_triton import WIDTH
 from amoeba.backends.fp8_weights import codes_of
 from amoeba.backends.low_rank import ByToken
 from amoeba.backends.triton_rows import HopperRows, TritonRows
-from amoeba.bench.ceilings import Ceilings, measure_ceilings
-from amoeba.bench.timing import REST_MS, step_of, time_in_turns
+from amoeba.bench.timing import REST_MS, Ceilings, measure_ceilings, step_of, time_in_turns
 from amoeba.bench.workload import Shape, draw_routing, parse_shape, relative_error
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output

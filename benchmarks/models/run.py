@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amoeba.bench.ceilings import Ceilings, measure_ceilings
+from amoeba.bench.timing import Ceilings, measure_ceilings
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value, counted

@@ -12,11 +12,10 @@ import torch
 
 from amoeba import placements
 from amoeba.backends.registry import backends_of
-from amoeba.bench import ceilings as ceilings_module
 from amoeba.bench import implementations as implementations_module
 from amoeba.bench import suite as suite_module
+from amoeba.bench import timing as ceilings_module
 from amoeba.bench import timing as timing_module
-from amoeba.bench.ceilings import Ceilings, Product, Size, measure_ceilings
 from amoeba.bench.implementations import (
     BY_BACKEND,
     LOOP,
@@ -26,7 +25,16 @@ from amoeba.bench.implementations import (
     names_of_ours,
 )
 from amoeba.bench.suite import Plan, run_suite
-from amoeba.bench.timing import Timing, peak_bytes, time_in_turns, watch_saved
+from amoeba.bench.timing import (
+    Ceilings,
+    Product,
+    Size,
+    Timing,
+    measure_ceilings,
+    peak_bytes,
+    time_in_turns,
+    watch_saved,
+)
 from amoeba.bench.workload import SHAPES, SUITES, Implementation, Shape, make_workload, parse_shape, relative_error
 from amoeba.commands.bench_run import make_document, result_path, write_document
 from amoeba.core import cost

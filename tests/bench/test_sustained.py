@@ -10,9 +10,9 @@ import torch
 from amoeba.bench import suite
 from amoeba.bench import sustained as sustained_module
 from amoeba.bench import timing as timing_module
-from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.sustained import MeterError, NvmlMeter, Sustained, open_meter, sustain_in_turns
+from amoeba.bench.timing import Ceilings, Product
 from amoeba.bench.workload import Shape
 from amoeba.commands import bench_layers as bench_command
 from amoeba.commands.bench_run import make_document

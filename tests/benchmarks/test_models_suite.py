@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from amoeba.bench.ceilings import Ceilings, Product
+from amoeba.bench.timing import Ceilings, Product
 from amoeba.integrations import fused_attention
 from amoeba.jobs.model_cost import training_flops_per_token
 from amoeba.jobs.train import fast_paths

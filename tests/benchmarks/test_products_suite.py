@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from amoeba.bench.ceilings import Ceilings, Product
+from amoeba.bench.timing import Ceilings, Product
 from amoeba.bench.workload import SHAPES, parse_shape
 from amoeba.commands.output import Output
 from benchmarks import products

@@ -7,7 +7,8 @@ from pathlib import Path
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from amoeba.bench import ceilings, timing
+from amoeba.bench import timing
+from amoeba.bench import timing as ceilings
 from amoeba.cli import app
 from amoeba.proof import conformance
 from amoeba.proof.cases import Case

@@ -14,8 +14,8 @@ from typer.main import get_command
 
 from amoeba.backends import eager, fp8_choice, registry
 from amoeba.bench import suite
-from amoeba.bench.ceilings import Ceilings, Product
 from amoeba.bench.suite import Measurement
+from amoeba.bench.timing import Ceilings, Product
 from amoeba.bench.workload import Shape
 from amoeba.cli import app
 from amoeba.commands import bench_layers as bench_command

@@ -13,8 +13,8 @@ from amoeba.backends.registry import Explanation
 from amoeba.cpu import placements as cpu_placements
 from amoeba.decoding import why_not
 from amoeba.decoding.decoder import why_not_chosen
-from amoeba.integrations import host_waits
-from amoeba.integrations.host_waits import why_waits
+from amoeba.integrations import coverage as host_waits
+from amoeba.integrations.coverage import why_waits
 from amoeba.integrations.place_experts import place_experts
 from tiny_models import build
 

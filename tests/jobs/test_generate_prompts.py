@@ -242,7 +242,7 @@ def test_which_experts_continuous_batching_takes(monkeypatch):
     with monkeypatch.context() as streamed:
         streamed.setattr("amoeba.decoding.step.replays_in", lambda model: object())
         assert "streamed, which transformers' graphs do not support" in prompt_batches.why_not_continuous(model)
-    monkeypatch.setattr("amoeba.integrations.host_waits.why_waits", lambda model: "its experts wait")
+    monkeypatch.setattr("amoeba.integrations.coverage.why_waits", lambda model: "its experts wait")
     assert prompt_batches.why_not_continuous(model) == "its experts wait"
 
 

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from amoeba.bench.captured import BackwardHost, InGraphs, apart, host_times, in_graphs
-from amoeba.bench.ceilings import dtype_name
 from amoeba.bench.implementations import PEERS, chosen_by_auto, implementations
 from amoeba.bench.sustained import Sustained, open_meter, sustain_in_turns
-from amoeba.bench.timing import REST_MS, Step, Timing, graph_ms, peak_bytes, time_in_turns, watch_saved
+from amoeba.bench.timing import REST_MS, Step, Timing, dtype_name, graph_ms, peak_bytes, time_in_turns, watch_saved
 from amoeba.bench.workload import Implementation, Shape, Workload, make_workload
 from amoeba.core import cost
 from amoeba.proof.conformance import TOLERANCE

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.implementations import PEERS, names_of_ours
 from amoeba.bench.suite import Measurement, Pass, Plan, Report, run_suite
 from amoeba.bench.sustained import TURNS, MeterError, Sustained, open_meter
+from amoeba.bench.timing import Ceilings, measure_ceilings
 from amoeba.bench.workload import Shape, check_memory, default_suite, parse_shape, parse_suite
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.options import dtype_name

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from amoeba.bench.ceilings import Ceilings, measure_ceilings
 from amoeba.bench.suite import Report
+from amoeba.bench.timing import Ceilings, measure_ceilings
 from amoeba.commands.output import Output, strict_json
 from amoeba.commands.start import with_seconds
 from amoeba.core.errors import bad_value

@@ -138,7 +138,7 @@ def _ceiling(device: torch.device, dtype: torch.dtype) -> float | None:
     """What a large dense product reaches on this GPU; the interpreter's clock says nothing about rates."""
     if device.type != "cuda":
         return None
-    from amoeba.bench.ceilings import measure_ceilings
+    from amoeba.bench.timing import measure_ceilings
 
     return measure_ceilings(device, [dtype]).matmul_flops_per_second(dtype)
 

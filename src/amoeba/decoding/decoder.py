@@ -31,8 +31,8 @@ from amoeba.decoding.fused_layers import reads_documents
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Rows, Step, replays_in
 from amoeba.integrations.compiled_layers import decoder_layers
+from amoeba.integrations.coverage import why_waits
 from amoeba.integrations.experts_module import experts_modules, placed_in
-from amoeba.integrations.host_waits import why_waits
 from amoeba.integrations.text_model import text_config
 
 AHEAD = 4  # steps on their way to the GPU before one is waited for

@@ -291,7 +291,7 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
 
 def _backend_of(module: Any) -> tuple[str, str]:
     """The backend that `auto` takes for this module, and why."""
-    from amoeba.integrations.host_waits import one_token
+    from amoeba.integrations.coverage import one_token
 
     request = one_token(module)
     if request is None:

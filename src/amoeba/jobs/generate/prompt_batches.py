@@ -45,7 +45,7 @@ Answer = tuple[Row, list[int]]
 def why_not_continuous(model: Any) -> str | None:
     from amoeba.decoding.decoder import why_not_chosen
     from amoeba.decoding.step import replays_in
-    from amoeba.integrations.host_waits import why_waits
+    from amoeba.integrations.coverage import why_waits
 
     if why_no_graphs(model.device) is not None:
         return f"its paged cache needs a GPU; the model is on {model.device.type}"

@@ -27,8 +27,8 @@ import torch
 
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.coverage import repeats_forward, why_waits
 from amoeba.integrations.fused_loss import fused_loss
-from amoeba.integrations.host_waits import repeats_forward, why_waits
 from amoeba.integrations.text_model import draws_random_numbers, text_decoder
 
 logger = logging.getLogger("amoeba")
