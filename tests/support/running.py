@@ -25,7 +25,7 @@ from amoeba.cpu import weights as packed
 from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.weights import Path, load_packed
 from amoeba.system.cpu_features import cpu_flags
-from selection import leave_the_rest_to_thorough, one_of_each_test
+from selection import first_case, leave_the_rest_to_thorough, one_of_each_test
 from small_layer import Layer
 
 settings.register_profile("here", deadline=None)
@@ -37,6 +37,14 @@ torch.set_num_threads(1)
 with torch.device("meta"):
     torch.empty(0)  # torch notes at first use what makes tensors: not while a test has put something in its place
 quick_interpreter.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Without a GPU, a test that needs one is the case that says so: thousands take seconds to make."""
+    if not torch.cuda.is_available() and metafunc.definition.get_closest_marker("gpu") is not None:
+        marks = metafunc.definition.own_markers
+        marks[:] = [first_case(mark) if mark.name == "parametrize" else mark for mark in marks]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied

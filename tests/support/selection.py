@@ -80,3 +80,11 @@ def one_of_each_test(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], l
         else:
             first[name] = item
     return list(first.values()), others
+
+
+def first_case(mark: pytest.Mark) -> pytest.Mark:
+    """Of @pytest.mark.parametrize."""
+    names, values, *others = mark.args
+    ids = mark.kwargs.get("ids")
+    named = mark.kwargs | ({"ids": list(ids)[:1]} if ids is not None and not callable(ids) else {})
+    return pytest.mark.parametrize(names, list(values)[:1], *others, **named).mark
