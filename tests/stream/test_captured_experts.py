@@ -32,7 +32,7 @@ from torch import Tensor
 from amoeba import ExpertWeights, LoraFactors, Routing, experts, route
 from amoeba.core.config import Activation, RouterConfig
 from amoeba.stream.gpu.device import CudaDevice
-from amoeba.stream.gpu.memory import DeviceMemory
+from amoeba.stream.gpu.memory import DeviceMemory, GpuStreamedExperts
 from amoeba.stream.placement import MOST_IDS, MemoryStore
 from amoeba.stream.store import compiled_reads
 from amoeba.stream.store.layers import layer_entry
@@ -263,12 +263,17 @@ class CapturedLayers(Captured):
         self.config, self.gates = config, gates
         super().__init__(*arguments, **options)
 
+    def route(self, layer: GpuStreamedExperts, logits_TE: Tensor) -> Routing:
+        """As a fused router does (integrations/fused_routers.py)."""
+        found = layer.replays.route(layer.layer, self.x_TH, logits_TE, self.config, None)
+        return route(logits_TE, self.config) if found is None else Routing(*found, trusted=True)
+
     def _run(self) -> None:
         self.found, self.routings = [], []
         with torch.no_grad():
             for layer, gate_EH in zip(self.memory.layers, self.gates, strict=True):
                 logits_TE = self.x_TH.float() @ gate_EH.mT
-                self.routings.append(layer.route(self.x_TH, logits_TE, self.config))
+                self.routings.append(self.route(layer, logits_TE))
                 self.found.append(experts(self.x_TH, self.routings[-1], layer))
 
 
@@ -310,7 +315,7 @@ def test_experts_that_get_something_else_than_their_router_gave_take_two_launche
             self.found = []
             with torch.no_grad():
                 for layer, gate_EH in zip(self.memory.layers, self.gates, strict=True):
-                    routing = changed(layer.route(self.x_TH, self.x_TH @ gate_EH.mT, self.config))
+                    routing = changed(self.route(layer, self.x_TH @ gate_EH.mT))
                     self.found.append(experts(self.x_TH, routing, layer))
 
     gates = [torch.randn(E, H).to(DEVICE) for _ in range(2)]

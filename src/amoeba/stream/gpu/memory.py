@@ -14,10 +14,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from amoeba.core.config import RouterConfig
-from amoeba.routing.router import Routing, route
 from amoeba.stream.cache.trace import Recorder
 from amoeba.stream.cpu.memory import show_range
 from amoeba.stream.experts import ExpertsInSlots, of_all
@@ -42,12 +38,6 @@ class GpuStreamedExperts(ExpertsInSlots):
     memory: DeviceMemory = field(repr=False)
 
     placement = "streamed-gpu"
-
-    def route(self, x_TH: Tensor, logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None = None) -> Routing:
-        """As `amoeba.routing.route` without training, for the pass of x_TH over these experts that comes next. In a
-        step that is captured the router's kernel asks for the experts as well, where it can: one launch less."""
-        found = self.replays.route(self.layer, x_TH, logits_TE, config, bias_E)
-        return route(logits_TE, config, bias_E=bias_E) if found is None else Routing(*found, trusted=True)
 
     @property
     def replays(self) -> GpuReplays:
