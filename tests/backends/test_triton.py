@@ -248,21 +248,21 @@ class TestRegistry:
             assert reason is None
 
     @pytest.mark.parametrize("device", [CUDA, torch.device("cpu")], ids=str)
-    def test_fp64_is_refused(self, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fp64_is_refused(self, device, gpu_of, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        gpu_of(9, 0)
         assert self.why_not(self.request(torch.float64, device)) == (
             "supports bf16, fp16 and fp32; these weights are torch.float64"
         )
 
-    def test_without_triton_it_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    def test_without_triton_it_is_refused(self, gpu_of, monkeypatch):
+        gpu_of(9, 0)
         monkeypatch.setattr(triton, "_TRITON_FOUND", False)
         assert self.why_not(self.request(torch.bfloat16, CUDA)) == "needs Triton, which is not installed"
 
     @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-    def test_old_gpus_are_refused(self, capability, served, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    def test_old_gpus_are_refused(self, capability, served, gpu_of):
+        gpu_of(*capability)
         reason = self.why_not(self.request(torch.bfloat16, CUDA))
         assert reason == (None if served else "needs compute capability 8.0 or newer")
 
@@ -281,8 +281,8 @@ class TestHopper:
         return Problem(x_TH, expert_TK, torch.ones(5, K), ExpertWeights(gate_up_EJH, down_EHI))
 
     @pytest.fixture(autouse=True)
-    def _hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    def _hopper(self, gpu_of) -> None:
+        gpu_of(9, 0)
 
     def test_multiples_of_64_in_half_precision_do_in_either_storage(self) -> None:
         for dtype in (torch.bfloat16, torch.float16):
@@ -327,7 +327,7 @@ class TestHopper:
             triton_rows.why_not_hopper(problem._replace(weights=replace(problem.weights, down_EHI=shifted)))
         )
 
-    def test_other_gpus_do_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_gpus_do_not(self, gpu_of):
         for capability in ((8, 0), (10, 0)):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            gpu_of(*capability)
             assert "needs a Hopper GPU" in str(triton_rows.why_not_hopper(self.problem()))

@@ -68,9 +68,9 @@ def test_a_backend_that_waits_for_a_gpu_is_announced_with_a_warning(monkeypatch,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_no_dtype_that_the_kernels_serve_falls_back_to_a_backend_that_waits(dtype, monkeypatch):
+def test_no_dtype_that_the_kernels_serve_falls_back_to_a_backend_that_waits(dtype, gpu_of, monkeypatch):
     """Below Hopper torch's grouped product waits, so there must be another."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    gpu_of(8, 6)
     monkeypatch.setattr(triton, "_TRITON_FOUND", True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert triton.why_not_on(torch.device("cuda"), dtype) is None

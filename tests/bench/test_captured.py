@@ -14,13 +14,9 @@ from amoeba.bench.workload import SHAPES, Shape, make_workload
 from amoeba.commands import bench_layers as bench_command
 from noted_output import NotedOutput
 
+pytestmark = pytest.mark.usefixtures("short_rounds")
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
-
-
-@pytest.fixture(autouse=True)
-def short_rounds(monkeypatch):
-    monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_a_step_longer_than_the_time_is_measured_all_the_same(clock):
     assert found.ms == pytest.approx(9000)
 
 
-def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypatch):
+def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(short_rounds, monkeypatch):
     asked = []
 
     def sustain(steps, device, seconds, meter):
@@ -179,7 +179,6 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
             step(lambda: None)
         return {name: Sustained(seconds, 40, 100.0, 30.0, 70.0, 1530.0, 680.0, 68.0, 700.0) for name in steps}
 
-    monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(suite, "sustain_in_turns", sustain)
     monkeypatch.setattr(suite, "open_meter", lambda device: f"meter of {device}")
     output = NotedOutput()
@@ -214,8 +213,8 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypa
     assert [line for line in output.lines if "no pauses, about 4.0 s each" in line and "limit 700 W" in line]
 
 
-def test_the_rests_of_a_gpu_are_stated(monkeypatch):
-    monkeypatch.setattr(timing_module, "LEAST_SECONDS", 0.0)
+@pytest.mark.usefixtures("short_rounds")
+def test_the_rests_of_a_gpu_are_stated():
     (report,) = run_suite(Plan([TINY], CPU, [torch.float32], ["forward"], repeats=1, peers=[]))
     output = NotedOutput()
     bench_command._print(replace(report, rest_ms=timing_module.REST_MS), None, output)

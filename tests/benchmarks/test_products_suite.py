@@ -15,6 +15,7 @@ from benchmarks.__main__ import app
 from benchmarks.products import Role, roles_of
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("short_rounds")
 
 
 def _raise() -> None:
@@ -32,8 +33,7 @@ def some_roles() -> list[Role]:
     ]
 
 
-def test_only_what_is_right_gets_a_time_and_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amoeba.bench.timing.LEAST_SECONDS", 0.0)
+def test_only_what_is_right_gets_a_time_and_a_rate() -> None:
     report = products.run_products(SHAPES["small"], some_roles(), CPU, repeats=2)
     up, down, codes, theirs, dx = report.measurements
     assert up.median_ms and up.flops_per_second == pytest.approx(2e9 / up.median_ms * 1e3) and up.error
@@ -43,8 +43,7 @@ def test_only_what_is_right_gets_a_time_and_a_rate(monkeypatch: pytest.MonkeyPat
     assert report.wrong == ["down", "dx"], "torch may lack a product, we may not"
 
 
-def test_each_shape_is_written_down_as_soon_as_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amoeba.bench.timing.LEAST_SECONDS", 0.0)
+def test_each_shape_is_written_down_as_soon_as_it_is_measured(tmp_path: Path) -> None:
     path, shapes = tmp_path / "found.json", [SHAPES["small"], parse_shape("8,16,8,4,2")]
     limits = Ceilings("cpu", {"float32": Product(256, 1e12), "bfloat16": Product(256, 1e12)}, 1 << 20, 1e10)
     seen: list[int] = []
@@ -75,8 +74,7 @@ def test_it_is_for_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("text", ["300,256,192,4,2", "300,256,256,4,2"])
-def test_on_a_gpu_all_kernels_of_a_layer_are_right(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amoeba.bench.timing.LEAST_SECONDS", 0.0)
+def test_on_a_gpu_all_kernels_of_a_layer_are_right(text: str) -> None:
     shape, device = parse_shape(text), torch.device("cuda")
     report = products.run_products(shape, roles_of(shape, device), device, repeats=1)
     assert not report.wrong, report

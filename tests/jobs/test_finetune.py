@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -466,13 +465,11 @@ def test_memory_that_will_not_do_is_foreseen_before_anything_is_packed(base, dat
 
 
 @needs_engine
-def test_the_plan_of_packed_experts_is_in_the_log(base, data, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="amoeba")
+def test_the_plan_of_packed_experts_is_in_the_log(base, data, tmp_path, our_log):
     console = Quiet()
     short = {"sequence_length": 64}  # as many as the model has positions, which needs no line
     finetune(settings(tmp_path / "run", base, data, experts="cpu-bf16", steps=1, **short), console)
-    assert any("packed W " in said and "total" in said for said in caplog.messages)
+    assert any("packed W " in said and "total" in said for said in our_log.messages)
     of_the_gpu = ("step ", "no ", "each step uses")  # what a step has there, or has not
     assert len([said for said in console.said if not said.startswith(of_the_gpu)]) <= 5
     assert not any("\n" in said or "torch." in said for said in console.said)

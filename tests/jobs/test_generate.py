@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -75,19 +74,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy that a test may spoil."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-@pytest.fixture
-def announced(monkeypatch, caplog) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="amoeba")
-    return caplog
-
-
-@pytest.fixture
-def by_decoder(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
 
 
 @pytest.fixture(params=["by transformers", "by_decoder"])
@@ -234,21 +220,21 @@ def test_it_stops_at_the_end_token_and_does_not_write_it(folder):
 
 
 @pytest.mark.usefixtures("either_way")
-def test_it_stops_where_the_models_positions_end_and_says_so(folder, announced):
+def test_it_stops_where_the_models_positions_end_and_says_so(folder, our_log):
     report = run(folder, "x" * (POSITIONS - 2))
     assert report.generated_tokens == 3
-    assert "at most 3 new tokens instead of 17: the model has 64 positions" in announced.text
+    assert "at most 3 new tokens instead of 17: the model has 64 positions" in our_log.text
     assert run(folder, "x" * POSITIONS).generated_tokens == 1
 
 
-def test_decisions_are_announced_with_their_reasons(folder, announced):
+def test_decisions_are_our_log_with_their_reasons(folder, our_log):
     report = run(folder, options=GenerationOptions(max_new_tokens=1, dtype=torch.bfloat16, device=torch.device("cpu")))
     assert (report.device, report.dtype) == ("cpu", "bfloat16")
     for words in ("device cpu: as requested", "dtype torch.bfloat16: as requested", f"backend {report.backend}: "):
-        assert words in announced.text
-    announced.clear()
+        assert words in our_log.text
+    our_log.clear()
     assert run(folder).dtype == "float32"
-    assert "dtype torch.float32: the checkpoint's own" in announced.text
+    assert "dtype torch.float32: the checkpoint's own" in our_log.text
 
 
 def test_a_backend_that_refuses_is_part_of_the_reason(folder, monkeypatch):
@@ -260,13 +246,13 @@ def test_a_backend_that_refuses_is_part_of_the_reason(folder, monkeypatch):
     assert (report.backend, report.backend_reason) == ("eager", "planted has a headache")
 
 
-def test_a_model_without_experts_runs_as_it_is_with_the_reason(tmp_path, announced):
+def test_a_model_without_experts_runs_as_it_is_with_the_reason(tmp_path, our_log):
     changes = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256}
     save(tmp_path, Qwen3ForCausalLM, tiny_config(Qwen3Config, "qwen3", **changes))
     report = run(tmp_path)
     assert (report.experts, report.backend, report.generated_tokens) == ("transformers", None, 17)
     assert "Qwen3ForCausalLM has no experts" in report.backend_reason
-    assert "Qwen3ForCausalLM has no experts" in announced.text
+    assert "Qwen3ForCausalLM has no experts" in our_log.text
 
 
 @needs_engine
@@ -430,17 +416,43 @@ def refusal(*words: object) -> str:
     return line
 
 
-def test_a_missing_folder(tmp_path):
-    assert "expected an existing folder" in refusal(tmp_path / "nowhere", "Once")
+def of_ten_ids(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = 10
+    config.save_pretrained(folder)
 
 
-def test_a_file_in_place_of_the_folder(folder):
-    assert "expected a folder; got the file" in refusal(folder / "config.json", "Once")
+def without(pattern: str):
+    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
-def test_a_folder_without_config(folder):
-    (folder / "config.json").unlink()
-    assert "expected a folder with a config.json" in refusal(folder, "Once")
+UNCHANGED = None
+TOO_LONG = "expected at most 64 tokens, the model's max_position_embeddings; got 65 tokens. Shorten it"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "model", "words", "said"),
+    [
+        (UNCHANGED, "../nowhere", ["Once"], "expected an existing folder"),
+        (UNCHANGED, "config.json", ["Once"], "expected a folder; got the file"),
+        (without("config.json"), ".", ["Once"], "expected a folder with a config.json"),
+        (without("tokenizer*"), ".", ["Once"], "expected a folder with a tokenizer"),
+        (without("model.safetensors"), ".", ["Once"], "model.safetensors"),
+        (UNCHANGED, ".", [""], "prompt: expected at least one token; got none from ''"),
+        (UNCHANGED, ".", ["x" * (POSITIONS + 1)], TOO_LONG),
+        (of_ten_ids, ".", ["Once"], "expected ids below the model's vocab_size, 10"),
+        (UNCHANGED, ".", ["Once", "--chat"], "--chat: expected a tokenizer with a chat template"),
+        (UNCHANGED, ".", ["Once", "--device", "tpu"], "--device: expected one of auto, cpu, cuda; got 'tpu'"),
+        (UNCHANGED, ".", ["Once", "--dtype", "int3"], "--dtype: expected one of auto, "),
+        (UNCHANGED, ".", ["Once", "--experts", "disk"], "expected one of resident, cpu-bf16, "),
+        (UNCHANGED, ".", ["Once", "--precision", "fp8-ste"], "--precision: expected one of bf16, fp8, "),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_what_cannot_be_generated_from_is_said(spoil, model, words, said, folder):
+    if spoil is not None:
+        spoil(folder)
+    assert said in refusal(folder / model, *words)
 
 
 def test_a_run_in_place_of_its_model(folder, tmp_path):
@@ -453,17 +465,6 @@ def test_a_run_in_place_of_its_model(folder, tmp_path):
         assert f"Give the run's model: '{run / 'model'}'" in refusal(run, "Once")
 
 
-def test_a_folder_without_tokenizer(folder):
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    assert "expected a folder with a tokenizer" in refusal(folder, "Once")
-
-
-def test_a_folder_without_weights(folder):
-    (folder / "model.safetensors").unlink()
-    assert "model.safetensors" in refusal(folder, "Once")
-
-
 def test_a_hub_name_goes_to_transformers_as_it_is(monkeypatch):
     def not_there(name, **_):
         raise OSError(f"asked for {name}\nand more")
@@ -471,33 +472,6 @@ def test_a_hub_name_goes_to_transformers_as_it_is(monkeypatch):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", not_there)
     line = refusal("somebody/some-Model.1b", "Once")
     assert "'somebody/some-Model.1b' (no folder here): asked for somebody/some-Model.1b. " in line
-
-
-def test_an_empty_prompt(folder):
-    assert "prompt: expected at least one token; got none from ''" in refusal(folder, "")
-
-
-def test_a_prompt_beyond_the_models_positions(folder):
-    line = refusal(folder, "x" * (POSITIONS + 1))
-    assert "expected at most 64 tokens, the model's max_position_embeddings; got 65 tokens. Shorten it" in line
-
-
-def test_a_tokenizer_of_another_model(folder):
-    config = AutoConfig.from_pretrained(folder)
-    config.vocab_size = 10
-    config.save_pretrained(folder)
-    assert "expected ids below the model's vocab_size, 10" in refusal(folder, "Once")
-
-
-def test_chat_without_a_template(folder):
-    assert "--chat: expected a tokenizer with a chat template" in refusal(folder, "Once", "--chat")
-
-
-def test_bad_device_and_dtype(folder):
-    assert "--device: expected one of auto, cpu, cuda; got 'tpu'" in refusal(folder, "Once", "--device", "tpu")
-    assert "--dtype: expected one of auto, " in refusal(folder, "Once", "--dtype", "int3")
-    assert "expected one of resident, cpu-bf16, " in refusal(folder, "Once", "--experts", "disk")
-    assert "--precision: expected one of bf16, fp8, " in refusal(folder, "Once", "--precision", "fp8-ste")
 
 
 @pytest.mark.parametrize(("precision", "placed"), [("mxfp4", "mxfp4-weights"), ("bf16", "resident")])

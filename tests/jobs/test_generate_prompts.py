@@ -81,8 +81,8 @@ def test_each_prompt_gets_the_text_that_it_gets_alone(folder, prompts, alone, si
         assert record["stopped"] == "length"
 
 
-def test_by_the_decoder_too(folder, prompts, alone, monkeypatch):
-    monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
+@pytest.mark.usefixtures("by_decoder")
+def test_by_the_decoder_too(folder, prompts, alone):
     result = invoke(folder, "--prompts", prompts, "--batch-size", 3, "--json")
     *lines, document = result.stdout.splitlines()
     assert {record["prompt"]: record["text"] for record in records("\n".join(lines)).values()} == alone

@@ -1,7 +1,5 @@
 """Which steps `amoeba generate` takes, what it says of them, and that the text does not depend on them."""
 
-import logging
-
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -16,10 +14,7 @@ GREEDY = {"do_sample": False, "repetition_penalty": 1.0}
 
 
 @pytest.fixture
-def model(monkeypatch, tmp_path):
-    """On the CPU, and taken for one whose steps can be captured."""
-    monkeypatch.setattr(token_steps, "why_plain", lambda model: None)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def model(by_decoder):
     model = build("qwen3_moe")
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     return model
@@ -75,12 +70,6 @@ def test_what_is_asked_for_is_done(model, prepared):
     assert prepared == [True, False, False]
 
 
-@pytest.fixture
-def warnings(monkeypatch, caplog) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
-    return caplog
-
-
 def failing(monkeypatch, *, compiled: bool, captured: bool, error: Exception) -> None:
     def prepare(self, tokens):
         if captured if not self._step.compiled else compiled:
@@ -89,12 +78,12 @@ def failing(monkeypatch, *, compiled: bool, captured: bool, error: Exception) ->
     monkeypatch.setattr(decoders.Decoder, "prepare", prepare)
 
 
-def test_where_compiling_fails_steps_are_captured(model, monkeypatch, warnings):
+def test_where_compiling_fails_steps_are_captured(model, monkeypatch, our_log):
     failing(monkeypatch, compiled=True, captured=False, error=RuntimeError("no\n such  kernel."))
     steps = choose(model, compile=True)
     assert steps.kind == "captured"
     assert steps.reason == "compiling a step failed (RuntimeError: no such kernel)"
-    assert f"{steps.reason}; continuing without it" in warnings.text
+    assert f"{steps.reason}; continuing without it" in our_log.text
 
 
 @pytest.mark.parametrize(
@@ -104,13 +93,13 @@ def test_where_compiling_fails_steps_are_captured(model, monkeypatch, warnings):
         (torch.OutOfMemoryError("CUDA out of memory"), "there was not enough memory: CUDA out of memory"),
     ],
 )
-def test_where_capturing_fails_they_are_plain_and_somebody_is_told(model, monkeypatch, warnings, error, words):
+def test_where_capturing_fails_they_are_plain_and_somebody_is_told(model, monkeypatch, our_log, error, words):
     failing(monkeypatch, compiled=True, captured=True, error=error)
     steps = choose(model, compile=True)
     assert (steps.kind, steps.decoder) == ("plain", None)
     assert steps.reason.startswith(f"capturing a step failed ({words}")
-    assert steps.reason in warnings.text
-    assert "compiling a step failed" in warnings.text
+    assert steps.reason in our_log.text
+    assert "compiling a step failed" in our_log.text
 
 
 def test_ctrl_c_while_preparing_is_no_failure(model, monkeypatch):

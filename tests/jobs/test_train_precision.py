@@ -108,8 +108,8 @@ def test_console_log_and_report_name_the_precision_and_what_computes_it(precisio
     assert page_data(read_run(tmp_path / "run"))["environment"]["experts"] == experts
 
 
-def test_what_computes_each_layer_is_said_and_why_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_what_computes_each_layer_is_said_and_why_it_is_slow(gpu_of, monkeypatch):
+    gpu_of(9, 0)
     cpu, hopper = torch.device("cpu"), torch.device("cuda")
     served, other = (build("qwen3_moe", hidden_size=64, moe_intermediate_size=size).bfloat16() for size in (64, 96))
     small = run_precision(served, "auto", hopper)

@@ -360,8 +360,8 @@ class TestLayers:
     """Which layers these kernels compute, told without them."""
 
     @pytest.fixture(autouse=True)
-    def _hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    def _hopper(self, gpu_of) -> None:
+        gpu_of(9, 0)
 
     @by_format
     def test_in_bf16_with_multiples_of_64(self, format: Format) -> None:
@@ -383,9 +383,9 @@ class TestLayers:
     def test_others_do_not_and_say_why(self, given: dict[str, Any], reason: str) -> None:
         assert reason in str(why_not_hopper(problem_of(**given)))
 
-    def test_other_gpus_do_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_gpus_do_not(self, gpu_of):
         for capability in ((8, 0), (10, 0)):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            gpu_of(*capability)
             assert "needs a Hopper GPU" in str(why_not_hopper(problem_of()))
 
 

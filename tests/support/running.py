@@ -2,10 +2,13 @@
 
 import atexit
 import gc
+import logging
 import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path as FilePath
 
 import pytest
 import torch
@@ -104,6 +107,33 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.skip(f"this CPU with this compiler has {best.name} at best")
     monkeypatch.setenv("AMOEBA_CPU_PATH", request.param)
     return request.param
+
+
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """gpu_of(9, 0): every device is said to be a GPU of this compute capability."""
+    return lambda *found: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)
+
+
+@pytest.fixture
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark measures as often as it is told and no longer."""
+    monkeypatch.setattr("amoeba.bench.timing.LEAST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def our_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What aMoEba says with --verbose."""
+    monkeypatch.setattr(logging.getLogger("amoeba"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="amoeba")
+    return caplog
+
+
+@pytest.fixture
+def by_decoder(monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> None:
+    """Models on the CPU are taken for ones whose steps can be captured."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr("amoeba.jobs.generate.token_steps.why_plain", lambda model: None)
 
 
 @pytest.fixture(scope="session")
