@@ -181,6 +181,6 @@ def _documents(live_BC: Tensor) -> Tensor:
 
 
 def replays_in(model: Any) -> Replays | None:
-    """Of experts that come while a step is replayed; of two kinds `refusal` has refused the model."""
+    """Of experts that come while a step is replayed; two kinds of them `why_not` refuses."""
     found = replays_of(placed_in(module) for module in experts_modules(model).values())
     return found[0] if found else None

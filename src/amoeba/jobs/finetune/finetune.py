@@ -61,7 +61,7 @@ from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
 
 COMMAND = "amoeba finetune"
-# On a GPU all batches have one length, and with it one captured pass (`train.captured_step`), where the longest row
+# On a GPU all batches have one length, and with it one captured pass (`train.trainer`), where the longest row
 # of a batch has on average at least this share of it. Not measured yet.
 WORTH_PADDING = 0.8
 # Rows are packed if an epoch still has this many steps: a small set of short conversations would be over in one or
