@@ -46,7 +46,8 @@ def _parameters(function: Callable[..., Any]) -> Iterator[tuple[str, str, bool]]
         found = extras[0]
         is_argument = type(found).__name__ == "ArgumentInfo"
         # in Annotated[..., typer.Option("-v", "--verbose")] the first name stands where a default would
-        name = parameter.name.upper() if is_argument else ", ".join((found.default, *found.param_decls))
+        names = [each for each in (found.default, *(found.param_decls or ())) if isinstance(each, str)]
+        name = parameter.name.upper() if is_argument else ", ".join(names) or f"--{parameter.name.replace('_', '-')}"
         default = parameter.default
         shown = "" if is_argument or default in (None, False, inspect.Parameter.empty) else f" Default: {default}."
         yield name, (found.help or "").replace("|", "\\|") + shown, is_argument
