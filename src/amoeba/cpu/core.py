@@ -37,6 +37,7 @@ logger = logging.getLogger("amoeba")
 
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # in the names of functions
 # fmt: off
 _SIGNATURES = {
     "amoeba_rows_f32": (
@@ -85,19 +86,8 @@ class Core:
     """Handle of the loaded library."""
 
     def __init__(self, file: Path) -> None:
-        library = load(file, {name: (None, arguments) for name, arguments in _SIGNATURES.items()})
-        self.lanes: int = library.amoeba_lanes()
-        self._rows = library.amoeba_rows_f32
-        self._weight_gradient = library.amoeba_weight_gradient_f32
-        self._swiglu = library.amoeba_swiglu_f32
-        self._swiglu_backward = library.amoeba_swiglu_backward_f32
-        self._decode = {torch.float32: library.amoeba_decode_f32, torch.bfloat16: library.amoeba_decode_bf16}
-        self._decode_codes = {"e4m3": library.amoeba_decode_e4m3, "e2m1": library.amoeba_decode_e2m1}
-        self._dequantise = {
-            torch.float32: library.amoeba_dequantise_f32,
-            torch.bfloat16: library.amoeba_dequantise_bf16,
-        }
-        self._sum_decoded = library.amoeba_sum_decoded
+        self._library = load(file, {name: (None, arguments) for name, arguments in _SIGNATURES.items()})
+        self.lanes: int = self._library.amoeba_lanes()
 
     def activates(self, activation: Activation, intermediate: int) -> bool:
         """Whether the core has this activation: silu-gated, concatenated, whole vectors."""
@@ -108,7 +98,7 @@ class Core:
         """out = scale · act(h)."""
         rows, intermediate = out.shape
         self._check_width(intermediate)
-        self._swiglu(
+        self._library.amoeba_swiglu_f32(
             rows, intermediate,
             address("h_NJ", h_NJ, torch.float32, (rows, 2 * intermediate)),
             address("scale_N", scale_N, torch.float32, (rows,)),
@@ -129,7 +119,7 @@ class Core:
         rows, intermediate = da_NI.shape
         self._check_width(intermediate)
         ds_N = torch.empty(rows, dtype=torch.float32, device=CPU)
-        self._swiglu_backward(
+        self._library.amoeba_swiglu_backward_f32(
             rows, intermediate,
             address("da_NI", da_NI, torch.float32, (rows, intermediate)),
             address("h_NJ", h_NJ, torch.float32, (rows, 2 * intermediate)),
@@ -164,7 +154,7 @@ class Core:
             )
         if not has_lines(out):
             raise bad_value("out", "rows that are contiguous", f"strides {out.stride()}", "write to another tensor")
-        self._rows(
+        self._library.amoeba_rows_f32(
             experts, address("offs_E", offs_E, torch.int32, (experts,)),
             _address_of_rows("rows", rows, depth, index_N, count), rows.stride(0),
             optional_address("index_N", index_N, torch.int64, (count,)),
@@ -189,7 +179,7 @@ class Core:
         count = next((i.shape[0] for i in (left_index_N, right_index_N) if i is not None), left.shape[0])
         if not has_lines(out):
             raise bad_value("out", "matrices contiguous along right", f"strides {out.stride()}", "swap left and right")
-        self._weight_gradient(
+        self._library.amoeba_weight_gradient_f32(
             experts, address("offs_E", offs_E, torch.int32, (experts,)),
             _address_of_rows("left", left, left_columns, left_index_N, count), left.stride(0),
             optional_address("left_index_N", left_index_N, torch.int64, (count,)), left_columns,
@@ -225,13 +215,11 @@ class Core:
             raise bad_value("gate_up_EJH", f"J = I or 2I with I = {intermediate}", width, "check activation.gated")
         slots = tokens * top_k
         kind = _kind(down_EHI)
-        run = self._decode_codes[kind] if isinstance(kind, str) else self._decode.get(kind)
-        if run is None or _kind(gate_up_EJH) != kind:
-            expected, got = (
-                "float32, bfloat16, or quantised weights of the same kind",
-                f"{_kind(gate_up_EJH)} and {kind}",
-            )
+        if kind is None or _kind(gate_up_EJH) != kind:
+            expected = "float32, bfloat16, or quantised weights of the same kind"
+            got = " and ".join(str(getattr(each, "dtype", "quantised")) for each in (gate_up_EJH, down_EHI))
             raise bad_value("gate_up_EJH and down_EHI", expected, got, "cast the weights")
+        run = getattr(self._library, f"amoeba_decode_{kind}")
         gate_up, gate_up_strides, gate_up_coding = _read("gate_up_EJH", gate_up_EJH, (experts, width, hidden))
         down, down_strides, down_coding = _read("down_EHI", down_EHI, (experts, hidden, intermediate))
         # h, a and a list of slots in 8-byte integers
@@ -261,11 +249,11 @@ class Core:
     def dequantise(self, codes: ScaledCodes, expert: int, *, out: Tensor) -> None:
         """out (O, I), in fp32 or bf16: of one expert each code · scale in fp32, rounded."""
         experts, rows, columns = codes.shape
-        run = self._dequantise.get(out.dtype)
-        if run is None or not 0 <= expert < experts:
+        if out.dtype not in _DTYPES or not 0 <= expert < experts:
             got = f"{out.dtype}, expert {expert}"
             raise bad_value("out", f"float32 or bfloat16, for one of {experts} experts", got, "convert it afterwards")
         of_expert, coding = codes.code_EOI[expert], codes.coding()
+        run = getattr(self._library, f"amoeba_dequantise_{_DTYPES[out.dtype]}")
         run(
             address_at_strides("codes", of_expert, torch.uint8, tuple(of_expert.shape)), of_expert.shape[1],
             ctypes.addressof(coding), expert, rows, columns,
@@ -280,7 +268,7 @@ class Core:
         (tokens, top_k), (slots, hidden) = expert_TK.shape, rows_NH.shape
         y_TH = torch.empty((tokens, hidden), dtype=torch.float32, device=CPU)
         order = torch.empty(slots, dtype=torch.int64, device=CPU)
-        self._sum_decoded(
+        self._library.amoeba_sum_decoded(
             tokens, top_k, experts, hidden,
             address("expert_TK", expert_TK, torch.int64, (tokens, top_k)),
             address("weight_TK", weight_TK, torch.float32, (tokens, top_k)),
@@ -315,8 +303,9 @@ def why_no_core() -> str | None:
     return str(loaded) if isinstance(loaded, CoreUnavailable) else None
 
 
-def _kind(weight: Tensor | ScaledCodes) -> torch.dtype | str:
-    return weight.element if isinstance(weight, ScaledCodes) else weight.dtype
+def _kind(weight: Tensor | ScaledCodes) -> str | None:
+    """As the core's functions name it; None for what it does not read."""
+    return weight.element if isinstance(weight, ScaledCodes) else _DTYPES.get(weight.dtype)
 
 
 def _read(

@@ -49,17 +49,10 @@ def forward(
     tile = tile or tile_of(q_TQD.device, "forward", size, q_TQD.dtype)
     y_TQD = torch.empty_like(q_TQD, memory_format=torch.contiguous_format)
     logsumexp_QT = torch.empty((heads, tokens), dtype=torch.float32, device=q_TQD.device)
-    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
-    _bound(forward_kernel, tile, Q=heads, GROUP=heads // k_TGD.shape[1], D=size)[(cdiv(tokens, tile.BLOCK_M) * heads,)](
-        _rows(q_TQD, queries),
-        _rows(k_TGD, keys),
-        _rows(v_TGD, keys),
-        _rows(y_TQD, queries),
-        logsumexp_QT,
-        bounds(ends_N1, tokens, window),
-        tokens,
-        scale * math.log2(math.e),
-    )
+    scalars = logsumexp_QT, bounds(ends_N1, tokens, window), tokens, scale * math.log2(math.e)
+    constants = {"Q": heads, "GROUP": heads // k_TGD.shape[1], "D": size}
+    grid = cdiv(tokens, tile.BLOCK_M) * heads
+    _launch(forward_kernel, tile, grid, constants, (q_TQD, k_TGD, v_TGD, y_TQD), "qkkq", scalars)
     return y_TQD, logsumexp_QT
 
 
@@ -105,18 +98,9 @@ def query_gradient(
     """Writes dq and delta, the second of the scalars."""
     tokens, heads, size = q.shape
     tile = tile or tile_of(q.device, "query_gradient", size, q.dtype)
-    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
-    _bound(query_gradient_kernel, tile, Q=heads, GROUP=heads // k.shape[1], D=size)[
-        (cdiv(tokens, tile.BLOCK_M) * heads,)
-    ](
-        _rows(q, queries),
-        _rows(k, keys),
-        _rows(v, keys),
-        _rows(y, queries),
-        _rows(dy, queries),
-        _rows(dq, queries),
-        *scalars,
-    )
+    constants = {"Q": heads, "GROUP": heads // k.shape[1], "D": size}
+    grid = cdiv(tokens, tile.BLOCK_M) * heads
+    _launch(query_gradient_kernel, tile, grid, constants, (q, k, v, y, dy, dq), "qkkqqq", scalars)
 
 
 def key_gradient(
@@ -125,18 +109,18 @@ def key_gradient(
     """Writes dk and dv, after `query_gradient` has written delta."""
     tokens, heads, size = k.shape
     tile = tile or tile_of(q.device, "key_gradient", size, q.dtype)
-    queries, keys = (tile.BLOCK_M, size), (tile.BLOCK_N, size)
-    _bound(key_gradient_kernel, tile, G=heads, GROUP=q.shape[1] // heads, D=size)[
-        (cdiv(tokens, tile.BLOCK_N) * heads,)
-    ](
-        _rows(q, queries),
-        _rows(k, keys),
-        _rows(v, keys),
-        _rows(dy, queries),
-        _rows(dk, keys),
-        _rows(dv, keys),
-        *scalars,
-    )
+    constants = {"G": heads, "GROUP": q.shape[1] // heads, "D": size}
+    grid = cdiv(tokens, tile.BLOCK_N) * heads
+    _launch(key_gradient_kernel, tile, grid, constants, (q, k, v, dy, dk, dv), "qkkqkk", scalars)
+
+
+def _launch(
+    kernel: Any, tile: Tile, grid: int, constants: dict[str, int], states: tuple, blocks: str, scalars: tuple
+) -> None:
+    """blocks: for each of the states "q" or "k", whether a program takes as much of it as of queries or of keys."""
+    rows = {"q": (tile.BLOCK_M, constants["D"]), "k": (tile.BLOCK_N, constants["D"])}
+    given = (_rows(each, rows[block]) for each, block in zip(states, blocks, strict=True))
+    _bound(kernel, tile, **constants)[(grid,)](*given, *scalars)
 
 
 @cache
