@@ -98,6 +98,42 @@ def check_same_bits(found: Path, expected: Path) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+# Rank 1 is lost between two exchanges, and rank 0 waits for it.
+MEETS = """
+import time
+from amoeba.core.errors import RankLost
+from amoeba.parallel.launcher import launched_ranks
+with launched_ranks(120.0) as ranks:
+    print("met", ranks.gather_texts(f"rank {ranks.rank}", "words"), flush=True)
+    if ranks.rank == 1:
+        time.sleep(600)
+    try:
+        ranks.gather_texts("again", "words")
+    except RankLost as error:
+        print(error)
+"""
+
+
+def test_ranks_of_two_hosts_meet_by_torchruns_environment_and_name_the_host_that_is_lost(network, tmp_path):
+    """A host's own name is a loopback address on it, by which the other would not be reached."""
+    found, logs, hosts = [], [tmp_path / "node0", tmp_path / "node1"], [network.host("node0"), network.host("node1")]
+    for rank, host in enumerate(hosts):
+        words = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2}
+        words |= {"MASTER_ADDR": "node0", "MASTER_PORT": 29400, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT / "src"}
+        environment = os.environ | {name: str(word) for name, word in words.items()}
+        found.append(host.start([sys.executable, "-c", MEETS], logs[rank], environment))
+    ends = time.monotonic() + SECONDS
+    while not all("met ['rank 0', 'rank 1']" in log.read_text() for log in logs):
+        assert time.monotonic() < ends and all(each.poll() is None for each in found), [log.read_text() for log in logs]
+        time.sleep(0.05)
+    hosts[1].kill()
+    assert found[0].wait(SECONDS) == 0, logs[0].read_text()
+    said = logs[0].read_text()
+    assert "from rank 1, which did not report" in said and "Look at the output of rank 1 on node1" in said
+
+
+# In every run: how hosts meet, above; what a restart and a resumed run do, in test_torchrun.py and test_resume.py.
+@pytest.mark.thorough
 def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(network, processes, inputs, tmp_path):
     job = Job(network, inputs, tmp_path, per_host=1)
     job.start("node0", "node1")
