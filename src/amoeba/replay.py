@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,14 +104,25 @@ def read_trace(path: str | Path, tokens: Sequence[int]) -> RoutingRecord:
     return RoutingRecord(tokens, expert_NLK.masked_fill(expert_NLK == trace.NO_EXPERT, -1))  # type: ignore[arg-type]
 
 
+_recorders: weakref.WeakKeyDictionary[nn.Module, dict[Any, Recorder]] = weakref.WeakKeyDictionary()
+
+
 @contextmanager
 def recording(model: nn.Module, *, rows: int, length: int) -> Iterator[Recorder]:
     """Records what the routers choose inside. rows: of each batch; length: slots of a row, with padding and new tokens.
 
-    The memory is made in the first pass, which therefore cannot be a captured one: 2·L·K bytes for each slot. A new
-    generation overwrites the one before.
+    A step that is captured inside, as a Decoder does when it first generates, records whenever it is replayed. Its
+    memory, 2·L·K bytes for each slot, therefore stays with the model and serves the next `recording` of these sizes.
+    What was recorded before is forgotten at the start, and overwritten by each generation.
     """
-    recorder = Recorder(model, rows, length)
+    key = (
+        rows,
+        length,
+        next((p.device for p in model.parameters()), None),
+        *(id(each.chosen) for each in _layers(model)),
+    )
+    recorder = _recorders.setdefault(model, {}).setdefault(key, Recorder(model, rows, length))
+    recorder.forget()
     with _attached(model, recorder, [_Recorded(recorder, layer) for layer in recorder.layers]):
         yield recorder
 
@@ -119,7 +131,7 @@ class _Observer:
     """What records or replays the passes of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.layers, self.description = model, _layers(model), _description(model)
+        self.layers, self.description = _layers(model), _description(model)
         self.dtype = torch.int16 if max(layer.experts for layer in self.layers) < 2**15 else torch.int32
         self.is_inside = False  # a pass of the model
 
@@ -159,11 +171,12 @@ class Recorder(_Observer):
 
         This waits for the device. ValueError where a text is not what was read.
         """
-        if self.expert_LSK is None:
-            raise bad_value("take", "a pass of the model inside `recording`", "none", "generate first")
+        end = 0 if self.expert_LSK is None else min(int(self._end), self.length)
+        if self.expert_LSK is None or end == 0:
+            remedy = "generate inside, and make captured steps inside too: a Decoder that was prepared before has none"
+            raise bad_value("take", "a whole pass of the model inside `recording`", "none", remedy)
         if len(texts) != self.rows:
             raise bad_value("texts", f"{self.rows}, one for each row", len(texts), "pass them in the order of the rows")
-        end = min(int(self._end), self.length)
         by_row = [each.view(self.rows, self.length + 1)[:, :end].cpu() for each in (self._token_S, self._live_S)]
         expert_LBSK = self.expert_LSK.unflatten(1, (self.rows, self.length + 1))[:, :, :end]
         records = []
@@ -181,6 +194,11 @@ class Recorder(_Observer):
             expert_NLK = expert_LBSK[:, row].transpose(0, 1).cpu()[live_S][: len(text)]
             records.append(RoutingRecord(text_N, expert_NLK, self.description))
         return records
+
+    def forget(self) -> None:
+        """What was recorded so far."""
+        self._end.zero_()
+        self._live_S.zero_()
 
     def before(self, tokens: _Pass) -> None:
         rows, device = tokens.rows, tokens.device
@@ -239,11 +257,12 @@ class Replay(_Observer):
         self, model: nn.Module, records: Sequence[Any], input_ids: Tensor, attention_mask: Tensor | None
     ) -> None:
         super().__init__(model)
+        self._model = model
         self._all_layers, self._among_all = _numbers(model, self.layers)
         self._unfinished = 0  # passes whose layers will run again in a backward that has not come yet
         token_BS, live_BS, expert_LTK = self._aligned(records, input_ids, attention_mask)
         device = next((p.device for layer in self.layers for p in layer.block.parameters()), input_ids.device)
-        self._loaded = [each.to(device) for each in (token_BS, live_BS, expert_LTK)]
+        self._loaded = [each.to(device, copy=True) for each in (token_BS, live_BS, expert_LTK)]  # ours to overwrite
         # of each layer whether its experts got other ids; and behind the last one whether a pass read another text
         self._wrong = torch.zeros(len(self.layers) + 1, dtype=torch.bool, device=device)
         each = zip(self.layers, self._loaded[2], self._wrong[:-1], strict=True)
@@ -297,7 +316,7 @@ class Replay(_Observer):
         if tokens.ids is not None:
             self._wrong[-1:].logical_or_(((tokens.ids != token_BS) & live_BS).any())
         if torch.is_grad_enabled() and any(
-            getattr(module, "gradient_checkpointing", False) and module.training for module in self.model.modules()
+            getattr(module, "gradient_checkpointing", False) and module.training for module in self._model.modules()
         ):
             self._unfinished += 1
 

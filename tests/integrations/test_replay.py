@@ -4,6 +4,8 @@ T tokens · K experts per token · E experts · L layers · N tokens of a text
 """
 
 import copy
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -505,7 +507,7 @@ def test_a_router_that_does_not_follow_is_refused_by_name(fitting, monkeypatch) 
 def test_a_recording_is_taken_with_the_text_that_was_read(fitting) -> None:
     model, texts = fitting.model, fitting.texts
     with replay.recording(model, rows=2, length=8) as recorder, torch.no_grad():
-        with pytest.raises(ValueError, match="Generate first"):
+        with pytest.raises(ValueError, match="a whole pass of the model"):
             recorder.take(texts)
         with pytest.raises(ValueError, match="rows: expected passes of 2 rows; got 1"):
             model(input_ids=fitting.ids[:1], use_cache=False)
@@ -531,8 +533,58 @@ def test_a_pass_that_was_broken_off_is_not_taken_for_a_record(fitting, monkeypat
         monkeypatch.setattr(model.model.layers[1].mlp.gate, "forward", broken)
         with pytest.raises(KeyboardInterrupt):
             model(input_ids=fitting.ids, use_cache=False)
-        with pytest.raises(ValueError, match="expected at most 1 tokens"):
+        with pytest.raises(ValueError, match="a whole pass of the model"):
             recorder.take(fitting.texts)
+
+
+def test_recordings_of_one_size_share_their_memory_and_not_their_contents(fitting) -> None:
+    """A captured step goes on writing where it was captured."""
+    model, addresses = fitting.model, set()
+    for _ in range(2):
+        with replay.recording(model, rows=2, length=11) as recorder, torch.no_grad():
+            with pytest.raises(ValueError, match="a Decoder that was prepared before"):
+                recorder.take(fitting.texts)
+            model(input_ids=fitting.ids, use_cache=False)
+        addresses.add(recorder.expert_LSK.data_ptr())
+        recorder.take(fitting.texts)
+    assert len(addresses) == 1
+    copied = copy.deepcopy(model)
+    with replay.recording(copied, rows=2, length=11) as recorder:
+        copied(input_ids=fitting.ids, use_cache=False)
+    assert recorder.expert_LSK.data_ptr() not in addresses
+    forgotten = weakref.ref(recorder)
+    del copied, recorder
+    gc.collect()
+    assert forgotten() is None
+
+
+def test_layers_that_run_again_in_backward_record_nothing(fitting) -> None:
+    model = copy.deepcopy(fitting.model).train()
+    model.gradient_checkpointing_enable()
+    with replay.recording(model, rows=2, length=11) as recorder:
+        first = model(input_ids=fitting.ids.flip(1), use_cache=False).logits.sum()
+        model(input_ids=fitting.ids, use_cache=False)
+        expected = recorder.take(fitting.texts)
+        first.backward()
+    for found, other in zip(recorder.take(fitting.texts), expected, strict=True):
+        assert torch.equal(found.expert_NLK, other.expert_NLK)
+
+
+def test_batches_of_one_shape_are_loaded_one_after_another(fitting) -> None:
+    model, ids, records = fitting.model, fitting.ids, fitting.records
+    expected = []
+    for order in (slice(None), slice(None, None, -1)):
+        batch = torch.tensor(ids.tolist()[order])
+        with replay.replaying(model, records[order], batch):
+            expected.append(outcome(model, batch))
+    with replay.replaying(model, records, ids) as loaded:
+        address = loaded.states[0].expert_TK.data_ptr()
+        assert_same(outcome(model, ids), expected[0])
+        loaded.load(records[::-1], ids.flip(0))
+        assert_same(outcome(model, ids.flip(0)), expected[1])
+        with pytest.raises(ValueError, match="rows, tokens and K as before"):
+            loaded.load([record[:-1] for record in records], ids[:, :-1])
+    assert loaded.states[0].expert_TK.data_ptr() == address
 
 
 def test_one_model_is_recorded_or_replayed_once_at_a_time(fitting) -> None:
