@@ -77,7 +77,7 @@ def job_over_ranks(
         expected = "torchrun without --max-restarts: every restart would begin from this checkpoint"
         raise bad_value("--from", expected, options["start_from"], "leave out one of the two")
     with over_ranks(settings.experts, output, resume=resume) as rank_zero, closing(RunConsole(output)) as console:
-        said_by = console if rank_zero.here else Console()
+        said_by: Any = console if rank_zero.here else Console()
         if may_restart() and not resume:
             resume = rank_zero.tell(lambda: holds_a_run(Path(settings.out)), "whether the run has begun")
         if cannot_replace_hosts():

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from amoeba.commands.output import Output
 from amoeba.commands.start import with_seconds
-from amoeba.jobs.train.run_folder import Console
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -23,8 +22,8 @@ _BAR = 16
 _SECONDS_BETWEEN_LINES, _LONGEST, _SHARE_OF_THE_RUN = 2.0, 60.0, 0.05
 
 
-class RunConsole(Console):
-    """Tells how a run goes."""
+class RunConsole:
+    """Tells how a run goes, as `amoeba.jobs.train.run_folder.Console`, which imports torch."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
