@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
 from benchmarks.convert import ConvertSize, run_convert
 

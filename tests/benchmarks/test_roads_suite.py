@@ -17,9 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
-
 from amoeba import ExpertWeights, Request, Routing
 from amoeba.commands.bench_run import make_document
 from amoeba.cpu import placements as cpu_placements

@@ -16,10 +16,6 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytest.importorskip("peft")
-
 from amoeba import cli
 from amoeba.commands import exits
 from amoeba.data import documents as chat_template

@@ -4,10 +4,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytest.importorskip("peft")
-
 from interrupted_commands import JOBS, call, interrupted, prepare
 
 CHEAP = "trace"

@@ -7,8 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 from amoeba.data.documents import Completion, Conversation, Message, Text
 from amoeba.data.sft_dataset import (
     PLAIN_TEMPLATE,

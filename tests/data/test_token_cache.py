@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from amoeba.data import token_rows, tokenizer
 from amoeba.data.documents import Completion, Conversation, Message, Text
 from amoeba.data.token_rows import PackedDataset

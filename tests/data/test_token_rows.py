@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from amoeba.data.documents import Conversation, Message, Text
 from amoeba.data.token_rows import NO_LABEL, PackedDataset, document_arguments, stack
 from amoeba.data.tokenizer import END_OF_TEXT, train_tokenizer

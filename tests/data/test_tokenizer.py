@@ -6,9 +6,6 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 

@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers")
-
 from transformers import AutoModelForCausalLM
 
 import amoeba

@@ -2,10 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from amoeba.integrations.experts_module import experts_left_out

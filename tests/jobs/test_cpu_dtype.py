@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.core import load_core
 from amoeba.jobs import cpu_dtype

@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
-
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner

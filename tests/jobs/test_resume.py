@@ -5,19 +5,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
-
-import subprocess
-import sys
-
-import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 import torch
 
 import amoeba

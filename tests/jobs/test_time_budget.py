@@ -12,9 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
-
 from amoeba.jobs.settings import TrainSettings
 from amoeba.jobs.train import time_budget
 from amoeba.jobs.train.resume import settings_of

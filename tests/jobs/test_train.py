@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-
 from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train.train import train

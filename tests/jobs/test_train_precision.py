@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-
 from typer.testing import CliRunner
 
 from amoeba.backends import fp8_choice

@@ -9,9 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
-
 import rank_jobs
 from amoeba.cli import app
 from amoeba.jobs.sharded_model import load_share

@@ -10,9 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
-
 import rank_jobs
 from amoeba.cli import app
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings

@@ -16,8 +16,6 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-
 from amoeba.cli import app
 from amoeba.jobs.train.run_folder import checkpoints, run_folder
 from amoeba.parallel.launcher import _own_part

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-
 import amoeba
 import rank_jobs
 import rank_training

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-
 import rank_jobs
 from amoeba.jobs.train.run_folder import checkpoints, unfinished_checkpoint
 from amoeba.parallel.processes import LocalRanks

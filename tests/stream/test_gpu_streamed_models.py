@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 import torch
 from simulated_device import LiveDevice, LiveGraph, SimulatedDevice
 from stored_models import SIZES, TOP_K, outcome_of, save

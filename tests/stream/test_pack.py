@@ -17,9 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 from stored_models import check_experts, save
 from typer.testing import CliRunner
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 from safetensors.torch import load_file, save_file
 from stored_models import save
 from torch import Tensor

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 import torch
 from stored_models import SIZES, TOP_K, outcome_of, save
 from torch import Tensor

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from selection import without_a_gpu_thorough
-
-pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
-
 import torch
 from simulated_device import SimulatedDevice
 from stored_models import SIZES, TOP_K, save
@@ -26,6 +21,7 @@ from amoeba.stream import attaching, timeline
 from amoeba.stream.store import StoreError, open_store, reading
 from amoeba.stream.store.packing import pack
 from amoeba.stream.timeline import GpuSpans, Timeline
+from selection import without_a_gpu_thorough
 from tiny_models import LAYERS
 
 ON_GPU = torch.cuda.is_available()

@@ -5,9 +5,10 @@ import gc
 import logging
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 
 import pytest
@@ -40,6 +41,16 @@ torch.set_num_threads(1)
 with torch.device("meta"):
     torch.empty(0)  # torch notes at first use what makes tensors: not while a test has put something in its place
 quick_interpreter.install()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Tests of what the extras are for are skipped without them."""
+    report = (yield).get_result()
+    missing = re.search(r"No module named '(transformers|accelerate|peft)'", str(report.longrepr))
+    if report.failed and missing is not None:
+        reason = f"Skipped: needs {missing[1]}: pip install 'amoeba-moe[hf,lora]'"
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
 
 
 @pytest.hookimpl(tryfirst=True)
