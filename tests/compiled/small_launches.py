@@ -150,7 +150,7 @@ def _of_ranks(dtype: torch.dtype) -> Launches:
         "add to own sums": lambda: peer_sums.add_kept(peers, own, goes),
         "wait for room": lambda: peer_copies.wait_for_room(peers, ROWS),
         "raise flags": lambda: raise_flags(peers, 1, 4),
-        "close": lambda: Arrival.close(SimpleNamespace(peers=peers)),
+        "close": lambda: Arrival.close(SimpleNamespace(peers=peers, sender=None)),
     }
 
 
