@@ -71,7 +71,7 @@ def scheduled_backward(
     router: its backward comes last, and adds to dx.
     trace: allocates room for a number of tickets, given the rows of a row tile: see `amoeba.tasks.timeline`.
     """
-    order_N, slot_row_N, offs_E = maps
+    order_N, _, offs_E = maps
     (tokens, hidden), (experts, width, _), intermediate = x_TH.shape, gate_up_EJH.shape, down_EHI.shape[2]
     rows, top_k, device = h_NJ.shape[0], expert_TK.shape[1], x_TH.device
     of_down, of_up = (Product(rows, experts, *sizes, x_TH.dtype) for sizes in ((hidden, intermediate), (width, hidden)))
@@ -143,23 +143,13 @@ def scheduled_backward(
         INTERPRETED=backward_kernel.interpreted,
         **(NO_RANKS if arrival is None else arrival.constants()),
     )
+    inputs = dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI
+    between = dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH
     backward_kernel[(programs(device),)](
-        dy_TH,
-        x_TH,
-        h_NJ,
-        expert_TK,
-        weight_TK,
-        gate_up_EJH,
-        down_EHI,
-        dh_NJ,
-        scaled_a_NI,
-        part_CN,
-        ds_N,
-        dx_NH,
+        *inputs,
+        *between,
         *found[:4],
-        order_N,
-        slot_row_N,
-        offs_E,
+        *maps,
         table.heaviest_E,
         counters,
         None if trace is None else trace(sends + layout.most_tickets(most_tiles) + router_tickets, layout.row_block),
