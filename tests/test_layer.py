@@ -118,10 +118,7 @@ def mixtral():
 
     block = MixtralSparseMoeBlock(
         MixtralConfig(
-            hidden_size=HIDDEN,
-            intermediate_size=INTERMEDIATE,
-            num_local_experts=NUM_EXPERTS,
-            num_experts_per_tok=TOP_K,
+            hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K
         )
     )
     return block, replace(PLAIN, router=RouterConfig(NUM_EXPERTS, TOP_K))

@@ -132,11 +132,7 @@ def test_ours_keeps_x_and_h_and_the_row_maps(dtype):
     assert ours
     maps = cost.row_map_bytes(rows=TINY.rows, experts=TINY.experts, weight_itemsize=dtype.itemsize)
     x_and_h = cost.kept_bytes(
-        tokens=TINY.tokens,
-        rows=TINY.rows,
-        hidden=TINY.hidden,
-        intermediate=TINY.intermediate,
-        itemsize=dtype.itemsize,
+        tokens=TINY.tokens, rows=TINY.rows, hidden=TINY.hidden, intermediate=TINY.intermediate, itemsize=dtype.itemsize
     )
     inputs = TINY.tokens * TINY.hidden * dtype.itemsize + TINY.rows * (8 + dtype.itemsize)
     for measurement in ours:

@@ -87,8 +87,5 @@ def test_layers_with_factors_that_train_beside_codes_have_sizes_of_models() -> N
     assert {
         name: (shape.tokens, shape.hidden, shape.intermediate, shape.experts, shape.top_k, shape.rank)
         for name, shape in sizes.items()
-    } == {
-        "lora_qwen3_8192": (8192, 2048, 768, 128, 8, 16),
-        "lora_gpt_oss_4096": (4096, 2880, 2880, 32, 4, 16),
-    }
+    } == {"lora_qwen3_8192": (8192, 2048, 768, 128, 8, 16), "lora_gpt_oss_4096": (4096, 2880, 2880, 32, 4, 16)}
     assert not any(shape.forward_only for shape in sizes.values())

@@ -232,11 +232,7 @@ def document(**changes: Any) -> dict[str, Any]:
             "red",
             "plain",
         ),
-        (
-            Outcome(0, {"tokens_per_second": 1.0}, "no CUDA graph: several ranks share each batch"),
-            "green",
-            "plain",
-        ),
+        (Outcome(0, {"tokens_per_second": 1.0}, "no CUDA graph: several ranks share each batch"), "green", "plain"),
         (Outcome(0, {"tokens_per_second": 1.0}, "no CUDA graph: RuntimeError: no"), "red", "plain"),
         (Outcome(2, {"error": "quantised experts cannot be distributed yet"}, ""), "refused", ""),
         (Outcome(2, {"error": "something else"}, ""), "red", ""),

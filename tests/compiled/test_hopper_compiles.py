@@ -73,14 +73,7 @@ IN_STAGE = (
 CODED = tuple(
     f"coded_{product} of {format}"
     for format in ("fp8", "mxfp4")
-    for product in (
-        "up",
-        "up_in_tall_groups",
-        "up_with_factors",
-        "down",
-        "down_backward",
-        "rows_gradient_with_factors",
-    )
+    for product in ("up", "up_in_tall_groups", "up_with_factors", "down", "down_backward", "rows_gradient_with_factors")
 )
 CODED += ("coded_up of mxfp8", "coded_up of nvfp4")
 ASIDE_BY_36 = ("coded_up_in_tall_groups of fp8",)

@@ -343,10 +343,7 @@ class TestInsideTorch:
         assert torch.equal(y_TH, expected["output"])
         (dx,) = torch.autograd.grad(y_TH, x_TH, layer.dy_TH)
         assert dx.dtype == torch.float32
-        with (
-            torch.autocast("cpu", dtype=torch.float16),
-            pytest.raises(ValueError, match="Use autocast in bfloat16"),
-        ):
+        with torch.autocast("cpu", dtype=torch.float16), pytest.raises(ValueError, match="Use autocast in bfloat16"):
             experts(x_TH, layer.routing, packed)
 
     def test_second_derivatives_are_refused_with_a_reason(self):

@@ -28,11 +28,7 @@ X86 = {
     "icelake-server": "AVX-512 VNNI, fp32 with FMA, 16 lanes",
     "native": "whatever this machine has",
 }
-ARM = {
-    "armv8-a": "widened int8, fp32",
-    "armv8.2-a+dotprod": "SDOT, fp32",
-    "armv8.6-a+bf16+i8mm": "SDOT, BFDOT",
-}
+ARM = {"armv8-a": "widened int8, fp32", "armv8.2-a+dotprod": "SDOT, fp32", "armv8.6-a+bf16+i8mm": "SDOT, BFDOT"}
 
 
 def build(compiler: str | None, program: Path, *flags: str) -> None:

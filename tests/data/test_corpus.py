@@ -185,8 +185,7 @@ def test_copies_of_one_document_are_cut_as_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("record", "kind"),
-    [({"messages": [{"role": "user", "content": "x"}]}, "conversation"), ({"text": "x"}, "text")],
+    ("record", "kind"), [({"messages": [{"role": "user", "content": "x"}]}, "conversation"), ({"text": "x"}, "text")]
 )
 def test_one_document_that_cannot_be_cut_is_explained(tmp_path, record, kind):
     path = written(tmp_path, "a.jsonl", lines(record))

@@ -177,12 +177,7 @@ def _where(rng: random.Random, device: str) -> dict[str, Any]:
             dtype = "bfloat16"
         if backend == "triton" and dtype == "float64":
             dtype = "bfloat16"
-    return {
-        "placement": placement,
-        "backend": backend,
-        "dtype": dtype,
-        "threads": rng.choice((1, 1, 1, 2, 3)),
-    }
+    return {"placement": placement, "backend": backend, "dtype": dtype, "threads": rng.choice((1, 1, 1, 2, 3))}
 
 
 def _sizes(rng: random.Random, small: bool, whole: bool) -> dict[str, Any]:

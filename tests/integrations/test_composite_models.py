@@ -26,9 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # With a text-only class that leaves the vision part out, and loaded whole.
 QUICK = ("qwen3_5_moe", "gemma4")
 # Kinds that no command serves -> what is said.
-REFUSED = {
-    "diffusion_gemma": "a language model that writes one token after another",
-}
+REFUSED = {"diffusion_gemma": "a language model that writes one token after another"}
 # Kinds that are loaded, trained and merged, but whose experts are not read one by one -> what is said.
 RESIDENT_ALONE = {
     "ernie4_5_vl_moe": "converted in a way known here",

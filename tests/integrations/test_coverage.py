@@ -23,15 +23,7 @@ from amoeba.jobs.train.train import train
 from amoeba.observe.router_watch import RouterWatch, check_balance
 from amoeba.stream.store.packing import pack
 from amoeba.tuning.model_shapes import shapes_of
-from tiny_models import (
-    build,
-    experts_classes,
-    experts_of,
-    modeling_module,
-    save_byte_tokenizer,
-    tiny_config,
-    token_ids,
-)
+from tiny_models import build, experts_classes, experts_of, modeling_module, save_byte_tokenizer, tiny_config, token_ids
 
 _TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 _T5 = {"d_model": 32, "d_ff": 48, "num_heads": 4, "vocab_size": 64, "num_experts": 4}

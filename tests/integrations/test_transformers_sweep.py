@@ -13,9 +13,7 @@ from amoeba.integrations.experts_module import ATTRIBUTE
 from tiny_models import build, build_experts, experts_classes, experts_inputs, experts_of, experts_parity, model_parity
 
 # Classes whose text model cannot be run on token ids alone -> why.
-EXPERTS_ALONE = {
-    "Qwen3OmniMoeTalkerTextExperts": "the talker takes the thinker's embeddings, not token ids",
-}
+EXPERTS_ALONE = {"Qwen3OmniMoeTalkerTextExperts": "the talker takes the thinker's embeddings, not token ids"}
 # Classes that are not tried -> why. (None in transformers 5.8, 5.17 and 5.22.)
 SKIPPED: dict[str, str] = {}
 # In transformers 5.8; 5.17 has 54 and 5.22 has 62.

@@ -109,10 +109,7 @@ def test_a_rise_that_would_take_most_of_the_time_ends_early() -> None:
     assert all(0 <= before - now < 0.01 for before, now in itertools.pairwise(rates[20:]))
 
 
-@given(
-    warmup=st.integers(0, 30),
-    plans=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), max_size=8),
-)
+@given(warmup=st.integers(0, 30), plans=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), max_size=8))
 def test_no_plan_lets_the_rate_jump_or_rise_again(warmup: int, plans: list[tuple[int, int]]) -> None:
     plan, step, seen = time_budget.RatePlan(warmup, 200), 0, [0.0]
     for later, left in [*plans, (0, 20)]:

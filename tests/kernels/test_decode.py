@@ -61,11 +61,7 @@ def problem_of(case, dtype, device):
         made.expert_TK.to(device),
         weight_TK,
         ExpertWeights(
-            tensors["gate_up"],
-            tensors["down"],
-            tensors.get("gate_up_bias"),
-            tensors.get("down_bias"),
-            case.activation,
+            tensors["gate_up"], tensors["down"], tensors.get("gate_up_bias"), tensors.get("down_bias"), case.activation
         ),
         lora_of(tensors),
     )

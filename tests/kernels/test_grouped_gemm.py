@@ -86,11 +86,7 @@ class Problem:
 
 
 def problem(
-    case: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    activation: str = "swiglu",
-    transposed: bool = False,
+    case: str, dtype: torch.dtype, device: torch.device, activation: str = "swiglu", transposed: bool = False
 ) -> Problem:
     tokens, hidden, intermediate, experts, top_k, how = CASES[case]
     g = torch.Generator().manual_seed(7)

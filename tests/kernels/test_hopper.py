@@ -194,8 +194,7 @@ PRODUCTS = [
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("depth", "width"), [*SIZES, (192, 448)])
 @pytest.mark.parametrize(
-    ("gathered", "rows_first", "has_bias", "dtype"),
-    [(*plan, dtype) for *plan, dtypes in PRODUCTS for dtype in dtypes],
+    ("gathered", "rows_first", "has_bias", "dtype"), [(*plan, dtype) for *plan, dtypes in PRODUCTS for dtype in dtypes]
 )
 def test_rows_times_their_experts_matrix(
     gathered, rows_first, has_bias, dtype, depth, width, routing, device, monkeypatch

@@ -69,10 +69,7 @@ def test_joined_factors_are_the_factors_and_zeros(device, activation, ranks, dty
         for e in range(E):
             parts = {
                 name: x @ a[e].to(dtype).double().T @ b[e].to(dtype).double().T
-                for name, a, b in (
-                    ("gate", lora.gate_lora_a, lora.gate_lora_b),
-                    ("up", lora.up_lora_a, lora.up_lora_b),
-                )
+                for name, a, b in (("gate", lora.gate_lora_a, lora.gate_lora_b), ("up", lora.up_lora_a, lora.up_lora_b))
                 if a is not None
             }
             expected = parts["up"]

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from amoeba.kernels.hopper.gemm import tile_table
-from amoeba.kernels.quantise import (
-    BLOCK,
-    RowBlocks,
-    Transposed,
-    row_blocks,
-    transpose_rows,
-    transpose_tokens,
-)
+from amoeba.kernels.quantise import BLOCK, RowBlocks, Transposed, row_blocks, transpose_rows, transpose_tokens
 from amoeba.precision import quantise
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, fp8_training_columns
 

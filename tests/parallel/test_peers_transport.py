@@ -110,9 +110,7 @@ def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backen
 @pytest.mark.thorough
 @interpreted
 @pytest.mark.parametrize(
-    "options",
-    [{"overlap": True, "straight": False}, {"straight": True}],
-    ids=["overlapped", "straight"],
+    "options", [{"overlap": True, "straight": False}, {"straight": True}], ids=["overlapped", "straight"]
 )
 def test_what_leaves_within_a_pass_that_is_run_again_is_not_taken_for_gradients(processes, options):
     """Checkpointing runs forward again only up to the last tensor that it saved."""

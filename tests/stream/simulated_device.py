@@ -283,11 +283,7 @@ class RepeatedFunction:
     """Stands for the graph of a function that computes by torch: at a replay it is called again, by the device."""
 
     def __init__(
-        self,
-        device: LiveDevice,
-        replays: GpuReplays,
-        function: Callable[[], object],
-        group: tuple[int, int] = (0, 1),
+        self, device: LiveDevice, replays: GpuReplays, function: Callable[[], object], group: tuple[int, int] = (0, 1)
     ) -> None:
         self.device, self._replays, self._function, self._group = device, replays, function, group
         with replays.as_group(*group):

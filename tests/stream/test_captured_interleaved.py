@@ -65,8 +65,7 @@ class Group:
 
 
 @pytest.mark.parametrize(
-    ("slots", "host_slots", "groups"),
-    [(16, COUNT, 2), (20, COUNT, 2), (16, 4, 2), (28, COUNT, 3)],
+    ("slots", "host_slots", "groups"), [(16, COUNT, 2), (20, COUNT, 2), (16, 4, 2), (28, COUNT, 3)]
 )
 def test_every_step_of_every_group_gives_the_resident_bits(slots: int, host_slots: int, groups: int) -> None:
     resident = wide(COUNT)

@@ -96,8 +96,7 @@ def test_a_file_cut_anywhere_gives_the_whole_passes_before_the_cut_or_an_error(t
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{}\n", b"[]\n", b"\xff\xfe\n", b'{"format":"amoeba routing trace"}\n', b"\x89PNG" + bytes(100)],
+    "content", [b"", b"{}\n", b"[]\n", b"\xff\xfe\n", b'{"format":"amoeba routing trace"}\n', b"\x89PNG" + bytes(100)]
 )
 def test_what_is_no_trace_is_named(tmp_path, content):
     (tmp_path / "x.bin").write_bytes(content)
