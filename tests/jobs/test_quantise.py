@@ -23,7 +23,7 @@ from amoeba.jobs.convert import quantise as job
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.placements import placement_named
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import build, randomise, save_byte_tokenizer, token_ids
 
 amoeba.register()
@@ -223,6 +223,7 @@ def same_files(one: Path, other: Path) -> None:
         assert path.read_bytes() == (other / path.name).read_bytes(), path.name
 
 
+@each_value_once()  # every format and many sizes are in tests/cpu/test_quantised_by_core.py
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_type", SIZES)
 def test_the_core_and_torch_write_the_same_bytes(model_type, format, models, tmp_path, monkeypatch):
