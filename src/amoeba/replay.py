@@ -115,12 +115,8 @@ def recording(model: nn.Module, *, rows: int, length: int) -> Iterator[Recorder]
     memory, 2·L·K bytes for each slot, therefore stays with the model and serves the next `recording` of these sizes.
     What was recorded before is forgotten at the start, and overwritten by each generation.
     """
-    key = (
-        rows,
-        length,
-        next((p.device for p in model.parameters()), None),
-        *(id(each.chosen) for each in _layers(model)),
-    )
+    device = next((parameter.device for parameter in model.parameters()), None)
+    key = rows, length, device, *(id(layer.chosen) for layer in _layers(model))
     recorder = _recorders.setdefault(model, {}).setdefault(key, Recorder(model, rows, length))
     recorder.forget()
     with _attached(model, recorder, [_Recorded(recorder, layer) for layer in recorder.layers]):
@@ -204,7 +200,15 @@ class Recorder(_Observer):
         rows, device = tokens.rows, tokens.device
         if rows != self.rows:
             raise bad_value("rows", f"passes of {self.rows} rows", rows, f"record with rows={rows}")
+        seen = tokens.start + tokens.length if isinstance(tokens.start, int) else 1
+        if tokens.mask is not None and (getattr(tokens.mask, "ndim", 0) != 2 or tokens.mask.shape[1] < seen):
+            expected = "two dimensions, (B, S), with the tokens in the cache"
+            raise bad_value("attention_mask", expected, _shown(tokens.mask), "pass 1 for tokens, 0 for padding")
         if self.expert_LSK is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise bad_value(
+                    "recording", "a first pass that is not captured", "a captured one", "run it once before"
+                )
             self._token_S = torch.zeros(rows * (self.length + 1), dtype=torch.int64, device=device)
             self._live_S = torch.zeros_like(self._token_S)
             self._end = torch.zeros(1, dtype=torch.int64, device=device)
@@ -435,7 +439,7 @@ class _Pass(NamedTuple):
     length: int  # tokens of each row
     start: int | Tensor  # the slot of the first
     ids: Tensor | None
-    mask: Tensor | None
+    mask: Any
     device: torch.device
 
 
@@ -444,13 +448,9 @@ def _pass_of(args: tuple, kwargs: dict[str, Any]) -> _Pass:
     given = args[0] if given is None and args else given
     if not isinstance(given, Tensor) or given.dim() < 2:
         raise bad_value("input_ids", "token ids (B, S) or hidden states (B, S, H)", _shown(given), "add a first axis")
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        raise bad_value("attention_mask", "two dimensions, (B, S)", _shown(mask), "pass 1 for tokens, 0 for padding")
-    start, (rows, length) = 0 if cache is None else cache.get_seq_length(), given.shape[:2]
-    if mask is not None and isinstance(start, int) and mask.shape[1] < start + length:
-        raise bad_value("attention_mask", f"all {start + length} slots", mask.shape[1], "pass it for cached tokens too")
-    return _Pass(rows, length, start, None if given.is_floating_point() else given, mask, given.device)
+    cache, (rows, length) = kwargs.get("past_key_values"), given.shape[:2]
+    start, ids = 0 if cache is None else cache.get_seq_length(), None if given.is_floating_point() else given
+    return _Pass(rows, length, start, ids, kwargs.get("attention_mask"), given.device)
 
 
 class _Recorded:

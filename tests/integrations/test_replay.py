@@ -511,6 +511,9 @@ def test_a_recording_is_taken_with_the_text_that_was_read(fitting) -> None:
             recorder.take(texts)
         with pytest.raises(ValueError, match="rows: expected passes of 2 rows; got 1"):
             model(input_ids=fitting.ids[:1], use_cache=False)
+        for mask in (torch.ones(2, 1, 11, 11), torch.ones(2, 10)):
+            with pytest.raises(ValueError, match="attention_mask: expected two dimensions"):
+                model(input_ids=fitting.ids, attention_mask=mask, use_cache=False)
         model(input_ids=fitting.ids, use_cache=False)  # 11 tokens, of which 8 have room
         with pytest.raises(ValueError, match=r"texts\[0\]: expected at most 9 tokens.*length \(8\)"):
             recorder.take(texts)
