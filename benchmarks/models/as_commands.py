@@ -28,14 +28,6 @@ from benchmarks.models.problem import LEARNING_RATE, LORA_ALPHA, LORA_RANK, MOST
 _STEPS = 1000  # of the run that the trainer is made for, which is never run to its end
 
 
-class _Console:
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-
-    def step(self, line: dict[str, Any], total: int) -> None:
-        pass
-
-
 def train_step(states: Literal["float32", "bfloat16"], problem: Problem, stage: Stage) -> Step:
     """states: dtype of AdamW's moments on a GPU."""
     model = problem.model("amoeba", problem.dtype).train()
@@ -87,11 +79,13 @@ def _step(
     from amoeba.jobs.train.fast_paths import fast_paths
     from amoeba.jobs.train.manifest import WholeModel
     from amoeba.jobs.train.run import Run
+    from amoeba.jobs.train.run_folder import Console
     from amoeba.jobs.train.trainer import Rows
     from amoeba.jobs.train.training_loop import make_trainer
 
     length = problem.batch.length
-    console = _Console(stage.said.append)
+    console: Any = Console()
+    console.say = stage.said.append
     run = Run("amoeba bench", replace(settings, out=stage.enter_context(tempfile.TemporaryDirectory())), console)
     of_trainer = Rows(rows, rows, collate, length, documents_per_row, length)
     trainer: Any = make_trainer(run, model, None, of_trainer, _STEPS, model.dtype, WholeModel())

@@ -82,7 +82,7 @@ def _put(heap, source_at, dest_at, nbytes, pe):
 def _put_blocks(heap, epochs, source_at, dest_at, flags_at, nbytes, block, blocks, pe, CHANNEL: tl.constexpr):
     value = tl.load(epochs + CHANNEL) + 1
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        first = index.to(tl.int64) * block
+        first = index * block.to(tl.int64)
         size = tl.maximum(tl.minimum(nbytes - first, block), _LEAST_BYTES).to(tl.int64)
         nvshmem.putmem_signal_block(
             heap + dest_at + first, heap + source_at + first, size, heap + flags_at + index * 8, value,
