@@ -196,20 +196,14 @@ class RepeatedSteps:
 
 
 def count_launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """From now on: of requests, and of routers that request."""
-    found = SimpleNamespace(requests=0, both=0)
+    """From now on: of requests alone, and of routers that request."""
+    found, launch = SimpleNamespace(requests=0, both=0), expert_request.request_experts
 
-    def counted(name: str, as_what: str) -> None:
-        launch = getattr(expert_request, name)
+    def launched(*given: Any, router: Any = None, **options: Any) -> None:
+        found.requests, found.both = found.requests + (router is None), found.both + (router is not None)
+        launch(*given, router=router, **options)
 
-        def launched(*given: Any, **options: Any) -> None:
-            setattr(found, as_what, getattr(found, as_what) + 1)
-            launch(*given, **options)
-
-        monkeypatch.setattr(expert_request, name, launched)
-
-    counted("request_experts", "requests")
-    counted("route_and_request", "both")
+    monkeypatch.setattr(expert_request, "request_experts", launched)
     return found
 
 
