@@ -281,5 +281,6 @@ def _adds_and_norms(layer: Any) -> bool:
 
 
 def _random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
+    """In its dtype, on the CPU: a model on the meta device has no numbers, and on a GPU the host would wait for them."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device, like.dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like.dtype)

@@ -77,11 +77,12 @@ def final_norm(model: Any) -> list[Any]:
 
 
 def name_of_stack(model: Any) -> str:
+    """A list may say that it `stands_for` more layers than it has (jobs/warm.py)."""
     count = text_config(model.config).num_hidden_layers
     inside = {id(module) for module in text_decoder(model).modules()}  # a vision part may have as many layers
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "h")
-        if is_list and len(module) == count and id(module) in inside:
+        if is_list and getattr(module, "stands_for", len(module)) == count and id(module) in inside:
             return name
     raise NotImplementedError(f"no list of {count} decoder layers in {type(model).__name__}")
 

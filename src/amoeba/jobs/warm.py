@@ -112,8 +112,11 @@ def _shape(work: Work) -> Any:
             unquantised(config), experts_implementation="amoeba", dtype=dtype, trust_remote_code=work.trust_remote_code
         )
     name = name_of_stack(model)
-    layers = {str(layer): layer for layer in reversed(model.get_submodule(name))}
-    model.set_submodule(name, nn.ModuleList(reversed(layers.values())))
+    stack = model.get_submodule(name)
+    layers = {str(layer): layer for layer in reversed(stack)}
+    some: Any = nn.ModuleList(reversed(layers.values()))
+    some.stands_for = len(stack)
+    model.set_submodule(name, some)
     if facts is not None and format is not None:
         for module in experts_modules(model).values():
             weights = weights_of(module)
