@@ -281,6 +281,6 @@ def _adds_and_norms(layer: Any) -> bool:
 
 
 def _random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """In its dtype, on the CPU: a model on the meta device has no numbers, and on a GPU the host would wait for them."""
+    """In its dtype, on the CPU: a model on the meta device has no numbers, and the host would wait for a GPU's."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like.dtype)
