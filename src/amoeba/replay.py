@@ -61,7 +61,8 @@ class RoutingRecord:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        tokens_N, expert_NLK = (torch.as_tensor(each).cpu() for each in (self.tokens_N, self.expert_NLK))
+        given = self.tokens_N, self.expert_NLK
+        tokens_N, expert_NLK = (torch.as_tensor(each, dtype=None, device="cpu") for each in given)
         if tokens_N.dim() != 1 or _is_no_id(tokens_N):
             raise bad_value("tokens_N", "the token ids of one text", _shown(tokens_N), "pass one record for each text")
         if expert_NLK.dim() != 3 or _is_no_id(expert_NLK):
@@ -96,11 +97,12 @@ def read_trace(path: str | Path, tokens: Sequence[int]) -> RoutingRecord:
     from amoeba.stream.cache import trace
 
     found = trace.read_trace(path)
-    passes = [
-        torch.stack([torch.tensor(each.of_layer(layer)).view(each.tokens, -1) for layer in range(len(found.layers))], 1)
-        for each in found.passes
-    ]
-    expert_NLK = torch.cat(passes).int()
+
+    def of_layer(each: Any, layer: int) -> Tensor:
+        return torch.tensor(each.of_layer(layer), dtype=torch.int32, device="cpu").view(each.tokens, -1)
+
+    layers = range(len(found.layers))
+    expert_NLK = torch.cat([torch.stack([of_layer(each, layer) for layer in layers], 1) for each in found.passes])
     return RoutingRecord(tokens, expert_NLK.masked_fill(expert_NLK == trace.NO_EXPERT, -1))  # type: ignore[arg-type]
 
 

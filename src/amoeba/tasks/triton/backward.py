@@ -91,7 +91,8 @@ def scheduled_backward(
         GROUP,
     ).with_biases(*biases.parts(BIAS_COLUMNS))
     most_tiles = slots(rows, experts, down.block_m)
-    assert arrival is None or router is None, "over ranks a token's dx is complete behind the kernel"
+    if arrival is not None and router is not None:
+        raise ValueError("router tasks: expected one rank; over ranks a token's dx is complete behind the kernel")
     router_tickets = 0 if router is None else layout.token_blocks + router.parts
     of_router = 0 if router is None else layout.token_blocks + 1
     counters = torch.empty(1 + experts + most_tiles + of_router, dtype=torch.int32, device=device)

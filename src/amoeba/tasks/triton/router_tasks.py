@@ -45,7 +45,10 @@ class RouterTasks:
         scores_TE: Tensor,
         logits_TE: Tensor | None = None,
     ) -> None:
-        assert logits_TE is not None or not needs_logits(config)
+        if logits_TE is None and needs_logits(config):
+            raise ValueError(
+                f"logits_TE: expected them for the score {config.score}; got None. Pass the router's logits"
+            )
         self._config, self._given = config, (gate_EH, expert_TK, weight_TK, scores_TE, logits_TE)
         self.d_logits = weight_TK.new_empty((weight_TK.shape[0], config.num_experts), dtype=torch.float32)
         self.d_gate = torch.empty_like(gate_EH)
