@@ -23,14 +23,14 @@ WITHOUT = """
                 raise ImportError(f"No module named {name!r}", name=name)
 
     sys.meta_path.insert(0, Absent())
-    from amoeba.bench import ceilings, timing
+    from amoeba.bench import timing
     from amoeba.commands import verify_run
     from amoeba.proof import conformance
 
     conformance.cases = verify_run.cases = lambda thorough=False: few
     verify_run.SECONDS = for_ever
     timing.LEAST_SECONDS = 0.0
-    ceilings.SIZES["cpu"] = small
+    timing.SIZES["cpu"] = small
     done = []
     for words in commands:
         sys.argv = ["amoeba", *words]

@@ -323,7 +323,8 @@ def test_a_pass_takes_as_much_memory_as_was_predicted() -> None:
     """In a process of its own, whose memory nothing else has grown before."""
     program = """
 import gc, torch
-from test_node import ALL, Layer, NodeFactors, WorkerPool, backward, forward, workspace_bytes
+from amoeba.cpu.node_passes import workspace_bytes
+from test_node import ALL, Layer, NodeFactors, WorkerPool, backward, forward
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 Layer(hidden=64, intermediate=32).run(WorkerPool(1))
