@@ -48,7 +48,7 @@ def test_the_driver_is_handed_the_same_bytes(tmp_path: Path) -> None:
     assert {name for name, _ in found} >= {"fp8_wgrad_kernel", "_transpose_rows", "_column_sizes", "_transpose_codes"}
     assert all(same for _, same in found), found
     told_of = set(json.loads(told.stdout.splitlines()[-2]))  # of plain numbers alone, see `amoeba.kernels.launch`
-    assert "_combine" in told_of and "gemm_kernel" not in told_of
+    assert "_place_rows" in told_of and "gemm_kernel" not in told_of
 
 
 def compare(library: str) -> list[tuple[str, bool]]:

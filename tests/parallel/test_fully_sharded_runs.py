@@ -145,7 +145,7 @@ def test_one_rank_computes_the_same_with_its_parameters_in_shards(inputs, tmp_pa
         all_of_it = DeviceMesh.from_group(ranks.group, device)
         for name, meshes in (("copies", ()), ("shards", (all_of_it, all_of_it))):
             mesh = RankMesh(ranks, ranks, *meshes)
-            monkeypatch.setattr("amoeba.jobs.train.train.mesh_of", lambda *_, mesh=mesh: mesh)
+            monkeypatch.setattr("amoeba.jobs.train.run.make_mesh", lambda *_, mesh=mesh: mesh)
             settings = tiny_settings("train", tmp_path / name, inputs, **CHANGED, experts="ranks")
             tiny_run(settings, Quiet(), rank_zero=RankZero(ranks))
     finally:
