@@ -110,7 +110,7 @@ class Output:
             self.progress_console.print(text, soft_wrap=True)
 
     def at_times(self, text: str, pause: float) -> None:
-        """Progress that is told often: in a pipe a line every so many seconds, on a terminal all of them."""
+        """Frequent progress: all of it on a terminal, in a pipe a line every `pause` seconds."""
         now = time.monotonic()
         if self.on_terminal or now - self._told >= pause:
             self._told = now
