@@ -342,15 +342,16 @@ def _consume_whole(table, ring, staging, results, shape, WARPGROUP: gl.constexpr
     depth, _, columns, _, _ = shape
     tiles = gl.load(table)
     column_tiles = gl.cdiv(columns, PLAN.COLUMNS)
-    OWN: gl.constexpr = PLAN.OWN
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN[1], 16])
-    acc = gl.zeros((OWN[0], OWN[1]), gl.float32, mma)
+    HEIGHT: gl.constexpr = PLAN.OWN[0]
+    WIDTH: gl.constexpr = PLAN.OWN[1]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    acc = gl.zeros((HEIGHT, WIDTH), gl.float32, mma)
     count = 0
     first, behind, step = share_of_tiles(gl.program_id(0), gl.num_programs(0), tiles * column_tiles, PLAN.HALVINGS)
     for tile in range(first, behind, step):
         expert, row, end, n = place_of_tile(tile, table, tiles, column_tiles, PLAN.GROUP_M, PLAN.ORDER)
         if not PLAN.FEW:
-            row += WARPGROUP * OWN[0]
+            row += WARPGROUP * HEIGHT
         if PLAN.UNROLLED:
             acc, count = _begin_unrolled(acc, ring, count, 0, depth, WARPGROUP, PLAN)
             acc = _end_unrolled(acc, ring, PLAN)
