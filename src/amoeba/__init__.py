@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from amoeba.core.placement import Placement
     from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.cpu.packed_experts import pack_experts
-    from amoeba.experts import experts
+    from amoeba.experts import experts, submit_experts
     from amoeba.integrations.place_experts import place_experts as place_experts
     from amoeba.integrations.precision import set_precision as set_precision
     from amoeba.layer import MoE
@@ -54,6 +54,7 @@ __all__ = [
     "register_placement",
     "replay",
     "route",
+    "submit_experts",
     "with_precision",
 ]
 
@@ -79,6 +80,7 @@ _HOME = {
     "register_placement": "amoeba.placements",
     "route": "amoeba.routing.router",
     "set_precision": "amoeba.integrations.precision",
+    "submit_experts": "amoeba.experts",
     "with_precision": "amoeba.precision.recipes",
 }
 

@@ -5,6 +5,9 @@ T tokens · K experts per token · E experts · H hidden
     y_TH = experts(x_TH, Routing(expert_TK, weight_TK), ExpertWeights(gate_up_EJH, down_EHI))
     y_TH = experts(x_TH, routing, weights, lora=LoraFactors(down_lora_a=a_ERI, down_lora_b=b_EHR, scaling=2.0))
 
+    ticket = submit_experts(x_TH, routing, packed)       # experts on the CPU, x on a GPU: their pass begins
+    y_TH = shared_experts(x_TH) + ticket.sync()          # while the GPU computes something else
+
 Gradients go to x, to weight_TK (and so to the router), and to every weight, bias and LoRA factor that requires them. An
 expert id outside [0, E) is a sentinel: it costs nothing, adds nothing, and its weight gets gradient zero.
 """
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import fp8_choice
-from amoeba.backends.backend import Request
+from amoeba.backends.backend import Backend, Request
 from amoeba.backends.registry import choose
+from amoeba.backends.submitted import Ticket
 from amoeba.core.errors import bad_value
 from amoeba.core.torch_internals import transformed
 from amoeba.core.weights import AnyExperts, LoraFactors
@@ -47,6 +51,32 @@ def experts(
 
     Under autocast, x and the weights are cast to the autocast dtype, and y has that dtype.
     """
+    chosen, request = _chosen(x_TH, routing, weights, lora, backend, recompute)
+    return chosen.run(request)
+
+
+def submit_experts(
+    x_TH: Tensor,
+    routing: Routing,
+    weights: AnyExperts,
+    *,
+    lora: LoraFactors | None = None,
+    backend: str = "auto",
+    recompute: bool = False,
+) -> Ticket:
+    """Begins what `experts` computes with the same arguments; `sync()` of the ticket returns y_TH, with the same bits.
+
+    PackedExperts are computed in another thread meanwhile, and so is their backward: what is recorded between the two
+    calls has its own backward meanwhile. Do not change x, the routing or the factors in place before `sync`. Other
+    kinds of weights gain nothing: their pass is launched, or computed, by this call.
+    """
+    chosen, request = _chosen(x_TH, routing, weights, lora, backend, recompute)
+    return chosen.submit(request)
+
+
+def _chosen(
+    x_TH: Tensor, routing: Routing, weights: AnyExperts, lora: LoraFactors | None, backend: str, recompute: bool
+) -> tuple[Backend, Request]:
     device = x_TH.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -62,7 +92,7 @@ def experts(
     request = Request(x_TH, routing, weights, lora, recompute)
     if weights.placement == AUTO:
         request = replace(request, weights=fp8_choice.settled(request))
-    return choose(backend, request).run(request)
+    return choose(backend, request), request
 
 
 def _check(x_TH: Tensor, routing: Routing, weights: AnyExperts) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from amoeba.backends.experts_operator import ExpertsOperator, SavedRows
+from amoeba.backends.submitted import Ticket
 from amoeba.core.problem import Gradients, Needs, OverlappedDispatch, Problem, Save
 from amoeba.core.weights import AnyExperts, LoraFactors
 from amoeba.precision.formats import Format
@@ -111,6 +112,11 @@ class Backend(ABC):
     def run(self, request: Request) -> Tensor:
         """y_TH, differentiable."""
 
+    def submit(self, request: Request) -> Ticket:
+        """Begins a pass whose y_TH is taken later; here it is computed, or launched, at once."""
+        y_TH = self.run(request)
+        return Ticket(lambda: y_TH)
+
 
 class PassesBackend(Backend):
     """A backend made of a forward and a backward (see `ExpertsOperator`), for one kind of weights.
@@ -158,6 +164,9 @@ class PassesBackend(Backend):
         return problem.with_factors_as_weights()
 
     def run(self, request: Request) -> Tensor:
+        return self.operator(*self.problem_of(request))
+
+    def problem_of(self, request: Request) -> tuple[Problem, Save]:
         routing = request.routing
         problem = Problem(
             request.x_TH, routing.expert_TK, routing.weight_TK, request.weights, request.lora, routing.most_rows,
@@ -165,4 +174,4 @@ class PassesBackend(Backend):
         )  # fmt: skip
         gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in problem.tensors())
         save: Save = "nothing" if not gradient else "inputs" if request.recompute else "h"
-        return self.operator(self.prepared(problem, gradient), save)
+        return self.prepared(problem, gradient), save

@@ -234,24 +234,7 @@ class _Direct(torch.autograd.Function):
     def forward(ctx: Any, operator: ExpertsOperator, problem: Problem, save: Save, *tensors: Tensor | None) -> Tensor:
         """tensors: those of the problem, for autograd to see."""
         y_TH, saved = operator.forward(problem, save)
-        # Saved as tensors, all of it is freed by backward, and activation checkpointing can drop it.
-        kept: list[Tensor] = []
-        if isinstance(saved, Saved):  # the short way for the usual structure
-            ctx.saved_structure = Saved
-            kept += saved
-        else:
-            quantised_x = problem.quantised_x if save == "inputs" else None  # forward reads it again
-            ctx.saved_structure = _without_tensors((saved, quantised_x), kept)
-        weights, lora = problem.weights, problem.lora
-        ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
-        ctx.scaling = None if lora is None else lora.scaling
-        ctx.overlapped, ctx.most_rows = problem.overlapped, problem.most_rows
-        if problem.overlapped is not None:
-            ctx.most_rows = problem.overlapped.room(problem.most_rows)
-        # a handle does not keep alive what it stands for
-        ctx.owner = weights if isinstance(weights, ExpertsByHandle) else None
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.set_materialize_grads(False)
+        keep(ctx, operator, problem, save, saved)
         return y_TH
 
     @staticmethod
@@ -259,12 +242,7 @@ class _Direct(torch.autograd.Function):
         others, operator = 3, ctx.operator
         if dy_TH is None:
             return (None,) * (others + ctx.inputs)
-        kept = ctx.saved_tensors  # activation checkpointing gives them out once
-        tensors = kept[: ctx.inputs]
-        structure, rest = ctx.saved_structure, kept[ctx.inputs :]
-        saved, quantised_x = (Saved(*rest), None) if structure is Saved else _with_tensors(structure, rest)
-        problem = operator.problem(tensors, ctx.constants, ctx.scaling, ctx.owner)
-        problem = problem._replace(most_rows=ctx.most_rows, overlapped=ctx.overlapped, quantised_x=quantised_x)
+        problem, saved = kept(ctx)
         needs = operator.needs(ctx.needs_input_grad[others:])
         if problem.overlapped is not None:
             needs = _that_are_taken(ctx, needs)
@@ -276,6 +254,38 @@ class _Direct(torch.autograd.Function):
         else:
             found = operator.backward(problem, saved, dy_TH.contiguous(), needs)
         return (None,) * others + tuple(operator.gradients(found, needs))
+
+
+def keep(ctx: Any, operator: ExpertsOperator, problem: Problem, save: Save, saved: Any) -> None:
+    """For backward, in an autograd function's context."""
+    # Saved as tensors, all of it is freed by backward, and activation checkpointing can drop it.
+    tensors = problem.tensors()
+    more: list[Tensor] = []
+    if isinstance(saved, Saved):  # the short way for the usual structure
+        ctx.saved_structure = Saved
+        more += saved
+    else:
+        quantised_x = problem.quantised_x if save == "inputs" else None  # forward reads it again
+        ctx.saved_structure = without_tensors((saved, quantised_x), more)
+    weights, lora = problem.weights, problem.lora
+    ctx.operator, ctx.constants, ctx.inputs = operator, weights.constants(), len(tensors)
+    ctx.scaling = None if lora is None else lora.scaling
+    ctx.overlapped, ctx.most_rows = problem.overlapped, problem.most_rows
+    if problem.overlapped is not None:
+        ctx.most_rows = problem.overlapped.room(problem.most_rows)
+    # a handle does not keep alive what it stands for
+    ctx.owner = weights if isinstance(weights, ExpertsByHandle) else None
+    ctx.save_for_backward(*tensors, *more)
+    ctx.set_materialize_grads(False)
+
+
+def kept(ctx: Any) -> tuple[Problem, Any]:
+    """The problem, and what forward saved."""
+    tensors = ctx.saved_tensors  # activation checkpointing gives them out once
+    structure, rest = ctx.saved_structure, tensors[ctx.inputs :]
+    saved, quantised_x = (Saved(*rest), None) if structure is Saved else _with_tensors(structure, rest)
+    problem = ctx.operator.problem(tensors[: ctx.inputs], ctx.constants, ctx.scaling, ctx.owner)
+    return problem._replace(most_rows=ctx.most_rows, overlapped=ctx.overlapped, quantised_x=quantised_x), saved
 
 
 def _that_are_taken(ctx: Any, needs: Needs) -> Needs:
@@ -326,14 +336,14 @@ class _Place(int):
     """Where a tensor was in the list."""
 
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+def without_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """The same structure with the tensors in its tuples and dataclasses moved to the list."""
     if value is None or isinstance(value, Whole):
         return value
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
-    return _rebuilt(value, _without_tensors, tensors)
+    return _rebuilt(value, without_tensors, tensors)
 
 
 def _with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:

@@ -7,7 +7,8 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 The weights are no tensors, so the operator gets a handle by which it finds them. A GPU's x comes through pinned memory,
 and y, dx and the gradient of the routing weights go back. Parts on several NUMA nodes are computed at the same time,
-then added or joined.
+then added or joined. A submitted pass is computed in another thread, which waits for the GPU's rows in the place of
+the caller.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import Whole
+from amoeba.backends.submitted import Ticket, submit
 from amoeba.core.problem import Gradients, Needs, Problem, Save
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu import node_passes as one_node
 from amoeba.cpu.node_experts import NodeFactors
 from amoeba.cpu.node_passes import NodeCache
-from amoeba.cpu.numa import run_on_nodes
+from amoeba.cpu.numa import HostThread, run_on_nodes
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.partition import add_up
 from amoeba.cpu.pointers import CPU
@@ -37,6 +39,9 @@ Part = TypeVar("Part")
 # token of 4 experts), best and median us: alone 53 and 63; with one more of torch's threads 42 and 16000, as others
 # used the second core and each call waits for both (2-core Xeon, 2026-11-15).
 ALONE_BYTES = 2 << 20
+
+
+_THREAD = HostThread("amoeba-experts")  # of all layers: their passes would only be in each other's way
 
 
 class PackedBackend(PassesBackend):
@@ -51,6 +56,9 @@ class PackedBackend(PassesBackend):
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         return problem  # copies of the factors are packed and kept, see `FactorCopies`
+
+    def submit(self, request: Request) -> Ticket:
+        return submit(self.operator, *self.problem_of(request), _THREAD)
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, tuple | None]:
         x_TH = problem.x_TH

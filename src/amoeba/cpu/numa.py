@@ -41,6 +41,21 @@ Result = TypeVar("Result")
 _NODE_FOLDER = Path("/sys/devices/system/node")
 
 
+class HostThread:
+    """Runs jobs one after another in a thread of its own; a forked process, which has no such thread, gets another."""
+
+    def __init__(self, name: str, first: Callable[[], None] = lambda: None) -> None:
+        """first: runs in the thread before any job."""
+        self._name, self._first = name, first
+        self._process = -1
+
+    def start(self, job: Callable[[], Result]) -> Future[Result]:
+        if self._process != os.getpid():
+            self._executor = ThreadPoolExecutor(1, self._name, initializer=self._first)
+            self._process = os.getpid()
+        return self._executor.submit(job)
+
+
 class NumaNode:
     """One node: its cores and the threads on them. cores: None for wherever the system puts them."""
 
@@ -48,17 +63,13 @@ class NumaNode:
         self.cores = cores
         self.pool = WorkerPool(threads, cores)
         self.alone = WorkerPool(1)  # the thread that runs the job, for what is not worth waking another
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(1, "amoeba-node", initializer=self._stay_here)
+        self._thread = HostThread("amoeba-node", self._stay_here)
+        self._process, self._lock = os.getpid(), threading.Lock()
 
     def run(self, job: Callable[[], Result]) -> Result:
         """In the calling thread; a job's dtypes are its own affair, also under autocast."""
-        if self._process != os.getpid():  # a forked process has none of the threads, and locks that are never released
-            self._begin()
+        if self._process != os.getpid():  # the lock may be one that is never released
+            self._process, self._lock = os.getpid(), threading.Lock()
         with self._lock, torch.no_grad():
             if not torch.is_autocast_enabled("cpu"):
                 return job()
@@ -67,9 +78,7 @@ class NumaNode:
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
         """In the thread of this node."""
-        if self._process != os.getpid():
-            self._begin()
-        return self._executor.submit(self.run, job)
+        return self._thread.start(functools.partial(self.run, job))
 
     def _stay_here(self) -> None:
         if self.cores is not None and hasattr(os, "sched_setaffinity"):
