@@ -209,7 +209,7 @@ def test_captured_steps_over_quantised_experts_give_the_tokens_of_plain_ones(for
         assert decoded(model, rows, decoder=decoder) == decoded(model, rows, capture=False)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            decoder_module.Step(model, decoder._rows, decoder._sampler)()
+            decoder_module.Step(model, decoder._rows, decoder._choose)()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -231,7 +231,7 @@ def test_nothing_waits_for_the_gpu_inside_a_step():
     torch.cuda.set_sync_debug_mode("error")
     try:
         decoder._step()
-        eager = decoder_module.Step(model, decoder._rows, decoder._sampler)
+        eager = decoder_module.Step(model, decoder._rows, decoder._choose)
         eager()  # the same without a graph
     finally:
         torch.cuda.set_sync_debug_mode("default")

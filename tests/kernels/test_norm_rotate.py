@@ -121,23 +121,26 @@ def test_arguments_that_do_not_fit_are_refused(device, wrong):
         norm_rotate_backward_(dqkv, *given, query_heads=heads, eps=EPS)
 
 
-@quick(lambda name, dtype: dtype == torch.float16 or name == "groups of heads")
+@quick(lambda name, dtype, each: dtype == torch.float16 or name == "groups of heads")
+@pytest.mark.parametrize("each", [False, True], ids=["one_slot", "a_slot_of_each_row"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["groups of heads", "one key head", "rows of one batch share rotations", "size 128"])
-def test_keys_and_values_go_into_the_cache_at_the_slot_and_nothing_else_does(device, name, dtype):
+def test_keys_and_values_go_into_the_cache_at_the_slot_and_nothing_else_does(device, name, dtype, each):
     """Tokens that have no slot left are not kept."""
     given, _, heads = problem(device, dtype, name)
     tokens, _, key_heads, size, rotations = CASES[name]
     rows = tokens // rotations
     length, first = rotations + 5, 7
+    firsts = [first + (row % 3 if each else 0) for row in range(rows)]
     keys, values = (torch.full((rows, key_heads, length, size), 9.0, dtype=dtype, device=device) for _ in range(2))
-    slot = torch.tensor([first], device=device)
+    slot = torch.tensor(firsts if each else [first], device=device)
     q, k = norm_rotate_cached(*given, keys, values, slot, query_heads=heads, eps=EPS)
     expected = norm_rotate(*given, query_heads=heads, eps=EPS)  # with squares in another order
     assert error(torch.cat([q, k], 1), expected.double()) < TOLERANCE[dtype] / 4
-    kept = min(rotations, length - first)
     v = given[0][:, -key_heads * size :]
     for cache, came in ((keys, k), (values, v.view(tokens, key_heads, size))):
-        expected = came.view(rows, rotations, key_heads, size).transpose(1, 2)[:, :, :kept]
-        assert torch.equal(cache[:, :, first : first + kept], expected)
-        assert (cache[:, :, :first] == 9).all() and (cache[:, :, first + kept :] == 9).all()
+        for row, first in enumerate(firsts):
+            kept = min(rotations, length - first)
+            expected = came.view(rows, rotations, key_heads, size).transpose(1, 2)[row, :, :kept]
+            assert torch.equal(cache[row, :, first : first + kept], expected)
+            assert (cache[row, :, :first] == 9).all() and (cache[row, :, first + kept :] == 9).all()

@@ -1,6 +1,6 @@
 """The attention of a step: an implementation that transformers dispatches to while a step is captured or run.
 
-    with decoding_attention(model):
+    with decoding_attention(attention_configs(model)):
         model(input_ids, past_key_values=cache, ...)     # cache.filled is None
 
 One token per row goes to our kernel on a GPU (`kernels.decode.attention`), several tokens to torch's.
@@ -8,7 +8,7 @@ One token per row goes to our kernel on a GPU (`kernels.decode.attention`), seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,8 @@ NAME = "amoeba_decode"
 
 
 @contextmanager
-def decoding_attention(model: nn.Module, name: str = NAME) -> Iterator[None]:
+def decoding_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[None]:
     """name: of another implementation that a step is to use."""
-    configs = {id(config): config for config in _configs(model)}.values()
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = name
@@ -37,11 +36,10 @@ def decoding_attention(model: nn.Module, name: str = NAME) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            yield config
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Each once."""
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def decode_attention(
@@ -81,7 +79,14 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: 
 
 def _materialised_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, **kwargs)
+    offset = kwargs.get("q_offset")
+    if not isinstance(offset, Tensor) or offset.dim() == 0:
+        return sdpa_mask(*args, **kwargs)
+    # Rows with a slot each: which of the others each of them sees is the same function of the two places
+    slot, device = torch.arange(kwargs["kv_length"], dtype=torch.int64, device=offset.device), offset.device
+    row = torch.arange(len(offset), dtype=torch.int64, device=device)
+    mask = kwargs["mask_function"](row[:, None, None, None], 0, offset[:, None, None, None], slot[None, None, None])
+    return mask.expand(len(offset), 1, 1, len(slot))
 
 
 def _by_kernel(

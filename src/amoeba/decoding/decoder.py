@@ -15,10 +15,10 @@ and is copied to the host during the following steps, so stopping early wastes a
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from amoeba.core.graph_replays import CannotCapture, Member, replays_of
 from amoeba.decoding.cache import FixedCache, why_not_fixed
 from amoeba.decoding.fused_layers import reads_documents
 from amoeba.decoding.sampling import Sampler, Sampling
-from amoeba.decoding.step import Rows, Step, replays_in
+from amoeba.decoding.step import Choose, Rows, Step, replays_in
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import why_waits
 from amoeba.integrations.experts_module import experts_modules, placed_in
@@ -55,7 +55,8 @@ def prompt_length(tokens: int) -> int:
 
 class Decoder:
     """capture: steps as CUDA graphs; where the model is on a GPU if nothing is said.
-    compiled: decoder layers through torch.compile, which takes a minute the first time."""
+    compiled: decoder layers through torch.compile, which takes a minute the first time.
+    choose: another choice of tokens than by `sampling`."""
 
     def __init__(
         self,
@@ -66,14 +67,20 @@ class Decoder:
         sampling: Sampling | None = None,
         capture: bool | None = None,
         compiled: bool = False,
+        choose: Choose | None = None,
     ) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.cache = FixedCache(model.config, cache_length(length), self.device)
         self._rows = Rows(self.cache, batch, self.device)
         vocabulary = text_config(model.config).vocab_size
-        self._sampler = Sampler(sampling or Sampling(), batch, vocabulary, self.device)
-        self._step = Step(model, self._rows, self._sampler, compiled=compiled)
+        self._sampling = sampling or Sampling()
+        self._sampler = Sampler(batch, vocabulary, self.device)
+        for row in range(batch):
+            self._sampler.begin(row, self._sampling, 0)
+        uses = self._sampler.uses([0])
+        self._choose = choose or functools.partial(self._sampler.choose, uses=uses)
+        self._step = Step(model, self._rows, self._choose, compiled=compiled)
         self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for
         self._prompt_steps: dict[int, Step] = {}
         self._prepared = False
@@ -98,17 +105,24 @@ class Decoder:
         """The new tokens of all rows, step by step; who has enough stops asking."""
         prompt_BL, pad_B = self._checked(prompts, max_new_tokens)
         self.prepare(prompt_BL.shape[1])
-        self._begin(prompt_BL, pad_B, seed)
+        self._begin(prompts, pad_B, seed)
         return self._tokens(prompt_BL, pad_B, max_new_tokens)
 
     def read(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Outlet:
         """The prompts, once it is prepared; the first tokens are on their way."""
         prompt_BL, pad_B = self._checked(prompts, max_new_tokens)
-        self._begin(prompt_BL, pad_B, seed)
+        self._begin(prompts, pad_B, seed)
         self._read_prompts(prompt_BL, pad_B)
         out = Outlet(self._rows.token_B1)
         out.send()
         return out
+
+    def read_one(self, prompt: Sequence[int], known: int = 0) -> None:
+        """A prompt, of which the cache has the first `known` tokens, with a Decoder of one row: `choose` is given what
+        comes after it."""
+        prompt_BL, pad_B = self._checked([prompt], 1)
+        self._begin([prompt], pad_B, 0)
+        self._read_prompts(prompt_BL, pad_B, known)
 
     def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
         return self._step.member(stream, behind)
@@ -157,38 +171,39 @@ class Decoder:
         prompt_BL, pad_B = (torch.tensor(each, dtype=torch.int64, device=self.device) for each in (rows, pads))
         return prompt_BL, pad_B
 
-    def _begin(self, prompt_BL: Tensor, pad_B: Tensor, seed: int) -> None:
+    def _begin(self, prompts: Sequence[Sequence[int]], pad_B: Tensor, seed: int) -> None:
         self.cache.slot.zero_()
         slots = torch.arange(self.cache.length, dtype=torch.int64, device=self.device)
         self._rows.live_BL.copy_(slots[None] >= pad_B[:, None])
-        self._sampler.begin(prompt_BL, seed)
+        for row, ids in enumerate(prompts):
+            self._sampler.begin(row, self._sampling, seed + row, ids)
 
-    def _read_prompts(self, prompt_BL: Tensor, pad_B: Tensor) -> None:
+    def _read_prompts(self, prompt_BL: Tensor, pad_B: Tensor, known: int = 0) -> None:
         tokens = prompt_BL.shape[1]
         position_BL = (torch.arange(tokens, dtype=torch.int64, device=self.device) - pad_B[:, None]).clamp(min=0)
-        if self._captures_prompt(tokens):
+        if not known and self._captures_prompt(tokens):
             step = self._prompt_step(tokens)
             step.ids_BC[:, :tokens] = prompt_BL
             step.position_BC[:, :tokens] = position_BL
             step.last.fill_(tokens - 1)
             step()
             return
-        logits_BV = self._read_in_pieces(prompt_BL, position_BL)
+        logits_BV = self._read_in_pieces(prompt_BL, position_BL, known)
         self.cache.slot.fill_(tokens)
         self._rows.position_B1.copy_(position_BL[:, -1:] + 1)
-        self._rows.token_B1.copy_(self._sampler.choose(logits_BV)[:, None])
+        self._rows.token_B1.copy_(self._choose(logits_BV)[:, None])
 
     @torch.no_grad()
-    def _read_in_pieces(self, prompt_BL: Tensor, position_BL: Tensor) -> Tensor:
+    def _read_in_pieces(self, prompt_BL: Tensor, position_BL: Tensor, known: int = 0) -> Tensor:
+        """known: tokens whose keys and values the cache has already."""
         size, tokens = max(1, PIECE // self.batch), prompt_BL.shape[1]
-        padded = self.batch > 1
-        for first in range(0, tokens, size):
+        for first in range(known, tokens, size):
             end = min(first + size, tokens)
             self.cache.filled = first
             out = self.model(
                 input_ids=prompt_BL[:, first:end],
                 position_ids=position_BL[:, first:end],
-                attention_mask=self._rows.live_BL[:, :end] if padded else None,
+                attention_mask=self._rows.live_BL[:, :end] if self.batch > 1 else None,
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -201,7 +216,7 @@ class Decoder:
         most = CAPTURED_PROMPT if self._reads_documents else CAPTURED_WITH_MASK
         return prompt_length(tokens) * self.batch <= most
 
-    @cached_property
+    @functools.cached_property
     def _reads_documents(self) -> bool:
         return reads_documents(self.model)
 
@@ -219,7 +234,7 @@ class Decoder:
         return self._prompt_steps[size]
 
     def _new_prompt_step(self, tokens: int) -> Step:
-        return Step(self.model, self._rows, self._sampler, tokens=self._prompt_size(tokens))
+        return Step(self.model, self._rows, self._choose, tokens=self._prompt_size(tokens))
 
     def _prompt_size(self, tokens: int) -> int:
         return min(prompt_length(tokens), self.cache.length)
@@ -340,8 +355,8 @@ _OF_THE_LOOP = ("min_new_tokens", "stop_strings", "max_time", "prompt_lookup_num
 def why_not(model: Any) -> str | None:
     """None, or why the steps of this model are no fixed sequence of kernels."""
     kind = type(model)
-    if not kind.__module__.startswith("transformers."):
-        return f"{kind.__name__} is not a class of transformers, so its steps are unknown"
+    if (reason := why_no_slots(model)) is not None:
+        return reason
     if (reason := why_waits(model)) is not None:
         return reason
     if len({parameter.device for parameter in model.parameters()}) > 1 or getattr(model, "hf_device_map", None):
@@ -350,18 +365,25 @@ def why_not(model: Any) -> str | None:
         return f"transformers does not guarantee that a step of {kind.__name__} needs no decision by the host"
     if len(replays_of(placed_in(module) for module in experts_modules(model).values())) > 1:
         return "its experts are streamed through several memories, which would wait for each other"
-    text = text_config(model.config)
-    if (reason := why_not_fixed(model.config)) is not None:
-        return reason
-    kinds = _rotations(getattr(text, "rope_parameters", None))
-    if by_length := sorted(kinds & set(_ROTATIONS_BY_LENGTH)):
-        return f"its rotary embedding changes with the length ({', '.join(by_length)})"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention is not dispatched by transformers"
     try:
         decoder_layers(model)
     except NotImplementedError as error:
         return str(error)
+    return None
+
+
+def why_no_slots(model: Any) -> str | None:
+    """None, or why texts of different lengths cannot be the rows of one cache."""
+    kind = type(model)
+    if not kind.__module__.startswith("transformers."):
+        return f"{kind.__name__} is not a class of transformers, so its steps are unknown"
+    if (reason := why_not_fixed(model.config)) is not None:
+        return reason
+    kinds = _rotations(getattr(text_config(model.config), "rope_parameters", None))
+    if by_length := sorted(kinds & set(_ROTATIONS_BY_LENGTH)):
+        return f"its rotary embedding changes with the length ({', '.join(by_length)})"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention is not dispatched by transformers"
     return None
 
 

@@ -3,7 +3,7 @@
 B rows · C tokens of a row at once · L slots of the cache
 
     row = Rows(cache, batch, live_BL)             # where the rows stand: their last token, its position
-    step = Step(model, rows, sampler, tokens=1)   # reads rows.token_B1, writes it
+    step = Step(model, rows, choose, tokens=1)    # reads rows.token_B1, writes choose(logits_BV) there
     step.prepare(capture=True)                    # compiles and captures; changes the rows
     step()
 
@@ -24,30 +24,31 @@ from torch import Tensor
 
 from amoeba.core.graph_replays import Member, Replays, replays_of
 from amoeba.decoding.cache import FixedCache
-from amoeba.decoding.cache_attention import NAME, decoding_attention
+from amoeba.decoding.cache_attention import NAME, attention_configs, decoding_attention
 from amoeba.decoding.compiled_layers import compiled_layers
 from amoeba.decoding.fused_layers import fused_layers, join_projections
-from amoeba.decoding.sampling import Sampler
 from amoeba.integrations import fused_attention
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
 
+Choose = Callable[[Tensor], Tensor]  # the next token of each row from its logits, on the device
+
 
 class Rows:
-    """live_BL: which slots hold something to attend to; slots to come count, the mask of a step is causal.
+    """live_BL: which slots hold something to attend to; slots to come count, the mask of a step is causal. None: all.
     graph_memory: of all steps of these rows, which never run at once and keep nothing there."""
 
     def __init__(self, cache: FixedCache, batch: int, device: torch.device) -> None:
         self.cache = cache
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self.live_BL = torch.ones(batch, cache.length, dtype=torch.bool, device=device)
+        self.live_BL: Any = torch.ones(batch, cache.length, dtype=torch.bool, device=device)
         self.graph_memory: Any = None
 
 
 class Step:
-    def __init__(self, model: Any, rows: Rows, sampler: Sampler, *, tokens: int = 1, compiled: bool = False) -> None:
-        self.model, self.rows, self.sampler, self.compiled = model, rows, sampler, compiled
+    def __init__(self, model: Any, rows: Rows, choose: Choose, *, tokens: int = 1, compiled: bool = False) -> None:
+        self.model, self.rows, self.choose, self.compiled = model, rows, choose, compiled
         self.tokens = tokens
         batch, device = rows.token_B1.shape[0], rows.token_B1.device
         if tokens > 1:
@@ -55,6 +56,7 @@ class Step:
             self.position_BC = torch.zeros_like(self.ids_BC)
             self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._configs = attention_configs(model)
         self._by_documents = False
         self._replays, self._passes = replays_in(model), None
         self._takes_cache_position = "cache_position" in inspect.signature(type(model).forward).parameters
@@ -78,8 +80,6 @@ class Step:
             torch.cuda.current_stream().wait_stream(ready)
             self.rows.cache.slot.zero_()
             graph = torch.cuda.CUDAGraph()
-            if self.sampler.generator is not None:
-                graph.register_generator_state(self.sampler.generator)
             if self._replays is not None:
                 self._passes = stack.enter_context(self._replays.capturing())
             memory = self.rows.graph_memory
@@ -133,18 +133,18 @@ class Step:
                 all_attention = stack.enter_context(fused_layers(self.model))
                 self._by_documents = all_attention and self.tokens > 1
         name = fused_attention.NAME if self._by_documents else NAME
-        stack.enter_context(decoding_attention(self.model, name))
+        stack.enter_context(decoding_attention(self._configs, name))
         if compiled:
             stack.enter_context(compiled_layers(self.model, self.rows.cache))
 
     def _run(self) -> None:
         rows, slot = self.rows, self.rows.cache.slot
         if self.tokens == 1:
-            token_B = self.sampler.choose(self._logits(rows.token_B1, rows.position_B1, 1))
+            token_B = self.choose(self._logits(rows.token_B1, rows.position_B1, 1))
             rows.position_B1.add_(1)
             slot.add_(1)
         else:
-            token_B = self.sampler.choose(self._logits(self.ids_BC, self.position_BC, self.last))
+            token_B = self.choose(self._logits(self.ids_BC, self.position_BC, self.last))
             rows.position_B1.copy_(self.position_BC.index_select(1, self.last) + 1)
             slot.add_(self.last + 1)
         rows.token_B1.copy_(token_B[:, None])
@@ -152,11 +152,14 @@ class Step:
     def _logits(self, ids: Tensor, position: Tensor, keep: int | Tensor) -> Tensor:
         more: dict[str, Any] = {}
         if self._takes_cache_position:
-            more["cache_position"] = self.rows.cache.slot + torch.arange(
+            more["cache_position"] = self.rows.cache.slot[:1] + torch.arange(
                 self.tokens, dtype=torch.int64, device=ids.device
             )
-        live_BL = self.rows.live_BL if self.tokens == 1 else self.rows.live_BL[:, : self.tokens]
+        live_BL = self.rows.live_BL
+        if live_BL is not None and self.tokens > 1:
+            live_BL = live_BL[:, : self.tokens]
         if self._by_documents:
+            assert live_BL is not None
             ends = _documents(live_BL)
             more |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
             more |= dict.fromkeys(("max_length_q", "max_length_k"), self.tokens)

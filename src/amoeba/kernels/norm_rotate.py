@@ -77,7 +77,7 @@ def norm_rotate_cached(
     query_heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """What `norm_rotate` has together. slot (1,): of each row's first token; none is kept behind the last slot."""
+    """What `norm_rotate` has together. slot (1,) or (B,): of each row's first token; none is kept behind the last."""
     _check(qkv_TC, q_weight_D, k_weight_D, cos_RD, sin_RD, query_heads)
     tokens, size = qkv_TC.shape[0], q_weight_D.shape[0]
     key_heads = _key_heads(qkv_TC, size, query_heads)
@@ -85,7 +85,8 @@ def norm_rotate_cached(
     check_arguments(
         key_BGLD.shape == value_BGLD.shape == (rows, key_heads, length, size)
         and all(each.is_contiguous() and each.dtype == qkv_TC.dtype for each in (key_BGLD, value_BGLD))
-        and tokens % rows == 0,
+        and tokens % rows == 0
+        and slot.shape in ((1,), (rows,)),
         "a cache for the heads of whole rows, contiguous, in one dtype",
         qkv=qkv_TC,
         key=key_BGLD,
@@ -96,8 +97,8 @@ def norm_rotate_cached(
         heads = _heads_at_once(FORWARD, query_heads, key_heads)
         _norm_rotate_cached[(tokens, (query_heads + 2 * key_heads) // heads)](
             qkv_TC, q_TQD, k_TGD, key_BGLD, value_BGLD, q_weight_D, k_weight_D, cos_RD, sin_RD, slot, tokens // rows,
-            length, cos_RD.shape[0], eps, STRIDE=qkv_TC.stride(0), Q=query_heads, G=groups, D=size, HEADS=heads,
-            num_warps=1,
+            length, cos_RD.shape[0], eps, SLOTS=slot.shape[0] > 1, STRIDE=qkv_TC.stride(0), Q=query_heads,
+            G=groups, D=size, HEADS=heads, num_warps=1,
         )  # fmt: skip
     return q_TQD, k_TGD
 
@@ -274,7 +275,7 @@ def _cached(first, place, length, D: tl.constexpr, HEADS: tl.constexpr):
 @triton.jit
 def _norm_rotate_cached(
     qkv, q, k, keys, values, q_weight, k_weight, cos, sin, slot, tokens_of_row, length, num_rotations, eps,
-    STRIDE: tl.constexpr, Q: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    SLOTS: tl.constexpr, STRIDE: tl.constexpr, Q: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one token: with few tokens there is no other way to keep the GPU busy."""
     DTYPE: tl.constexpr = q.dtype.element_ty
@@ -282,6 +283,8 @@ def _norm_rotate_cached(
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     heads = tl.program_id(1) * HEADS
     row = tl.program_id(0) // tokens_of_row
+    if SLOTS:
+        slot += row
     place = tl.load(slot) + tl.program_id(0) % tokens_of_row + tl.arange(0, 1)
     kept = (place < length)[:, None, None]
     came = _token_rows(token, heads, STRIDE, D, HALF, HEADS)

@@ -1,0 +1,403 @@
+"""Continuous batching: requests join the running batch when a row is free, and each has its own settings.
+
+    engine = Engine(model, slots=8, length=4096)
+    engine.submit(Request(ids, most=200, sampling=Sampling(), seed=1, ends={2}, receive=print))
+    engine.run()                # in a thread: until `stop`; or
+    engine.finish_all()         # here: until nothing is left
+
+A request gets `receive(Token)` for every token and then `receive(End)`, once. Its tokens are those that it gets alone:
+its random numbers are its own, and rows do not see each other. `lanes` are several versions of one model, such as its
+adapters: each has rows and keys of its own, and they take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from amoeba.core.errors import one_line
+from amoeba.decoding.decoder import AHEAD, Outlet
+from amoeba.decoding.sampling import Sampler, Sampling, Uses
+from amoeba.decoding.slots import make_slots
+
+logger = logging.getLogger("amoeba")
+
+MOST_LOGPROBS = 20
+PROMPT_TOKENS = 2048  # of requests that join between two steps; at least one joins
+
+
+class Token(NamedTuple):
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # the most likely ones, with their logprobs
+
+
+class End(NamedTuple):
+    reason: Literal["stop", "length", "cancelled", "error"]
+    error: str = ""
+
+
+class Grammar(Protocol):
+    """Tokens that a text may go on with."""
+
+    def allowed(self) -> Tensor:
+        """(V,) bool on the host."""
+
+    def accept(self, token: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Request:
+    """ends: tokens that end a text; it is received like any other. logprobs: how many of the most likely tokens are
+    told, besides the chosen one; None: nothing. receive: is called in the engine's thread."""
+
+    ids: Sequence[int]
+    most: int
+    receive: Callable[[Token | End], object]
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    ends: Iterable[int] = ()
+    lane: str = ""
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    cancelled: bool = False
+    shared: int = 0  # tokens of the prompt that need not be read
+    scheduled: int = 0  # tokens that are computed or on their way
+    received: int = 0
+    ended: bool = False
+
+    def cancel(self) -> None:
+        """From any thread; what is on its way is dropped."""
+        self.cancelled = True
+
+
+class Counts:
+    """Since the engine was made."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.shared_tokens = self.generated_tokens = self.steps = self.rows = 0
+        self.prompt_seconds = self.step_seconds = 0.0
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        length: int,
+        lanes: dict[str, Callable[[], object]] | None = None,
+        capture: bool | None = None,
+    ) -> None:
+        """length: tokens of a text at most, with its prompt. lanes: what makes the model the version of that name."""
+        self.counts, self.broken = Counts(), ""
+        self._choose = lanes or {"": lambda: None}
+        self._chosen: str | None = None
+        self._lanes: dict[str, _Lane] = {}
+        for name in self._choose:
+            self._switch(name)
+            self._lanes[name] = _Lane(model, slots, length, capture)
+        lane = next(iter(self._lanes.values()))
+        self.length, self.slots = lane.rows.length, slots
+        self.kind, self.reason = lane.rows.kind, lane.rows.reason
+        self._waiting: deque[Request] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        return sum(lane.active for lane in self._lanes.values())
+
+    def submit(self, request: Request) -> None:
+        assert request.ids and len(request.ids) + request.most - 1 <= self.length and request.lane in self._lanes
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """After a request was cancelled."""
+        with self._changed:
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """`run` ends when all that was submitted is done."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._stopping or self._waiting or self._busy()):
+                    self._changed.wait()
+                if self._stopping and not self._waiting and not self._busy():
+                    return
+            self.advance()
+
+    def finish_all(self) -> None:
+        while self._waiting or self._busy():
+            self.advance()
+
+    def advance(self) -> None:
+        """Requests join, every lane makes a step, and what has arrived is told."""
+        self._drop_cancelled()
+        try:
+            self._admit()
+            for name, lane in self._lanes.items():
+                if lane.active:
+                    self._switch(name)
+                    began = time.perf_counter()
+                    self.counts.rows += lane.step()
+                    self.counts.steps += 1
+                    self.counts.generated_tokens += lane.deliver(leave=lane.ahead if lane.active else 0)
+                    self.counts.step_seconds += time.perf_counter() - began
+                elif lane.sent:
+                    self.counts.generated_tokens += lane.deliver(leave=0)
+        except Exception as error:  # memory, a lost device, a bug: the requests in it cannot go on
+            logger.exception("the engine failed")
+            self.broken = one_line(error)[:300]
+            self._fail(self.broken)
+
+    def abandon(self, reason: str) -> None:
+        """Everything that waits or runs ends now."""
+        self._fail(reason)
+
+    def _busy(self) -> bool:
+        return any(lane.active or lane.sent for lane in self._lanes.values())
+
+    def _switch(self, name: str) -> None:
+        if name != self._chosen:
+            self._choose[name]()
+            self._chosen = name
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            gone = [request for request in self._waiting if request.cancelled]
+            for request in gone:
+                self._waiting.remove(request)
+        for request in gone:
+            _end(request, End("cancelled"))
+        for lane in self._lanes.values():
+            lane.drop_cancelled()
+
+    def _admit(self) -> None:
+        tokens = 0
+        for request in list(self._waiting):
+            lane = self._lanes[request.lane]
+            if not lane.has_room:
+                continue
+            if tokens and tokens + len(request.ids) > PROMPT_TOKENS:
+                return
+            with self._changed:
+                self._waiting.remove(request)
+            self._switch(request.lane)
+            began = time.perf_counter()
+            lane.read(request)
+            if not lane.ahead:
+                self.counts.generated_tokens += lane.deliver(leave=0)
+            self.counts.prompt_seconds += time.perf_counter() - began
+            self.counts.prompt_tokens += len(request.ids)
+            self.counts.shared_tokens += request.shared
+            tokens += len(request.ids)
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            failed = list(self._waiting)
+            self._waiting.clear()
+        for lane in self._lanes.values():
+            failed += lane.clear()
+        for request in failed:
+            _end(request, End("error", reason))
+
+
+class _Sent(NamedTuple):
+    """Tokens on their way to the host: of each row, whose they are."""
+
+    owners: list[tuple[int, Request]]
+    logprobs: tuple[Tensor, ...] | None
+
+
+class _Lane:
+    def __init__(self, model: Any, slots: int, length: int, capture: bool | None) -> None:
+        self.rows = make_slots(model, batch=slots, length=length, capture=capture)
+        self.ahead = AHEAD if self.rows.device.type == "cuda" else 0
+        self.owners: list[Request | None] = [None] * slots
+        self.sent: deque[_Sent] = deque()
+        vocabulary = self.rows.logits_BV.shape[-1]
+        self._sampler = Sampler(slots, vocabulary, self.rows.device)
+        self._out = Outlet(self.rows.token_B1)
+        self._graphs: dict[tuple[int, Uses], torch.cuda.CUDAGraph | None] = {}
+
+    @property
+    def active(self) -> int:
+        return sum(owner is not None for owner in self.owners)
+
+    @property
+    def has_room(self) -> bool:
+        return None in self.owners
+
+    def read(self, request: Request) -> None:
+        row = self.owners.index(None)
+        self.owners[row] = request
+        request.shared = self.rows.read(row, request.ids)
+        self._sampler.begin(row, request.sampling, request.seed, request.ids)
+        if request.grammar is not None:
+            self._sampler.allow(row, request.grammar.allowed())
+        row_N = torch.tensor([row], dtype=torch.int64, device="cpu").to(self.rows.device, non_blocking=True)
+        logits_NV = self.rows.logits_BV[row : row + 1]
+        with torch.no_grad():
+            token_N = self._sampler.choose(logits_NV, self._sampler.uses([row]), row_N)
+            self.rows.token_B1[row : row + 1].copy_(token_N[:, None])
+        self._send([(row, request)])
+
+    def step(self) -> int:
+        """Of all rows that have a request; returns how many these are."""
+        if any(owner is not None and owner.grammar is not None for owner in self.owners):
+            self.deliver(leave=0)  # what is allowed depends on what was chosen
+        self._close_gaps()
+        owners = [(row, owner) for row, owner in enumerate(self.owners) if owner is not None]
+        if not owners:
+            return 0
+        for row, owner in owners:
+            if owner.grammar is not None:
+                self._sampler.allow(row, owner.grammar.allowed())
+        seen = max(len(owner.ids) + owner.scheduled for _, owner in owners)
+        count = self.rows.step(owners[-1][0] + 1, seen)
+        self._choose(count, self._sampler.uses(row for row, _ in owners))
+        self._send(owners)
+        return len(owners)
+
+    def deliver(self, leave: int) -> int:
+        """Until so many are on their way. Returns how many tokens were told."""
+        told = 0
+        while len(self.sent) > leave:
+            sent, tokens = self.sent.popleft(), self._out.receive()
+            self.rows.check()
+            host = None if sent.logprobs is None else [each.tolist() for each in sent.logprobs]
+            for row, request in sent.owners:
+                if request.ended:
+                    continue
+                token = tokens[row]
+                told += 1
+                self._tell(row, request, token, host)
+        return told
+
+    def drop_cancelled(self) -> None:
+        for row, owner in enumerate(self.owners):
+            if owner is not None and owner.cancelled:
+                self._free(row)
+                _end(owner, End("cancelled"))
+
+    def clear(self) -> list[Request]:
+        while len(self._out):
+            self._out.receive()
+        gone = {id(request): request for sent in self.sent for _, request in sent.owners}
+        gone |= {id(owner): owner for owner in self.owners if owner is not None}
+        self.sent.clear()
+        for row in range(len(self.owners)):
+            self._free(row)
+        return list(gone.values())
+
+    def _tell(self, row: int, request: Request, token: int, host: list[Any] | None) -> None:
+        """row: where it was when the token was chosen; it may have moved."""
+        request.received += 1
+        if request in self.owners:
+            self.rows.note(self.owners.index(request), token)
+        if request.grammar is not None:
+            request.grammar.accept(token)
+        if host is None or request.logprobs is None:
+            told = Token(token)
+        else:
+            own, values, ids = (each[row] for each in host)
+            pairs = tuple(zip(ids, values, strict=True))[: request.logprobs]
+            told = Token(token, own, pairs)
+        _receive(request, told)
+        reason: Literal["stop", "length", "cancelled"] | None = None
+        if token in request.ends:
+            reason = "stop"
+        elif request.received == request.most:
+            reason = "length"
+        elif request.cancelled:
+            reason = "cancelled"
+        if reason is not None:
+            if request in self.owners:
+                self._free(self.owners.index(request))
+            _end(request, End(reason))
+
+    def _free(self, row: int) -> None:
+        self.owners[row] = None
+        self.rows.free(row)
+
+    def _close_gaps(self) -> None:
+        """The last rows move to free ones where a smaller step is then enough."""
+        while True:
+            last = max((row for row, owner in enumerate(self.owners) if owner is not None), default=-1)
+            if last < 0 or self.rows.sizes(last + 1) == self.rows.sizes(self.active):
+                return
+            target = self.owners.index(None)
+            self.rows.move(last, target)
+            self._sampler.move(last, target)
+            self.owners[target], self.owners[last] = self.owners[last], None
+
+    def _send(self, owners: list[tuple[int, Request]]) -> None:
+        logprobs = None
+        if any(owner.logprobs is not None for _, owner in owners):
+            logprobs = self._logprobs()
+        self._out.send()
+        self.sent.append(_Sent(owners, logprobs))
+        for row, owner in owners:
+            owner.scheduled += 1
+            if owner.scheduled == owner.most:  # nothing more is needed of it
+                self._free(row)
+
+    @torch.no_grad()
+    def _logprobs(self) -> tuple[Tensor, ...]:
+        logprob_BV = self.rows.logits_BV.float().log_softmax(-1)
+        top = logprob_BV.topk(min(MOST_LOGPROBS, logprob_BV.shape[-1]), dim=-1)
+        own = logprob_BV.gather(1, self.rows.token_B1)[:, 0]
+        return own.cpu(), top.values.cpu(), top.indices.cpu()
+
+    @torch.no_grad()
+    def _choose(self, count: int, uses: Uses) -> None:
+        """The first time as it is, the second time captured."""
+        key = count, uses
+        graph = self._graphs.get(key)
+        if graph is None and key in self._graphs and self.rows.captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._choose_now(count, uses)
+        self._graphs[key] = graph
+        if graph is None:
+            self._choose_now(count, uses)
+        else:
+            graph.replay()
+
+    def _choose_now(self, count: int, uses: Uses) -> None:
+        token_N = self._sampler.choose(self.rows.logits_BV[:count], uses)
+        self.rows.token_B1[:count].copy_(token_N[:, None])
+
+
+def _receive(request: Request, told: Token | End) -> None:
+    try:
+        request.receive(told)
+    except Exception:  # of who listens: the others go on
+        logger.exception("a request's receiver failed")
+        request.cancelled = True
+
+
+def _end(request: Request, end: End) -> None:
+    if not request.ended:
+        request.ended = True
+        _receive(request, end)
