@@ -42,8 +42,8 @@ class MoE(nn.Module):
     """A mixture-of-experts layer: y = Σ_k weight_k · expert_k(x) + shared_experts(x).
 
     backend, recompute: as in `amoeba.experts`.
-    precision: in which the experts train: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" (see
-    `amoeba.precision.recipes`), or "bf16" for their own dtype, whatever it is.
+    precision: in which the experts train: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4", "auto"
+    (see `amoeba.precision.recipes`), or "bf16" for their own dtype, whatever it is.
 
     The attribute `statistics` records what the router does in training (see `RoutingStatistics`); it is not part of
     the state dict, which has transformers' names:

@@ -34,7 +34,7 @@ def test_bytes_that_codes_are_read_in_count_their_scales() -> None:
 
 
 def test_each_recipe_has_a_row_with_codes_kept_and_one_that_computes_h_again() -> None:
-    for recipe in ("fp8", "fp8-ste", "fp8-saved", "fp8-all"):
+    for recipe in ("fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4"):
         assert {recipe, f"{recipe}, weights unchanged", f"{recipe}, h recomputed"} <= set(names_of_ours())
 
 

@@ -21,7 +21,7 @@ from amoeba.core.config import ActivationKind
 
 FACTORS = tuple(f"{name}_lora_{side}" for name in ("gate", "up", "down") for side in "ab")
 FORMATS = ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")  # of frozen experts
-RECIPES = ("fp8", "fp8-ste", "fp8-saved", "fp8-all")  # for experts that train
+RECIPES = ("fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4")  # for experts that train
 LAYOUTS = ("plain", "transposed", "permuted", "sliced", "strided", "expanded", "offset")
 # A case holds at most so many numbers in one stack of weights, and so many steps of the loop that finds the truth.
 MOST_NUMBERS = 2_000_000
@@ -146,9 +146,9 @@ def draw(seed: int, device: str = "cpu") -> Case:
 
 
 def _where(rng: random.Random, device: str) -> dict[str, Any]:
-    placement = rng.choices(("resident", "cpu-bf16", "cpu-int8", *FORMATS, *RECIPES), (55, 13, 8, *[4] * 4, *[2] * 4))[
-        0
-    ]
+    placement = rng.choices(
+        ("resident", "cpu-bf16", "cpu-int8", *FORMATS, *RECIPES), (55, 13, 8, *[4] * 4, *[2] * len(RECIPES))
+    )[0]
     if placement in FORMATS or placement in RECIPES:
         dtypes = ("float32", "bfloat16", "float16") if placement in FORMATS else ("float32", "bfloat16")
         return {"placement": placement, "dtype": rng.choice(dtypes), "threads": rng.choice((1, 1, 2))}

@@ -54,7 +54,7 @@ def test_the_loss_falls_as_without_it(precision: str, inputs: Path, without: tup
 
 @quick(lambda precision, what: (precision, what) == ("fp8-all", "dy"))
 @pytest.mark.parametrize("what", ["x", "dy"])
-@pytest.mark.parametrize("precision", ["fp8", "fp8-ste", "fp8-saved", "fp8-all"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8-ste", "fp8-saved", "fp8-all", "nvfp4"])
 def test_an_infinity_in_the_experts_stops_the_run(precision, what, inputs, tmp_path, monkeypatch):
     """In one number that an expert is given, of a token or of a gradient."""
     pass_of = WatchedTrainer.training_step
@@ -119,7 +119,7 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(gpu_of, monkeypatch
     for precision in ("fp8", "auto"):
         found = run_precision(served, precision, hopper)
         assert found.backend == "triton, products in fp8 by our kernels for Hopper" and found.code_bytes > 0
-    in_torch = "eager, fp8 in plain torch, without the speed of it"
+    in_torch = "eager, emulated in plain torch, without the speed of it"
     assert (
         run_precision(other, "fp8", hopper).backend == f"{in_torch} (triton needs I to be a multiple of 64; it is 96)"
     )
@@ -149,13 +149,15 @@ def test_a_quantised_checkpoint_is_refused_before_anything_is_read(tmp_path: Pat
 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'"
+        ValueError,
+        match=r"precision: expected one of bf16, fp8, .*, fp8-all, mxfp8, nvfp4, auto; got 'fp4'",
     ):
         TrainSettings(precision="fp4")
     with pytest.raises(ValueError, match=r"single rows, with --experts ranks; got fp8-all\. Use fp8"):
         TrainSettings(precision="fp8-all", experts="ranks")
     result = CliRunner().invoke(app, ["train", "--precision", "fp4"])
     assert result.exit_code == 2
-    assert "precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, auto; got 'fp4'" in " ".join(
-        result.output.split()
+    assert (
+        "precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, mxfp8, nvfp4, auto; got 'fp4'"
+        in " ".join(result.output.split())
     )

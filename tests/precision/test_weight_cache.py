@@ -155,13 +155,13 @@ def test_codes_are_made_once_and_stay_where_they_are(monkeypatch: pytest.MonkeyP
     weight = nn.Parameter(torch.randn(3, 200, 140))
     stored = nn.Parameter(torch.randn(3, 140, 200))  # of a module that keeps (E, in, out): a new view for each call
     for make in (lambda: weight, lambda: stored.transpose(1, 2)):
-        first = quantised_weight(make())
+        first = quantised_weight(make(), FP8_TRAINING)
         turned = first.transposed()
         places = [each.data_ptr() for each in (first.matrix.data, first.matrix.scales, turned.data, turned.scales)]
-        assert quantised_weight(make()) is first and not made
+        assert quantised_weight(make(), FP8_TRAINING) is first and not made
         with torch.no_grad():
             make().mul_(3)
-        assert quantised_weight(make()) is first and len(made) == 1
+        assert quantised_weight(make(), FP8_TRAINING) is first and len(made) == 1
         made.clear()
         expected = quantise(make(), FP8_TRAINING)
         for found, right in ((first.matrix, expected.dequantise()), (first.transposed(), expected.dequantise().mT)):
@@ -174,7 +174,7 @@ def test_codes_go_with_their_weight() -> None:
     gc.collect()
     before = len(weight_cache._kept)
     weight = nn.Parameter(torch.randn(2, 8, 8))
-    quantised_weight(weight)
+    quantised_weight(weight, FP8_TRAINING)
     assert len(weight_cache._kept) == before + 1
     del weight
     gc.collect()
@@ -198,14 +198,15 @@ def test_a_layer_that_was_evaluated_under_inference_mode_trains_on(computed: str
 def test_weights_made_under_inference_mode_have_codes_too() -> None:
     with torch.inference_mode():
         weight = torch.randn(2, 8, 8)
-        first = quantised_weight(weight).matrix.dequantise()
+        first = quantised_weight(weight, FP8_TRAINING).matrix.dequantise()
         weight.mul_(5)
-        assert torch.equal(quantised_weight(weight).matrix.dequantise(), quantise(weight, FP8_TRAINING).dequantise())
-        assert not torch.equal(first, quantised_weight(weight).matrix.dequantise())
+        second = quantised_weight(weight, FP8_TRAINING).matrix.dequantise()
+        assert torch.equal(second, quantise(weight, FP8_TRAINING).dequantise())
+        assert not torch.equal(first, second)
 
 
 def test_two_parts_of_one_tensor_have_codes_of_their_own() -> None:
     both = torch.randn(4, 2 * INNER, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
-    first, second = quantised_weight(both[:2]), quantised_weight(both[2:])
+    first, second = quantised_weight(both[:2], FP8_TRAINING), quantised_weight(both[2:], FP8_TRAINING)
     for part, codes in ((both[:2], first), (both[2:], second)):
         assert torch.equal(codes.matrix.data, quantise(part, FP8_TRAINING).data)

@@ -80,7 +80,7 @@ REFUSALS = {
     **dict.fromkeys(
         PLACED, ("computes in bfloat16", "takes x from", "C++ core", "compiler", "cache folder", "compiled")
     ),
-    **dict.fromkeys(("fp8", "fp8-ste", "fp8-saved", "fp8-all"), ("trains the experts themselves",)),
+    **dict.fromkeys(("fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4"), ("trains the experts themselves",)),
 }
 
 

@@ -1,9 +1,9 @@
-"""`eager` for experts that train in fp8: the recipes of `amoeba.precision.recipes` in plain torch.
+"""`eager` for experts that train in 8 or 4 bits: the recipes of `amoeba.precision.recipes` in plain torch.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
-Any device: these are the numbers that kernels have to agree with. What e4m3 codes and their scales stand for is
-multiplied in fp32, in which each single product is exact. On a GPU it reads row counts and sums of the weights' bits on
+Any device: these are the numbers that kernels have to agree with. What codes and their scales stand for is multiplied
+in fp32, in which each single product is exact. On a GPU it reads row counts and sums of the weights' bits on
 the host in every pass.
 """
 
@@ -24,7 +24,6 @@ from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.precision.formats import (
     FP8_128_ROWS,
     FP8_TRAINING_COLUMNS,
-    FP8_TRAINING_ROWS,
     Format,
     fp8_training_columns,
 )
@@ -37,11 +36,12 @@ from amoeba.precision.weight_cache import quantised_weight
 class StraightThroughRows(TorchRows):
     """fp8-ste: forward in fp8, and back with rows and weights as they are."""
 
-    row_format = FP8_TRAINING_ROWS  # of x and a
+    @property
+    def row_format(self) -> Format:
+        return self.problem.weights.row_format
 
-    @staticmethod
-    def codes(weight_EOI: Any) -> QuantisedMatrix:
-        return quantised_weight(weight_EOI).matrix
+    def codes(self, weight_EOI: Any) -> QuantisedMatrix:
+        return quantised_weight(weight_EOI, self.problem.weights.weight_format).matrix
 
     def hidden(self) -> Tensor:
         weights = self.problem.weights
@@ -103,21 +103,23 @@ class W8a8Rows(StraightThroughRows):
 
     row_format = FP8_128_ROWS
 
-    @staticmethod
-    def codes(weight_EOI: ReadInBlocks) -> QuantisedMatrix:
+    def codes(self, weight_EOI: ReadInBlocks) -> QuantisedMatrix:
         return weight_EOI.matrix
 
 
 class Fp8Rows(StraightThroughRows):
-    """fp8: the gradients of rows in fp8 as well."""
+    """fp8, mxfp8 and nvfp4: the gradients of rows in it as well."""
+
+    def transposed(self, weight_EOI: Any) -> QuantisedMatrix:
+        return quantised_weight(weight_EOI, self.problem.weights.weight_format).transposed()
 
     def through_down(self, dy_NH: Tensor, da_NI: Tensor) -> None:
-        self._multiply(_rounded(dy_NH), quantised_weight(self.problem.weights.down_EHI).transposed(), da_NI)
+        self._multiply(_rounded(dy_NH, self.row_format), self.transposed(self.problem.weights.down_EHI), da_NI)
 
     def rows_gradient(self, dh_NJ: Tensor) -> Tensor:
         weights = self.problem.weights
         dx_NH = empty_rows(self.rows + 1, weights.hidden, self.problem.x_TH)
-        self._multiply(_rounded(dh_NJ), quantised_weight(weights.gate_up_EJH).transposed(), dx_NH)
+        self._multiply(_rounded(dh_NJ, self.row_format), self.transposed(weights.gate_up_EJH), dx_NH)
         return dx_NH
 
 
@@ -155,7 +157,7 @@ class AllInFp8Rows(Fp8Rows):
         return gradient
 
 
-def _rounded(rows: Tensor, format: Format = FP8_TRAINING_ROWS) -> Tensor:
+def _rounded(rows: Tensor, format: Format) -> Tensor:
     """The numbers that the codes of these rows stand for, in fp32."""
     return quantise(rows, format).dequantise()
 
@@ -165,11 +167,13 @@ _ROWS: dict[str, type[StraightThroughRows]] = {
     "fp8-ste": StraightThroughRows,
     fp8_saved.RECIPE: SavedInFp8Rows,
     "fp8-all": AllInFp8Rows,
+    "mxfp8": Fp8Rows,
+    "nvfp4": Fp8Rows,
 }
 
 
 class Fp8Backend(PassesBackend):
-    name, summary, kinds = "eager", "fp8 in plain torch, without the speed of it", (Fp8Experts,)
+    name, summary, kinds = "eager", "emulated in plain torch, without the speed of it", (Fp8Experts,)
     operator_name = "fp8_eager"
     traced = SavedRows(h=fp8_saved.fake_h)
     waits_on_gpu = True
@@ -189,7 +193,8 @@ class Fp8Backend(PassesBackend):
         weights = request.weights
         assert isinstance(weights, Fp8Experts)
         has_gradient = torch.is_grad_enabled() and weights.gate_up_EJH.requires_grad  # which is a sum over x as it is
-        return None if has_gradient or weights.recipe == AUTO else FP8_TRAINING_ROWS
+        travels = weights.row_format.scale == "fp32"  # see `pack_rows`
+        return weights.row_format if travels and not has_gradient and weights.recipe != AUTO else None
 
     def rows(self, weights: Fp8Experts) -> type[sorted_rows.SortedRows]:
         """By which `amoeba.proof.conformance` proves one product after the other."""

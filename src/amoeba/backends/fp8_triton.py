@@ -43,7 +43,7 @@ class Fp8TritonBackend(PassesBackend):
         reason = fp8.BACKEND.why_not(request)
         if reason is not None:
             return reason
-        return why_not_on(weights.device, weights)
+        return why_not_on(weights.device, weights, weights.recipe)
 
     def row_format(self, request: Request) -> Format | None:
         return fp8.BACKEND.row_format(request)
@@ -113,8 +113,10 @@ def _constants(problem: Problem) -> tuple:
     return "fp8", problem.weights.recipe, *triton.pass_constants(problem)
 
 
-def why_not_on(device: torch.device, weights: Any) -> str | None:
+def why_not_on(device: torch.device, weights: Any, recipe: str = "fp8") -> str | None:
     """Why the kernels do not take these experts, once they are there; or None."""
+    if recipe in ("mxfp8", "nvfp4"):
+        return f"has no kernels for {recipe}"
     return why_not_there(device, weights) or why_not_shaped(weights)
 
 

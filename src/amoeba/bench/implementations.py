@@ -118,6 +118,8 @@ def _transformers_ways(
 _IN_FP8 = {"output": 0.1, "gradient": 0.1}
 # Weights of four bits are 20 % away from what they were made of. `amoeba verify` compares with what they stand for.
 _ROUNDED = {"output": 0.3, "gradient": 0.3}
+# Rows of four bits as well, in each of two products.
+_IN_FP4 = {"output": 0.4, "gradient": 0.4}
 
 
 def names_of_ours() -> list[str]:
@@ -177,15 +179,16 @@ def _in_fp8(workload: Workload) -> tuple[list[Implementation], dict[str, str]]:
             left_out |= {f"amoeba {recipe}{way}": reason for way in ("", _WARM, _RECOMPUTED)}
             continue
         every_time = functools.partial(_placed, workload, weights)
+        limits = _IN_FP4 if recipe == "nvfp4" else _IN_FP8
 
         def once(run: Callable[[], Tensor] = every_time) -> Tensor:
             with promise:
                 return run()
 
-        found.append(Implementation(f"amoeba {recipe}", True, every_time, _IN_FP8))
-        found.append(Implementation(f"amoeba {recipe}{_WARM}", True, once, _IN_FP8))
+        found.append(Implementation(f"amoeba {recipe}", True, every_time, limits))
+        found.append(Implementation(f"amoeba {recipe}{_WARM}", True, once, limits))
         recomputing = functools.partial(_placed, workload, weights, recompute=True)
-        found.append(Implementation(f"amoeba {recipe}{_RECOMPUTED}", True, recomputing, _IN_FP8))
+        found.append(Implementation(f"amoeba {recipe}{_RECOMPUTED}", True, recomputing, limits))
     return found, left_out
 
 

@@ -43,8 +43,8 @@ class TrainOptions:
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Recipe for the experts' matrix products: bf16 (same as --dtype), fp8, fp8-ste, fp8-saved, fp8-all "
-            "or auto."
+            help="Recipe for the experts' matrix products: bf16 (same as --dtype), fp8, fp8-ste, fp8-saved, fp8-all, "
+            "mxfp8, nvfp4 or auto."
         ),
     ] = None
     log_every: Annotated[int | None, typer.Option(help="Steps between log lines (default: 10).")] = None

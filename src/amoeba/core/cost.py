@@ -123,8 +123,9 @@ def weight_bytes(
 def code_bytes(*, experts: int, hidden: int, intermediate: int, format: Format, gated: bool = True) -> int:
     """What training with a recipe keeps in addition to the weights: quantised copies, as stored and transposed.
     Blocks are counted through gate and up."""
-    up = matrix_bytes(rows=_width(intermediate, gated), columns=hidden, format=format)
-    return 2 * experts * (up + matrix_bytes(rows=hidden, columns=intermediate, format=format))
+    matrices = (_width(intermediate, gated), hidden), (hidden, intermediate)
+    both = (matrix_bytes(rows=m, columns=n, format=format) for one in matrices for m, n in (one, one[::-1]))
+    return experts * sum(both)
 
 
 def gathered_weight_bytes(*, rows: int, hidden: int, intermediate: int, itemsize: int, gated: bool = True) -> int:

@@ -45,8 +45,8 @@ _ROWS = 16
 def set_precision(model: nn.Module, precision: str) -> None:
     """Sets the precision in which a model's experts compute.
 
-    precision: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" for fp8 where it is faster, or "bf16" for the
-    parameters' own dtype, as without this call.
+    precision: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4", "auto" for fp8 where it is faster, or
+    "bf16" for the parameters' own dtype, as without this call.
 
     In a quantised checkpoint the experts are frozen. There "w8a8" also quantises rows to e4m3 in every pass without
     gradients, "auto" does so where it is faster, and "bf16" leaves rows unquantised."""

@@ -130,8 +130,8 @@ class TrainSettings(RunSettings):
     model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
     data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
     experts:  "resident", or "ranks": over the processes that torchrun started, which share each batch.
-    precision: in which the experts are computed: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto" (fp8 where it was
-              measured to be faster), or "bf16" for the dtype of the run, whichever that is (see
+    precision: in which the experts are computed: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4", "auto"
+              (fp8 where it was measured to be faster), or "bf16" for the dtype of the run, whichever that is (see
               `amoeba.precision.recipes`).
     """
 

@@ -13,6 +13,9 @@ Plain torch on any device. These are the definitions: kernels are compared with 
 | mxfp8   | e4m3    | 1 x 32            | e8m0, a power of two, rounded down (OCP)  |
 | mxfp4   | e2m1    | 1 x 32            | e8m0, the same                            |
 | nvfp4   | e2m1    | 1 x 16            | e4m3, times one fp32 number of the matrix |
+
+Experts that train (`amoeba.precision.recipes`) have square blocks, so that a transposed weight is the same numbers, and
+rows with a block of a row. Their e8m0 scales are rounded up, and each nvfp4 row has an fp32 number of its own.
 """
 
 from __future__ import annotations
@@ -58,11 +61,16 @@ class Element(ABC):
         """Two codes of four bits to a byte along the last dimension, of an even length."""
         return codes[..., 0::2] | codes[..., 1::2] << 4
 
+    @staticmethod
+    def unpack(packed: Tensor) -> Tensor:
+        """The codes that `pack` packed."""
+        return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
     @classmethod
     def decode_packed(cls, packed: Tensor) -> Tensor:
         """fp32, twice as long as the packed codes of four bits."""
         every_byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
-        table = cls.decode(torch.stack((every_byte & 15, every_byte >> 4), dim=1))
+        table = cls.decode(cls.unpack(every_byte[:, None]))
         values = table.index_select(0, packed.flatten().to(torch.int32))
         return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
@@ -127,9 +135,10 @@ class Format:
     name:    as users write it.
     element: of the numbers.
     block:   rows and columns of a matrix that share a scale.
-    scale:   what a scale is; those of "e4m3" are times one number of the whole matrix.
-    power_of_two: whether scales in fp32 are rounded up to one: such a scale costs no precision of its own, and nothing
-             saturates.
+    scale:   what a scale is; those of "e4m3" are times one number of the whole matrix, or of its row.
+    power_of_two: whether scales are rounded up to one, a normal number, 1 for zeros: such a scale costs no precision of
+             its own, and nothing saturates. Without it, fp32 has other numbers, and e8m0 is rounded down.
+    by_row:  whether each row has the number that a matrix has otherwise: it depends on no other row.
     """
 
     name: str
@@ -137,6 +146,7 @@ class Format:
     block: tuple[int, int]
     scale: ScaleKind
     power_of_two: bool = False
+    by_row: bool = False
 
     @property
     def has_matrix_scale(self) -> bool:
@@ -160,7 +170,14 @@ FP8_TRAINING_COLUMNS = Format("fp8-128-training-columns", E4M3, (128, 1), "fp32"
 MXFP8 = Format("mxfp8", E4M3, (1, 32), "e8m0")
 MXFP4 = Format("mxfp4", E2M1, (1, 32), "e8m0")
 NVFP4 = Format("nvfp4", E2M1, (1, 16), "e4m3")
-_TRAINING = (FP8_TRAINING, FP8_TRAINING_ROWS, FP8_TRAINING_COLUMNS)
+MXFP8_TRAINING = Format("mxfp8-training", E4M3, (32, 32), "e8m0", power_of_two=True)
+MXFP8_TRAINING_ROWS = Format("mxfp8-training-rows", E4M3, (1, 32), "e8m0", power_of_two=True)
+NVFP4_TRAINING = Format("nvfp4-training", E2M1, (16, 16), "e4m3")
+NVFP4_TRAINING_ROWS = Format("nvfp4-training-rows", E2M1, (1, 16), "e4m3", by_row=True)
+_TRAINING = (
+    *(FP8_TRAINING, FP8_TRAINING_ROWS, FP8_TRAINING_COLUMNS),
+    *(MXFP8_TRAINING, MXFP8_TRAINING_ROWS, NVFP4_TRAINING, NVFP4_TRAINING_ROWS),
+)
 FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, *_TRAINING, MXFP8, MXFP4, NVFP4)}
 
 

@@ -1,4 +1,4 @@
-"""The placements of quantised experts (fp8-weights, mxfp4-weights, ...), and of the fp8 training recipes."""
+"""The placements of quantised experts (fp8-weights, mxfp4-weights, ...), and of the training recipes."""
 
 from __future__ import annotations
 
@@ -104,6 +104,8 @@ PRECISION_PLACEMENTS = (
     _recipe("fp8-ste"),
     _recipe("fp8-saved"),
     _recipe("fp8-all"),
+    _recipe("mxfp8"),
+    _recipe("nvfp4"),
 )
 
 

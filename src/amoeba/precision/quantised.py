@@ -30,7 +30,7 @@ class QuantisedMatrix:
     scales:  (..., blocks of rows, blocks of columns): fp32, or codes in uint8.
     columns: of the matrix; codes that are packed may go on behind them, as zeros.
     parts:   how many equal parts the rows have, each with blocks of its own.
-    matrix_scale: (...), fp32, where the format has it.
+    matrix_scale: (...), fp32, where the format has it; (..., rows) where it has one for each row.
     """
 
     data: Tensor
@@ -55,10 +55,11 @@ class QuantisedMatrix:
                 "quantise it again, or check the number of columns and parts",
             )
         has_scale = self.matrix_scale is not None
+        scales = (*leading, rows) if self.format.by_row else tuple(leading)
         if has_scale != self.format.has_matrix_scale or (
-            self.matrix_scale is not None and tuple(self.matrix_scale.shape) != tuple(leading)
+            self.matrix_scale is not None and tuple(self.matrix_scale.shape) != scales
         ):
-            expected = f"one of shape {tuple(leading)}" if self.format.has_matrix_scale else "none"
+            expected = f"one of shape {scales}" if self.format.has_matrix_scale else "none"
             got = None if self.matrix_scale is None else tuple(self.matrix_scale.shape)
             raise bad_value(f"matrix_scale of {self.format.name}", expected, got, "quantise it again")
 
@@ -83,7 +84,17 @@ class QuantisedMatrix:
         if self.format.scale == "e8m0":
             return E8M0.decode(self.scales)
         assert self.matrix_scale is not None
-        return E4M3.decode(self.scales) * self.matrix_scale[..., None, None]
+        wide = self.matrix_scale[..., None] if self.format.by_row else self.matrix_scale[..., None, None]
+        return E4M3.decode(self.scales) * wide
+
+    def transposed(self) -> QuantisedMatrix:
+        """The same numbers with rows for columns; of square blocks, so that the scales are the same as well."""
+        element, rows = self.format.element, self.data.shape[-2]
+        data = self.data if element.bits == 8 else element.unpack(self.data)[..., : self.columns]
+        data = data.mT.contiguous()
+        if element.bits == 4:
+            data = element.pack(F.pad(data, (0, 2 * self.format.stored_columns(rows) - rows)))
+        return replace(self, data=data, scales=self.scales.mT.contiguous(), columns=rows)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Each number is a product in fp32 of what its code stands for and of its scale, rounded to dtype."""
@@ -151,7 +162,8 @@ def empty_quantised(
     scale_dtype = torch.float32 if format.scale == "fp32" else torch.uint8
     data = torch.empty((*leading, rows, format.stored_columns(columns)), dtype=torch.uint8, device=device)
     scales = torch.empty((*leading, *block_counts(rows, columns, format, parts)), dtype=scale_dtype, device=device)
-    matrix_scale = torch.empty(leading, dtype=torch.float32, device=device) if format.has_matrix_scale else None
+    of_matrix = (*leading, rows) if format.by_row else leading
+    matrix_scale = torch.empty(of_matrix, dtype=torch.float32, device=device) if format.has_matrix_scale else None
     return QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
 
 
@@ -191,24 +203,26 @@ def _quantise_one(
 def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """As they are stored, and as numbers to divide by, of which none is 0."""
     element = format.element
-    if format.scale == "fp32":
+    if format.scale == "fp32" or format.power_of_two:
         found = _divided(largest, element.largest).clamp(min=_SMALLEST_NORMAL).masked_fill(largest == 0, 1)
-        if format.power_of_two:
-            mantissa, exponent = found.frexp()  # a half is a power of two already
-            exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-            found = E8M0.decode((exponent + E8M0.bias).to(torch.uint8))
-        return found, found
+        if not format.power_of_two:
+            return found, found
+        mantissa, exponent = found.frexp()  # a half is a power of two already
+        codes = (exponent - (mantissa == 0.5).to(exponent.dtype) + E8M0.bias).to(torch.uint8)
+        found = E8M0.decode(codes)
+        return (codes if format.scale == "e8m0" else found), found
     if format.scale == "e8m0":
         exponent = largest.frexp().exponent - 1 - element.exponent  # floor(log2(largest)), exact
         exponent = exponent.masked_fill(largest == 0, -E8M0.bias).clamp(-E8M0.bias, E8M0.bias)
         codes = (exponent + E8M0.bias).to(torch.uint8)
         return codes, E8M0.decode(codes)
     assert matrix_scale is not None
-    of_all = largest.amax()
+    of_all = largest.amax(dim=2).flatten() if format.by_row else largest.amax()
     matrix_scale.copy_(_divided(of_all, element.largest * E4M3.largest).clamp(min=_SMALLEST_NORMAL))
     matrix_scale.masked_fill_(of_all == 0, 1)
-    codes = E4M3.encode(_divided(largest, element.largest) / matrix_scale)
-    values = E4M3.decode(codes) * matrix_scale
+    wide = matrix_scale.view(*largest.shape[:2], 1) if format.by_row else matrix_scale
+    codes = E4M3.encode(_divided(largest, element.largest) / wide)
+    values = E4M3.decode(codes) * wide
     return codes, values.masked_fill(values == 0, torch.inf)  # such a block is zeros, whatever its codes
 
 

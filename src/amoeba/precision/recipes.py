@@ -1,4 +1,5 @@
-"""The fp8 training recipes (fp8, fp8-ste, fp8-saved, fp8-all): experts whose products are computed in fp8.
+"""The training recipes (fp8, fp8-ste, fp8-saved, fp8-all, mxfp8, nvfp4): experts whose products are computed in 8 or 4
+bits.
 
 E experts · H hidden · I intermediate · J = 2I (gated) or I
 
@@ -25,6 +26,14 @@ e4m3 as well:
 where B has a scale for each column of 128 rows of one expert, counted from its first one in the sorted order, and R one
 for each column over all tokens, those without experts too; s · a is rounded to the dtype of x before. "auto" is fp8
 where that was measured to be faster, else no recipe.
+
+mxfp8 and nvfp4 are fp8 with another Q, as Blackwell's matrix units multiply it:
+
+    mxfp8       e4m3, with a power of two in e8m0, rounded up, for each 1 x 32 of a row and each 32 x 32 of a weight
+    nvfp4       e2m1, with a scale in e4m3 for each 1 x 16 of a row and each 16 x 16 of a weight, times a number in fp32
+                of that row, or of that expert's matrix
+
+All numbers are rounded to the nearest: nvfp4 has neither stochastic rounding nor a Hadamard transform.
 """
 
 from __future__ import annotations
@@ -38,8 +47,17 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import AnyExperts, ExpertWeights
+from amoeba.precision.formats import (
+    FP8_TRAINING,
+    FP8_TRAINING_ROWS,
+    MXFP8_TRAINING,
+    MXFP8_TRAINING_ROWS,
+    NVFP4_TRAINING,
+    NVFP4_TRAINING_ROWS,
+    Format,
+)
 
-Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "fp8-all", "auto"]
+Precision = Literal["bf16", "fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4", "auto"]
 UNCHANGED: Precision = "bf16"
 W8A8: Literal["w8a8"] = (
     "w8a8"  # of frozen experts, see `QuantisedExperts.products`: of a pass without gradients, and no recipe
@@ -50,9 +68,17 @@ SUMMARIES = {
     "fp8-ste": "products of forward in e4m3, backward in the run's dtype",
     "fp8-saved": "as fp8, and what is kept for backward in e4m3",
     "fp8-all": "as fp8, and the gradients of weights in e4m3",
+    "mxfp8": "as fp8, with a scale for each 32 numbers of a row",
+    "nvfp4": "as fp8, with e2m1 for e4m3 and a scale for each 16 numbers of a row",
 }
+_OPERANDS = {"mxfp8": (MXFP8_TRAINING_ROWS, MXFP8_TRAINING), "nvfp4": (NVFP4_TRAINING_ROWS, NVFP4_TRAINING)}
 # Has scales over all tokens, of which a rank has a part: not for experts over ranks.
 OF_ALL_TOKENS: Precision = "fp8-all"
+
+
+def operand_formats(recipe: str) -> tuple[Format, Format]:
+    """Of rows, and of weights."""
+    return _OPERANDS.get(recipe, (FP8_TRAINING_ROWS, FP8_TRAINING))
 
 
 def summary_of(precision: str) -> str:
@@ -68,6 +94,14 @@ class Fp8Experts(ExpertWeights):
     """Resident experts with a recipe, see above; made by `with_precision`."""
 
     recipe: str = "fp8"
+
+    @property
+    def row_format(self) -> Format:
+        return operand_formats(self.recipe)[0]
+
+    @property
+    def weight_format(self) -> Format:
+        return operand_formats(self.recipe)[1]
 
     @property
     def placement(self) -> str:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 E experts · O out · I in
 
-    cached = quantised_weight(gate_up_EJH)
+    cached = quantised_weight(gate_up_EJH, FP8_TRAINING)
     cached.matrix, cached.transposed()          # of (E, J, H) and of (E, H, J), both as a product reads them along rows
 
 Codes are kept for as long as the weight is, and stay where they are in memory. That a weight changed shows in its
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amoeba.precision.formats import FP8_TRAINING
+from amoeba.precision.formats import Format
 from amoeba.precision.quantised import QuantisedMatrix, quantise, quantise_again
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,9 +28,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class QuantisedWeight:
     """matrix: of a weight (E, O, I), as it was when `update` was called last."""
 
-    def __init__(self, weight_EOI: Tensor) -> None:
+    def __init__(self, weight_EOI: Tensor, format: Format) -> None:
         self._seen = _state(weight_EOI)
-        self.matrix = quantise(weight_EOI, FP8_TRAINING)
+        self.matrix = quantise(weight_EOI, format)
         self._transposed: QuantisedMatrix | None = None
 
     def update(self, weight_EOI: Tensor) -> None:
@@ -45,26 +45,27 @@ class QuantisedWeight:
         """The same codes and scales with rows for columns: (E, I, O). Made when it is first asked for."""
         with _lock, torch.inference_mode(False):
             if self._transposed is None:
-                data, scales = (each.mT.contiguous() for each in (self.matrix.data, self.matrix.scales))
-                self._transposed = QuantisedMatrix(data, scales, self.matrix.format, self.matrix.shape[-2])
+                self._transposed = self.matrix.transposed()  # where there is a scale of each matrix, it is the same
             return self._transposed
 
     def _transpose(self, into: QuantisedMatrix) -> None:
-        into.data.copy_(self.matrix.data.mT)
-        into.scales.copy_(self.matrix.scales.mT)
+        found = self.matrix.transposed()
+        into.data.copy_(found.data)
+        into.scales.copy_(found.scales)
 
 
-def quantised_weight(weight_EOI: Tensor) -> QuantisedWeight:
-    """Of the numbers that the weight has now."""
+def quantised_weight(weight_EOI: Tensor, format: Format) -> QuantisedWeight:
+    """Of the numbers that the weight has now. format: with square blocks."""
     # A module that stores (E, in, out) makes a view for each call; what it is a view of stays.
     owner = weight_EOI if weight_EOI._base is None else weight_EOI._base
-    form = (weight_EOI.storage_offset(), weight_EOI.shape, weight_EOI.stride(), weight_EOI.dtype, weight_EOI.device)
+    place = weight_EOI.storage_offset(), weight_EOI.shape, weight_EOI.stride()
+    form = (*place, weight_EOI.dtype, weight_EOI.device, format)
     with _lock, torch.inference_mode(False):  # codes that an evaluation made are rewritten in training
         kept: dict[tuple, QuantisedWeight] = _kept.setdefault(owner, {})
         if form in kept:
             kept[form].update(weight_EOI)
         else:
-            kept[form] = QuantisedWeight(weight_EOI)
+            kept[form] = QuantisedWeight(weight_EOI, format)
         return kept[form]
 
 

@@ -416,11 +416,14 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
         ]
         return torch.cat(parts)
 
-    gate_up, down = quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
+    def in_format(rows: Tensor) -> Tensor:
+        return quantised_rows(rows, weights.row_format)
+
+    gate_up, down = (quantised_weight(weight, weights) for weight in (weights.gate_up_EJH, weights.down_EHI))
     x_NH, h, dout = wide(problem.x_TH)[token_N], kept(own(h_NJ), weights), wide(dy_TH)[token_N]
     da = wide(multiply(back(dout), lambda e: back_down[e]).to(problem.x_TH.dtype))
     truth = {
-        "stage h": (h_NJ, multiply(quantised_rows(x_NH), lambda e: gate_up[e].T, weights.gate_up_bias_EJ)),
+        "stage h": (h_NJ, multiply(in_format(x_NH), lambda e: gate_up[e].T, weights.gate_up_bias_EJ)),
         "stage dh": (dh_NJ, activate_backward(s * da, h, weights.activation)),
         "stage ds": (ds_N, (da * activate(h, weights.activation)).sum(-1)),
         "stage dx": (dx_NH, multiply(back(own(dh_NJ)), lambda e: back_gate_up[e])),
@@ -438,7 +441,7 @@ def stage_errors(problem: Problem, rows_type: type[SortedRows], dy_TH: Tensor) -
     errors["stage dW2"] = _error(wide(d_down), gradient(dy_TH, scaled_a_NI).mT)
     # Whether a row of y has its routing weight in it already is the rows' own affair; summed up it has.
     activated = a_NI.dequantise() if isinstance(a_NI, QuantisedMatrix) else a_NI
-    y = s * multiply(quantised_rows(own(activated)), lambda e: down[e].T, weights.down_bias_EH)
+    y = s * multiply(in_format(own(activated)), lambda e: down[e].T, weights.down_bias_EH)
     y_TH = torch.zeros(dy_TH.shape, dtype=torch.float64, device="cpu").index_add_(0, token_N, y)
     return errors | {"stage y": _error(wide(rows.combine(y_NH, weighted=True)), y_TH)}
 

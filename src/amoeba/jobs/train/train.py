@@ -43,8 +43,7 @@ from amoeba.jobs.train.run_folder import Console, RunReport
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import RankZero
-from amoeba.precision.formats import FP8_TRAINING
-from amoeba.precision.recipes import AUTO, UNCHANGED, summary_of
+from amoeba.precision.recipes import AUTO, UNCHANGED, operand_formats, summary_of
 from amoeba.system.files import shell_command, shell_words
 
 COMMAND = "amoeba train"
@@ -259,7 +258,7 @@ def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecis
             hidden=weights.hidden,
             intermediate=weights.intermediate,
             gated=weights.activation.gated,
-            format=FP8_TRAINING,
+            format=operand_formats(precision)[1],
         )
         for weights, reason in zip(layers, refused, strict=True)
         if reason is None or precision != AUTO
@@ -269,7 +268,7 @@ def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecis
 
 def _why_not(device: torch.device, weights: Any, precision: str) -> str | None:
     """Why the kernels do not take a layer, or None."""
-    if (reason := fp8_triton.why_not_on(device, weights)) is not None:
+    if (reason := fp8_triton.why_not_on(device, weights, precision)) is not None:
         return f"{fp8_triton.BACKEND.name} {reason}"
     return fp8_choice.too_small(weights) if precision == AUTO else None
 

@@ -1,4 +1,4 @@
-"""The reference for experts that train in fp8: the recipes of `amoeba.precision.recipes` in fp64, one by one.
+"""The reference for experts that train in 8 or 4 bits: the recipes of `amoeba.precision.recipes` in fp64, one by one.
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · J = 2I or I
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from amoeba.precision.formats import (
     FP8_128_ROWS,
-    FP8_TRAINING,
     FP8_TRAINING_COLUMNS,
     FP8_TRAINING_ROWS,
     Format,
@@ -35,8 +34,8 @@ def quantised_rows(rows: Tensor, format: Format = FP8_TRAINING_ROWS) -> Tensor:
     return quantise(rows, format).dequantise(torch.float64)
 
 
-def quantised_weight(weight_EOI: Tensor) -> Tensor:
-    return quantise(weight_EOI, FP8_TRAINING).dequantise(torch.float64)
+def quantised_weight(weight_EOI: Tensor, weights: Fp8Experts) -> Tensor:
+    return quantise(weight_EOI, weights.weight_format).dequantise(torch.float64)
 
 
 def quantised_blocks(rows: Tensor) -> Tensor:
@@ -53,12 +52,12 @@ def experts_forward(
 ) -> Tensor:
     """With w8a8 for a recipe: the weights are the numbers that codes stand for already, and scales of rows are no
     powers of two."""
-    y_TH, row_format = torch.zeros_like(x_TH), FP8_TRAINING_ROWS
+    y_TH, row_format = torch.zeros_like(x_TH), weights.row_format
     gate_up, quantised_down = weights.gate_up_EJH, weights.down_EHI
     if weights.recipe == W8A8:
         row_format = FP8_128_ROWS
     else:
-        gate_up, quantised_down = quantised_weight(gate_up), quantised_weight(quantised_down)
+        gate_up, quantised_down = quantised_weight(gate_up, weights), quantised_weight(quantised_down, weights)
     quantised_x = quantised_rows(x_TH, row_format)
     for e in range(weights.num_experts):
         token, slot = torch.where(expert_TK == e)
@@ -77,7 +76,8 @@ def experts_backward(
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
     grads = {"x": torch.zeros_like(x_TH), "weight": torch.zeros_like(weight_TK)}
     grads |= {n: torch.zeros_like(t) for n, t in zip(names, weights.tensors(), strict=True) if t is not None}
-    quantised_x, gate_up = quantised_rows(x_TH), quantised_weight(weights.gate_up_EJH)
+    quantised_x = quantised_rows(x_TH, weights.row_format)
+    gate_up = quantised_weight(weights.gate_up_EJH, weights)
     back, back_gate_up, back_down = operands_of_backward(weights)
     by_token, by_expert = operands_of_weights(weights)
     x_of_weights, dy_of_weights = by_token(x_TH), by_token(dy_TH)
@@ -107,7 +107,8 @@ def operands_of_backward(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor
     """What becomes of the rows that go back through a weight, and gate_up and down as they meet them."""
     if weights.recipe == "fp8-ste":
         return lambda rows: rows, weights.gate_up_EJH, weights.down_EHI
-    return quantised_rows, quantised_weight(weights.gate_up_EJH), quantised_weight(weights.down_EHI)
+    gate_up, down = (quantised_weight(weight, weights) for weight in (weights.gate_up_EJH, weights.down_EHI))
+    return lambda rows: quantised_rows(rows, weights.row_format), gate_up, down
 
 
 def operands_of_weights(weights: Fp8Experts) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
