@@ -19,6 +19,7 @@ from amoeba.commands.doctor import doctor
 from amoeba.commands.finetune import finetune
 from amoeba.commands.generate import generate
 from amoeba.commands.options import Verbose
+from amoeba.commands.plan import plan
 from amoeba.commands.report import report
 from amoeba.commands.start import speak_up
 from amoeba.commands.trace import trace
@@ -56,6 +57,7 @@ def _every_command(
 for command in (
     verify,
     doctor,
+    plan,
     bench,
     train,
     tune,

@@ -120,6 +120,11 @@ def weight_bytes(
     )
 
 
+def factor_numbers(*, hidden: int, intermediate: int, rank: int, gated: bool = True) -> int:
+    """Of the LoRA factors of one expert: gate and up share one A (r, H) and have a B (I, r) each; then down's two."""
+    return rank * (2 * hidden + (3 if gated else 2) * intermediate)
+
+
 def code_bytes(*, experts: int, hidden: int, intermediate: int, format: Format, gated: bool = True) -> int:
     """What training with a recipe keeps in addition to the weights: quantised copies, as stored and transposed.
     Blocks are counted through gate and up."""

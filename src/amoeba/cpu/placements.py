@@ -64,11 +64,10 @@ def _chosen(situation: Situation) -> tuple[bool, str]:
     return reason is None, reason or ("this CPU has bf16 instructions" if has_bf16 else _IN_FP32)
 
 
-def _check_memory(
-    layers: Mapping[LayerSizes, int], load: Load, freed: int, *, kind: PackedKind, backward: PackedKind
-) -> tuple[Plan, ...]:
-    """Raises MemoryError if the packed experts would not fit with the rest, once their own tensors are freed."""
-    plans = tuple(
+def packed_plans(name: str, layers: Mapping[LayerSizes, int], load: Load, *, training: bool = True) -> tuple[Plan, ...]:
+    """The memory of layers in a placement by that name, one plan for each size."""
+    kind, backward = _KINDS[name]
+    return tuple(
         plan(
             sizes,
             kind=kind,
@@ -78,11 +77,17 @@ def _check_memory(
             top_k=load.top_k,
             recompute=load.recompute,
             factor_itemsize=4,
+            training=training,
             layers=count,
             backward=backward,
         )
         for sizes, count in layers.items()
     )
+
+
+def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, name: str) -> tuple[Plan, ...]:
+    """Raises MemoryError if the packed experts would not fit with the rest, once their own tensors are freed."""
+    plans = packed_plans(name, layers, load)
     together = plans[0] if len(plans) == 1 else Plan(sum((p.items for p in plans), ()), "layers of several sizes")
     check_memory(together, already=freed, remedy=_REMEDY)
     return plans
@@ -96,6 +101,7 @@ def _expert_bytes(sizes: LayerSizes, *, itemsize: int) -> int:
 
 
 _ITEMSIZE: dict[PackedKind, int] = {"int8": 1, "bf16": 2}
+_KINDS: dict[str, tuple[PackedKind, PackedKind]] = {}  # of forward and of backward, by the placement's name
 
 
 def _packed(
@@ -108,6 +114,7 @@ def _packed(
 ) -> Placement:
     """nodes: None for one per NUMA node. backward: None for kind."""
     backward = backward or kind
+    _KINDS[name] = kind, backward
     both = "" if backward == kind else f", with a backward in {backward}"
     return Placement(
         name,
@@ -119,7 +126,7 @@ def _packed(
         how=_how,
         itemsize=_ITEMSIZE[kind],
         expert_bytes=functools.partial(_expert_bytes, itemsize=_ITEMSIZE[kind] + _ITEMSIZE[backward]),
-        check_memory=functools.partial(_check_memory, kind=kind, backward=backward),
+        check_memory=functools.partial(_check_memory, name=name),
         offered=nodes is None,
         **more,
     )

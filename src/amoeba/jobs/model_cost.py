@@ -45,11 +45,11 @@ def training_flops_per_token(model: Any, tokens_per_row: float) -> float:
 
     What is computed again, routing, norms and the optimizer's own work do not count."""
     config = text_config(model.config)
-    attention = 6.0 * config.num_hidden_layers * _width_of_attention(config) * tokens_per_row
+    attention = 6.0 * config.num_hidden_layers * attention_width(config) * tokens_per_row
     return attention + sum((6.0 if trained else 4.0) * numbers for numbers, trained in _at_work(model))
 
 
-def _width_of_attention(config: Any) -> float:
+def attention_width(config: Any) -> float:
     """Of all query heads together; where keys and values have different sizes, the mean of them."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size / heads

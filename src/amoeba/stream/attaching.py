@@ -235,20 +235,26 @@ def _shapes(store: Store) -> list[LayerShape]:
 
 def _share(store: Store, rest: int, ram: str | int, reserved: int) -> tuple[int, list[int]]:
     """The budget in bytes, and the slots of each layer."""
-    shapes, scratch = _shapes(store), store.scratch_bytes(READS)
-    once: Sequence[int] = [1] * len(shapes)
-    least = rest + scratch + least_budget(shapes, once)
-    everything = rest + scratch + sum(shape.experts * shape.expert_bytes for shape in shapes)
+    scratch = store.scratch_bytes(READS)
+    everything = rest + scratch + sum(entry.experts * entry.expert_bytes for entry in store.layers)
     if ram == "auto":
         free = [each for each in (available_memory(CPU), total_memory()) if each is not None]  # a container's is less
         budget = min([everything, *(int(AUTO_SHARE * max(0, each - reserved)) for each in free)])
     else:
         budget = parse_size("ram", ram) if isinstance(ram, str) else ram
+    return budget, slots_in_memory(store.layers, rest, scratch, budget)
+
+
+def slots_in_memory(entries: Sequence[LayerEntry], rest: int, scratch: int, budget: int) -> list[int]:
+    """Of each layer, within a budget that holds `rest` and `scratch` too; ValueError where there is no room for one
+    expert each."""
+    shapes, once = [LayerShape(entry.experts, 1, entry.expert_bytes) for entry in entries], [1] * len(entries)
+    least = rest + scratch + least_budget(shapes, once)
     if budget < least:
         needed = f"{show_size(rest)} for everything but the experts, {show_size(least - rest)} for one expert per layer"
         expected = f"at least {show_size(least)} ({needed})"
         raise bad_value("ram", expected, show_size(budget), f"raise it to {show_size(least)} or more")
-    return budget, share_budget(budget - rest - scratch, shapes, least=once, name="ram")
+    return share_budget(budget - rest - scratch, shapes, least=once, name="ram")
 
 
 def _check_dtype(store: Store, dtype: torch.dtype | None, only_stored: bool) -> None:
@@ -388,31 +394,55 @@ class Budgets(NamedTuple):
 def share(store: Store, rest: int, vram: str | int, ram: str | int, device: torch.device, reserved: int = 0) -> Budgets:
     """rest: bytes of everything but the experts, also on the GPU. reserved: bytes needed there that no budget
     includes."""
-    on_gpu = [LayerShape(entry.experts, 1, LayerTiers.slot_bytes(entry)) for entry in store.layers]
-    once = [1] * len(on_gpu)
-    least, all_of_it = rest + least_budget(on_gpu, once), rest + _bytes(on_gpu)
+    entries, scratch = store.layers, store.scratch_bytes(READS)
+    all_of_it = rest + _bytes(_on_gpu(entries))
     vram_bytes = _budget("vram", vram, all_of_it, [available_memory(device)], reserved)
+    slots = slots_on_gpu(entries, rest, vram_bytes)
+    _check_free("vram", rest + least_budget(_on_gpu(entries), slots), available_memory(device), reserved)
+
+    on_host, passing = _on_host(entries, slots), passing_bytes(entries, slots, scratch)
+    # as many as there are experts at most: what is on the GPU need then not be written back
+    ram_bytes = _budget("ram", ram, passing + _bytes(on_host), [available_memory(CPU), total_memory()])
+    host_slots = slots_on_host(entries, slots, scratch, ram_bytes)
+    _check_free("ram", passing + least_budget(on_host, host_slots), available_memory(CPU))
+    return Budgets(vram_bytes, ram_bytes, slots, host_slots)
+
+
+def slots_on_gpu(entries: Sequence[LayerEntry], rest: int, vram_bytes: int) -> list[int]:
+    """Of each layer, within a budget that holds `rest` too; ValueError where there is no room for one expert each."""
+    on_gpu, once = _on_gpu(entries), [1] * len(entries)
+    least = rest + least_budget(on_gpu, once)
     if vram_bytes < least:
         needed = f"{show_size(rest)} for everything but the experts, {show_size(least - rest)} for one expert per layer"
         expected = f"at least {show_size(least)} ({needed})"
         raise bad_value("vram", expected, show_size(vram_bytes), f"raise it to {show_size(least)} or more")
-    slots = share_budget(vram_bytes - rest, on_gpu, least=once, name="vram")
-    _check_free("vram", rest + least_budget(on_gpu, slots), available_memory(device), reserved)
+    return share_budget(vram_bytes - rest, on_gpu, least=once, name="vram")
 
-    # nothing below a layer that is on the GPU as a whole
-    on_host = [
-        LayerShape(entry.experts if count < entry.experts else 0, 1, entry.expert_bytes)
-        for entry, count in zip(store.layers, slots, strict=True)
-    ]
-    passing = store.scratch_bytes(READS) + PASSING * max(shape.expert_bytes for shape in on_host)
-    # as many as there are experts at most: what is on the GPU need then not be written back
-    ram_bytes = _budget("ram", ram, passing + _bytes(on_host), [available_memory(CPU), total_memory()])
+
+def slots_on_host(entries: Sequence[LayerEntry], slots: Sequence[int], scratch: int, ram_bytes: int) -> list[int]:
+    """Of each layer in pinned memory, below these on a GPU. scratch: of the store, for reads."""
+    on_host, passing = _on_host(entries, slots), passing_bytes(entries, slots, scratch)
     if ram_bytes < passing:
         expected = f"at least {show_size(passing)}, through which experts are read"
         raise bad_value("ram", expected, show_size(ram_bytes), "raise it, or leave it out")
-    host_slots = share_budget(ram_bytes - passing, on_host, least=[0] * len(on_host), name="ram")
-    _check_free("ram", passing + least_budget(on_host, host_slots), available_memory(CPU))
-    return Budgets(vram_bytes, ram_bytes, slots, host_slots)
+    return share_budget(ram_bytes - passing, on_host, least=[0] * len(on_host), name="ram")
+
+
+def passing_bytes(entries: Sequence[LayerEntry], slots: Sequence[int], scratch: int) -> int:
+    """Host memory through which experts are read."""
+    return scratch + PASSING * max(shape.expert_bytes for shape in _on_host(entries, slots))
+
+
+def _on_gpu(entries: Sequence[LayerEntry]) -> list[LayerShape]:
+    return [LayerShape(entry.experts, 1, LayerTiers.slot_bytes(entry)) for entry in entries]
+
+
+def _on_host(entries: Sequence[LayerEntry], slots: Sequence[int]) -> list[LayerShape]:
+    """Nothing below a layer that is on the GPU as a whole."""
+    return [
+        LayerShape(entry.experts if count < entry.experts else 0, 1, entry.expert_bytes)
+        for entry, count in zip(entries, slots, strict=True)
+    ]
 
 
 def _bytes(shapes: list[LayerShape]) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from amoeba import lora
+from amoeba.core.cost import factor_numbers
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import Load
 from amoeba.data.corpus import Corpus, load_corpus
@@ -268,9 +269,11 @@ def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
     """Of the experts' factors in fp32, their gradients and AdamW's two moments. What else is trained is small."""
     if "experts" not in settings.targets:
         return 0
-    # gate and up share one A (r, H); a B (I, r) each; then down's two
     numbers = sum(
-        entry.experts * settings.r * (2 * entry.hidden + (3 if entry.activation.gated else 2) * entry.intermediate)
+        entry.experts
+        * factor_numbers(
+            hidden=entry.hidden, intermediate=entry.intermediate, rank=settings.r, gated=entry.activation.gated
+        )
         for entry in store.layers
     )
     return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))

@@ -1,0 +1,207 @@
+"""`amoeba plan MODEL`: whether a model fits, how fast each way to run it will be, and which one to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from amoeba.commands.exits import finish, need, usage
+from amoeba.commands.options import Json, ModelArgument, TrustRemoteCode, Verbose, check_file_to_write
+from amoeba.commands.start import start
+from amoeba.core.errors import bad_value
+from amoeba.system.fast_imports import loading
+
+if TYPE_CHECKING:
+    from amoeba.commands.output import Output
+    from amoeba.plan import Machine, ModelFacts, Plan, Work
+
+# Rows at a time, and tokens of a row, where nothing is said: as the commands have them.
+_ROWS = {"generate": 1, "serve": 8, "finetune": 8, "train": 8}
+_TOKENS = {"generate": 4096, "serve": 4096, "finetune": 1024, "train": 256}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    purpose: Annotated[str, typer.Option("--for", help="What to plan: generate, serve, finetune or train.")] = (
+        "generate"
+    )
+    vram: Annotated[
+        str | None, typer.Option(help="GPU memory to use: 24GiB, ... (default: what is free); 0: no GPU.")
+    ] = None
+    ram: Annotated[str | None, typer.Option(help="Host memory to use (default: what is free).")] = None
+    disk: Annotated[str | None, typer.Option(help="Disk space for a converted checkpoint (default: what is free).")] = (
+        None
+    )
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens per row: prompt and answer, or a training row (default: 4096, as trained)."),
+    ] = None
+    batch: Annotated[
+        int | None, typer.Option(help="Rows at a time on each rank (default: 1; 8 to serve or train).")
+    ] = None
+    lora_rank: Annotated[int, typer.Option(help="With --for finetune: LoRA rank.")] = 16
+    ranks: Annotated[int, typer.Option(help="GPUs with expert parallelism.")] = 1
+    nodes: Annotated[int, typer.Option(help="Machines that the ranks are on.")] = 1
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Plan for another machine: a card (4090, h100, ...) by its public figures, or a JSON file."),
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="Save the plan, for --plan of other commands.")] = None
+
+
+def plan(
+    model: Annotated[str, ModelArgument],
+    options: PlanOptions,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show whether a model fits, and how fast each placement and format would be. Reads no weights."""
+    output = start(verbose)
+    with usage():
+        need("safetensors", "transformers")
+        if options.out is not None:
+            check_file_to_write("--out", options.out, "plan.json")
+        with loading():
+            from amoeba.plan import make_plan, write_plan
+            from amoeba.plan.plan import as_document
+
+        work = _work(options)
+        facts = facts_for(model, work, trust_remote_code)
+        found = make_plan(facts, _machine(options), work)
+        if options.out is not None:
+            write_plan(options.out, found)
+        show(found, output, options.out)
+    finish(output, as_document(found), found.best is not None, json)
+
+
+def _work(options: PlanOptions) -> Work:
+    from amoeba.plan.memory import Purpose, Work
+
+    if options.purpose not in get_args(Purpose):
+        raise bad_value("--for", f"one of {', '.join(get_args(Purpose))}", repr(options.purpose), "choose one")
+    counts = {"--context": options.context, "--batch": options.batch, "--ranks": options.ranks}
+    counts |= {"--nodes": options.nodes, "--lora-rank": options.lora_rank}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise bad_value(name, "at least 1", count, "leave it out for the default")
+    if options.ranks % options.nodes:
+        remedy = "give every machine the same number of ranks"
+        raise bad_value("--ranks", f"a multiple of --nodes {options.nodes}", options.ranks, remedy)
+    purpose: Any = options.purpose
+    return Work(
+        purpose,
+        context=options.context or _TOKENS[purpose],
+        batch=options.batch or _ROWS[purpose],
+        rank=options.lora_rank,
+        ranks=options.ranks,
+        nodes=options.nodes,
+    )
+
+
+def facts_for(model: str, work: Work, trust_remote_code: bool) -> ModelFacts:
+    from amoeba.jobs.presets import PRESETS
+    from amoeba.plan import read_facts
+
+    if work.purpose == "train" and model in PRESETS:
+        preset = PRESETS[model]
+        config = preset.build(preset.training.get("vocab_size", 4096), work.context)
+        return read_facts(model, config=config)
+    return read_facts(model, trust_remote_code=trust_remote_code)
+
+
+def _machine(options: PlanOptions) -> Machine:
+    import shutil
+
+    from amoeba.plan import described_machine, measured_machine
+    from amoeba.stream.sizes import parse_size
+
+    sizes = {"--vram": options.vram, "--ram": options.ram, "--disk": options.disk}
+    vram, ram, disk = (None if size is None else parse_size(name, size) for name, size in sizes.items())
+    if options.machine is not None:
+        return described_machine(options.machine).within(vram, ram, disk)
+    found = measured_machine(gpu=vram != 0)
+    assert found is not None
+    if vram and found.gpu is None:
+        remedy = "leave it out, or describe one: --machine 4090"
+        raise bad_value("--vram", "a machine with a GPU", "none here", remedy)
+    return found.within(vram, ram, shutil.disk_usage(Path()).free if disk is None else disk)
+
+
+def show(plan: Plan, output: Output, written: Path | None) -> None:
+    from amoeba.plan.plan import predicted_words
+    from amoeba.stream.sizes import show_size
+
+    trains, best = plan.work.trains, plan.best
+    speeds = ["step s", "tokens/s"] if trains else ["prompt tokens/s", "new tokens/s"]
+    columns = ["experts", "numbers", *(["GPU"] if plan.machine.gpu else []), "host", *speeds, "error", ""]
+    rows = []
+    for each in plan.candidates:
+        if each.rejected is not None and each.first is None and not each.lines:
+            continue
+        of_speed = each.speed
+        numbers = (
+            (of_speed.step_seconds, of_speed.step_tokens_per_second) if trains else (of_speed.prefill, of_speed.decode)
+        )
+        more = (
+            each.slots,
+            each.checkpointing and "checkpointing",
+            each.options.get("optimizer_states") and "bf16 moments",
+        )
+        what = ", ".join([each.placement, *(word for word in more if word)])
+        rows.append(
+            [
+                what,
+                each.numbers,
+                *([show_size(each.gpu_bytes)] if plan.machine.gpu else []),
+                show_size(each.host_bytes),
+                *("-" if number is None else _three_digits(number) for number in numbers),
+                f"{100 * each.error:.3g} %" if each.error else "0",
+                "best" if each is best else each.rejected or "",
+            ]
+        )
+    work = plan.work
+    rowed = f"{work.batch} x {work.context:,} tokens" + (f" on each of {work.ranks} ranks" if work.ranks > 1 else "")
+    output.table(f"{plan.model} to {work.purpose}, {rowed}", columns, rows, text=("experts", "numbers", ""))
+    output.heading("machine")
+    output.facts(_of_machine(plan.machine))
+    if best is None:
+        output.heading("nothing fits")
+    else:
+        output.heading(f"best: {predicted_words(best)}")
+        output.facts(
+            (
+                line.name,
+                f"{show_size(line.bytes)} {'on the GPU' if line.where == 'cuda' else 'of host memory'}"
+                + (f", while {line.when}" if line.when != "always" else ""),
+            )
+            for line in best.lines
+        )
+    if plan.helps:
+        output.heading("what would help")
+        for words, times in plan.helps:
+            output.line(f"  {words}: {'then it fits' if times is None else f'{times:.1f}x'}")
+    if written is not None:
+        output.line(f"\nsaved to {written}: pass --plan {written} to generate, chat, finetune or train")
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.3g}" if number < 100 else f"{number:,.0f}"
+
+
+def _of_machine(machine: Machine) -> list[tuple[str, str]]:
+    from amoeba.stream.sizes import show_size
+
+    tera = {"CPU": machine.cpu_flops, "GPU": machine.gpu_flops}
+    giga = {"host memory": machine.cpu_bandwidth, "disk": machine.disk, "GPU memory": machine.gpu_bandwidth}
+    giga |= {"link": machine.link, "GPU to GPU": machine.peer or 0.0, "network": machine.network or 0.0}
+    rates = [f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in tera.items() if rate]
+    rates += [f"{name} {_three_digits(rate / 1e9)} GB/s" for name, rate in giga.items() if rate]
+    free = f"{show_size(machine.ram_free)} of host memory"
+    if machine.gpu:
+        free = f"{show_size(machine.vram_free)} on {machine.gpu}, {free}"
+    found = [("free", free), (machine.source, ", ".join(rates))]
+    return [*found, *([("assumed", ", ".join(machine.assumed))] if machine.assumed else [])]

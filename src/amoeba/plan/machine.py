@@ -1,0 +1,241 @@
+"""What a machine can do: memory, bandwidths and operations per second, measured once and kept, or described.
+
+    here = measured_machine()                 # takes seconds the first time; the folder for caches keeps the rates
+    card = described_machine("4090")          # public figures of a card, or a JSON file with figures of your own
+    here.vram_bytes, here.link, here.rate("cuda")
+
+Memory is asked for each time: other programs may use some of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba.bench.timing import measure_ceilings
+from amoeba.core.errors import bad_value, one_line
+from amoeba.jobs.model_cost import keep, kept
+from amoeba.stream.attaching import gpu as streaming_gpu
+from amoeba.stream.gpu.device import copy_rate
+from amoeba.stream.sizes import parse_size
+from amoeba.stream.store.buffers import Memory, aligned_buffer
+from amoeba.stream.store.reading import THREADS, Range, Reader
+from amoeba.system.files import default_folder
+from amoeba.system.machine import available_memory, cpu_model, load_average, total_memory, usable_cores
+
+CPU = torch.device("cpu")
+_GB, _TERA = 10**9, 10**12
+# Read to find out how fast a disk is.
+_FILE_BYTES, _PIECE = 256 << 20, 4 << 20
+# Share of a public figure that programs reach: of an H200's 989 TFLOP/s a dense product in bf16 has 800, of its
+# 4.8 TB/s a copy 4.28, of its link's 64 GB/s copies of pinned memory 55 (docs/benchmarks.md).
+_REACHED = {"gpu_flops": 0.81, "gpu_bandwidth": 0.89, "link": 0.86, "peer": 0.8, "network": 0.8}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates are in bytes or operations per second; None: there is no such thing, or it is not known.
+
+    source:   "measured", "public figures" or "given".
+    ram_free, vram_free: bytes that can be allocated now; of a described machine, all of it.
+    disk_free: bytes for a converted checkpoint.
+    peer:     between two GPUs of a machine, one way; network: between machines, for each GPU.
+    """
+
+    name: str
+    source: str
+    ram_bytes: int
+    ram_free: int
+    cores: int
+    cpu_flops: float
+    cpu_bandwidth: float
+    disk: float
+    gpu: str | None = None
+    vram_bytes: int = 0
+    vram_free: int = 0
+    gpu_flops: float = 0.0
+    gpu_bandwidth: float = 0.0
+    link: float = 0.0
+    peer: float | None = None
+    network: float | None = None
+    disk_free: int = 1 << 40
+    assumed: list[str] = field(default_factory=list)  # names of what was neither measured nor given
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.gpu is None else "cuda"
+
+    def within(self, vram: int | None, ram: int | None, disk: int | None = None) -> Machine:
+        """With budgets instead of what is free. vram 0: without its GPU."""
+        changed = self if ram is None else replace(self, ram_free=ram, ram_bytes=max(ram, self.ram_bytes))
+        changed = changed if disk is None else replace(changed, disk_free=disk)
+        if vram == 0:
+            return replace(changed, gpu=None, vram_bytes=0, vram_free=0)
+        return changed if vram is None or self.gpu is None else replace(changed, vram_free=vram)
+
+
+def _card(memory: float, bandwidth: float, tera: float, link: float, peer: float | None = None) -> dict[str, Any]:
+    """GB, GB/s, dense bf16 TFLOP/s with sums in fp32, GB/s one way; as the makers publish them."""
+    found = {"vram_bytes": int(memory * 2**30), "gpu_bandwidth": bandwidth * _GB, "gpu_flops": tera * _TERA}
+    found |= {"link": link * _GB} | ({} if peer is None else {"peer": peer * _GB})
+    return found
+
+
+# Public figures of cards: nobody measured them for this table. Memory in GiB as a driver reports it.
+CARDS: dict[str, dict[str, Any]] = {
+    "3060": _card(12, 360, 25.6, 32),
+    "3090": _card(24, 936, 71, 32),
+    "4060ti-16": _card(16, 288, 44, 16),
+    "4070": _card(12, 504, 58, 32),
+    "4080": _card(16, 717, 97.5, 32),
+    "4090": _card(24, 1008, 165, 32),
+    "5090": _card(32, 1792, 209, 64),
+    "l4": _card(22.5, 300, 121, 32),
+    "l40s": _card(45, 864, 362, 32),
+    "a100-40": _card(39.5, 1555, 312, 32, 300),
+    "a100-80": _card(79, 2039, 312, 32, 300),
+    "h100": _card(79, 3350, 989, 64, 450),
+    "h200": _card(140, 4800, 989, 64, 450),
+}
+# Of the machine around a described card, where nothing else is said.
+_AROUND = {"ram_bytes": 64 << 30, "cores": 16, "cpu_flops": 1e12, "cpu_bandwidth": 60e9, "disk": 3e9, "network": 50e9}
+
+
+def described_machine(name: str) -> Machine:
+    """name: of a card in CARDS, or a JSON file with figures named as the fields of `Machine`, and `card` for others."""
+    given: dict[str, Any] = {}
+    source, key = "public figures", name.lower().removeprefix("rtx").strip(" -")
+    if key not in CARDS:
+        path = Path(name)
+        if not path.is_file():
+            remedy = 'or name a JSON file, such as {"card": "4090", "ram_bytes": "32GiB"}'
+            raise bad_value("--machine", f"one of {', '.join(CARDS)}, or a JSON file", repr(name), remedy)
+        given, source = _read(path), "given"
+        key = str(given.pop("card", "")).lower()
+        if key and key not in CARDS:
+            raise bad_value(f"card in {path}", f"one of {', '.join(CARDS)}", repr(key), "leave it out and give figures")
+    public = {what: value * _REACHED.get(what, 1.0) for what, value in CARDS.get(key, {}).items()}
+    figures = _AROUND | public | given
+    memory = {"ram_free": int(figures["ram_bytes"]), "vram_free": int(figures.get("vram_bytes", 0))}
+    card = figures.pop("gpu", key or ("a GPU" if figures.get("vram_bytes") else None))
+    assumed = sorted(set(_AROUND) - set(given))
+    whole = {what: int(value) for what, value in figures.items() if what in ("ram_bytes", "vram_bytes", "cores")}
+    return Machine(name=name, source=source, gpu=card, assumed=assumed, **(memory | figures | whole))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise bad_value(f"--machine {path}", "a JSON object", one_line(error), "correct the file") from error
+    own = {"name", "source", "assumed", "ram_free", "vram_free", "disk_free"}
+    allowed = {each.name for each in fields(Machine)} - own
+    if not isinstance(found, dict) or not set(found) <= {*allowed, "card"}:
+        got = ", ".join(sorted(set(found) - allowed)) if isinstance(found, dict) else type(found).__name__
+        raise bad_value(
+            f"--machine {path}", f"an object of {', '.join(sorted(allowed))}, card", got, "correct the file"
+        )
+    sized = {
+        what: parse_size(f"{what} in {path}", value)
+        for what, value in found.items()
+        if what.endswith("_bytes") and isinstance(value, str)
+    }
+    found |= sized
+    for what, value in found.items():
+        if what not in ("card", "gpu") and (
+            isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+        ):
+            raise bad_value(f"{what} in {path}", "a number above 0", repr(value), "bytes or operations per second")
+    return found
+
+
+def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine | None:
+    """This one. measure: False for what is known already; None where rates are not. gpu: False to plan without it."""
+    device = torch.device("cuda") if gpu and torch.cuda.is_available() else CPU
+    rates = [_rates(each, measure) for each in dict.fromkeys((CPU, device))]
+    if any(each is None for each in rates):
+        return None
+    told: dict[str, Any] = {name: rate for each in rates if each is not None for name, rate in each.items()}
+    if device.type == "cuda":
+        told |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "vram_bytes": torch.cuda.get_device_properties(device).total_memory,
+            "vram_free": available_memory(device) or 0,
+        }
+        told |= {"peer": CARDS["h200"]["peer"] * _REACHED["peer"], "network": _AROUND["network"]}
+    total = total_memory() or 0
+    return Machine(
+        name=cpu_model(),
+        source="measured",
+        ram_bytes=total,
+        ram_free=available_memory(CPU) or total,
+        cores=usable_cores(),
+        assumed=["peer", "network"] if device.type == "cuda" else [],
+        **told,
+    )
+
+
+def _rates(device: torch.device, measure: bool) -> dict[str, float] | None:
+    about = {
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{cpu_model()}, {torch.get_num_threads()} threads",
+        "torch": str(torch.__version__),
+        "host": socket.gethostname(),
+    }
+    names = ("gpu_flops", "gpu_bandwidth", "link") if device.type == "cuda" else ("cpu_flops", "cpu_bandwidth", "disk")
+    found = kept("machine", about) or {}
+    if all(isinstance(found.get(name), float) and found[name] > 0 for name in names):
+        return {name: found[name] for name in names}
+    if not measure:
+        return None
+    ceilings = measure_ceilings(device, [torch.bfloat16])
+    flops = max(each.flops_per_second for each in ceilings.matmul.values())
+    last = _link_rate() if device.type == "cuda" else _disk_rate()
+    rates = dict(zip(names, (flops, ceilings.copy_bytes_per_second, last), strict=True))
+    load = load_average()
+    if device.type == "cuda" or load is None or load <= usable_cores():  # else other programs were measured, too
+        keep("machine", about, rates)
+    return rates
+
+
+def _link_rate() -> float:
+    device = streaming_gpu()
+    try:
+        return copy_rate(device).bytes_per_second
+    finally:
+        device.close()
+
+
+def _disk_rate() -> float:
+    """Of reads past the page cache in the folder for caches, of a file that is written for this."""
+    folder = default_folder()
+    path = folder / f".disk-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        block = os.urandom(_PIECE)
+        with path.open("wb") as file:
+            for _ in range(_FILE_BYTES // _PIECE):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        reader = Reader(threads=THREADS, direct=True)
+        try:
+            buffer = aligned_buffer(_FILE_BYTES)
+            whole = Range(reader.file(path), 0, _FILE_BYTES, Memory(buffer, len(buffer)), 0, _FILE_BYTES)
+            began = time.perf_counter()
+            reader.read([whole])
+            return _FILE_BYTES / (time.perf_counter() - began)
+        finally:
+            reader.close()
+    except OSError:
+        return float(_AROUND["disk"])
+    finally:
+        path.unlink(missing_ok=True)

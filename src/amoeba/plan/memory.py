@@ -1,0 +1,255 @@
+"""How much memory a run takes, line by line, before anything is allocated.
+
+T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I · R LoRA rank
+
+    lines = memory_of(facts, Choice("resident", "cuda"), work)
+    total(lines, "cuda"), total(lines, "cpu")
+
+What is exact (weights, slots, the KV cache, factors, optimizer) is asked of the code that allocates it. What a pass
+needs on top (activations, workspaces) is an upper estimate whose constants were set by measurements, see below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from amoeba.core.cost import code_bytes, factor_numbers, row_map_bytes
+from amoeba.core.placement import Load
+from amoeba.cpu.placements import packed_plans
+from amoeba.decoding.decoder import PIECE, cache_length
+from amoeba.ops.language_loss import PART_BYTES
+from amoeba.plan.model import ModelFacts
+from amoeba.precision.formats import FP8_TRAINING
+from amoeba.stream.attaching import Budgets, passing_bytes
+from amoeba.stream.gpu.tiers import LayerTiers
+
+Purpose = Literal["generate", "serve", "finetune", "train"]
+When = Literal["always", "loading", "running"]
+CUDA, HOST = "cuda", "cpu"
+
+# Measured with `python -m benchmarks plan` on a 2-core Neoverse-N1: a process with torch, transformers and a tokenizer,
+# and what allocator and threads keep on top of what is asked for.
+_PROCESS_BYTES = 480 << 20
+_CPU_SLACK = 32 << 20
+# On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own.
+_GPU_WORKSPACE = 96 << 20
+
+
+class Line(NamedTuple):
+    """where: "cuda" or "cpu". when: a run holds what is "always" there, and the larger of the two others."""
+
+    name: str
+    bytes: int
+    where: str
+    when: When = "always"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of a model.
+
+    context: tokens of a row: a prompt with its answer, or a row to train on.
+    batch:   rows at a time, on each rank.
+    rank:    of LoRA factors on all experts; finetune alone.
+    moments: bytes of AdamW's two moments, per number.
+    prompt:  tokens of it that are read before the first new one; None: half of the context.
+    """
+
+    purpose: Purpose
+    context: int
+    batch: int
+    rank: int = 16
+    moments: int = 8
+    prompt: int | None = None
+    precision: str = "bf16"
+    ranks: int = 1
+    nodes: int = 1
+
+    @property
+    def trains(self) -> bool:
+        return self.purpose in ("finetune", "train")
+
+    @property
+    def tokens(self) -> int:
+        """Of a training pass, or of the largest piece of a prompt."""
+        return self.batch * self.context if self.trains else min(PIECE, self.batch * self.prompt_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return max(1, self.context // 2) if self.prompt is None else self.prompt
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run it.
+
+    placement: of the experts: resident, a name of `amoeba.placements`, streamed, or ranks.
+    device:    where everything but the experts is.
+    dtype:     in which the model computes, where that is not the checkpoint's.
+    moments:   bytes of AdamW's two moments, where that is not what was asked for.
+    budgets:   of streamed experts on a GPU; slots: of streamed ones on a CPU.
+    """
+
+    placement: str
+    device: str
+    dtype: torch.dtype | None = None
+    checkpointing: bool = False
+    moments: int | None = None
+    budgets: Budgets | None = None
+    slots: tuple[int, ...] = field(default=())
+
+
+def total(lines: tuple[Line, ...], where: str) -> int:
+    found = {when: sum(line.bytes for line in lines if (line.where, line.when) == (where, when)) for when in _WHENS}
+    return found["always"] + max(found["loading"], found["running"])
+
+
+_WHENS: tuple[When, ...] = ("always", "loading", "running")
+
+
+def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]:
+    dtype = choice.dtype or facts.dtype
+    here, share = choice.device, work.ranks if choice.placement == "ranks" else 1
+    rest = facts.rest_numbers * dtype.itemsize
+    lines = [Line("weights", rest, here), Line("Python and libraries", _PROCESS_BYTES, HOST)]
+    lines += _experts(facts, choice, work, dtype, share)
+    if not work.trains:
+        length = cache_length(work.context) if here == CUDA else work.context
+        lines.append(Line("KV cache", work.batch * length * facts.kv_numbers * dtype.itemsize, here, "running"))
+        lines.append(Line("activations", _forward_bytes(facts, work, dtype, choice), here, "running"))
+    else:
+        lines += _training(facts, choice, work, dtype, share)
+    workspace = _GPU_WORKSPACE if here == CUDA else _CPU_SLACK
+    return tuple(line for line in (*lines, Line("workspace", workspace, here)) if line.bytes)
+
+
+def _experts(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, share: int) -> list[Line]:
+    """What holds them, and what is there in addition while they are loaded."""
+    if not facts.entries:
+        return []
+    layer = facts.entries[0]
+    numbers = layer.experts * facts.one_expert("resident", dtype)
+    as_stored = layer.experts * facts.one_expert("resident")
+    if choice.placement == "streamed":
+        if choice.budgets is not None:
+            return _streamed_to_gpu(facts, choice.budgets)
+        slots = sum(count * each.expert_bytes for count, each in zip(choice.slots, facts.entries, strict=True))
+        return [Line("slots", slots, HOST), Line("reads", facts.scratch_bytes, HOST)]
+    if choice.placement == "ranks":
+        return [Line("experts", -(-facts.expert_bytes("resident", dtype) // share), choice.device)]
+    if choice.placement.startswith("cpu-"):
+        load = Load(work.tokens, work.rank if work.trains else 0, facts.top_k, choice.checkpointing)
+        plans = packed_plans(choice.placement, facts.sizes, load, training=work.trains)
+        names = {"packed W": "experts", "packed Wᵀ": "experts, transposed", "stored W": "experts, for backward"}
+        found = [
+            Line(names.get(item.name, item.name), item.bytes, HOST, "always" if item.name in names else "running")
+            for each in plans
+            for item in each.items
+        ]
+        return [*found, Line("a layer while it is packed", as_stored, HOST, "loading")]
+    held = facts.expert_bytes(choice.placement, dtype)
+    placed = Line("experts", held, choice.device)
+    if choice.placement == "resident":
+        return [placed]
+    # quantised one layer after another, on the CPU
+    codes = layer.experts * facts.one_expert(choice.placement)
+    return [placed, Line("a layer while it is quantised", numbers + codes, HOST, "loading")]
+
+
+def _streamed_to_gpu(facts: ModelFacts, budgets: Budgets) -> list[Line]:
+    slots = sum(count * LayerTiers.slot_bytes(each) for count, each in zip(budgets.slots, facts.entries, strict=True))
+    pinned = sum(count * each.expert_bytes for count, each in zip(budgets.host_slots, facts.entries, strict=True))
+    passing = passing_bytes(facts.entries, budgets.slots, facts.scratch_bytes)
+    return [Line("slots", slots, CUDA), Line("pinned experts", pinned, HOST), Line("reads", passing, HOST)]
+
+
+def _forward_bytes(facts: ModelFacts, work: Work, dtype: torch.dtype, choice: Choice) -> int:
+    """Of one layer in a pass without gradients; layers take turns."""
+    size, tokens = dtype.itemsize, work.tokens
+    kv = facts.kv_numbers // max(1, facts.decoder_layers)
+    attention = tokens * (3 * facts.hidden + 2 * facts.attention_width + 2 * kv) * size
+    if choice.device == HOST:  # scores of one row's heads, in blocks of queries
+        attention += min(tokens, 512) * work.prompt_tokens * 4
+    experts = 0
+    if facts.entries and not choice.placement.startswith("cpu-"):
+        layer = facts.entries[0]
+        rows, width = tokens * facts.top_k, layer.activation.width(layer.intermediate)
+        experts = rows * (width + layer.intermediate + layer.hidden) * size + 3 * tokens * layer.hidden * size
+        experts += row_map_bytes(rows=rows, experts=layer.experts)
+    logits = work.batch * facts.vocabulary * (size + 4 + 4)
+    return max(attention, experts) + 2 * tokens * facts.hidden * size + logits
+
+
+# Of what a training pass keeps per token and layer in addition to the experts' x and h, in numbers of H: the residual
+# twice, two norms, attention's output, and statistics.
+_KEPT_OF_ATTENTION = 4
+
+
+def _training(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, share: int) -> list[Line]:
+    here, tokens, size = choice.device, work.tokens, dtype.itemsize
+    lines = _trained(facts, choice, work, dtype, share)
+    layers = facts.decoder_layers
+    kv = facts.kv_numbers // max(1, layers)
+    of_attention = tokens * (_KEPT_OF_ATTENTION * facts.hidden + 2 * facts.attention_width + kv) * size
+    of_experts, working = 0, 0
+    if facts.entries:
+        layer = facts.entries[0]
+        rows, width = tokens * facts.top_k, layer.activation.width(layer.intermediate)
+        # streamed and packed experts keep nothing here: they compute h again, or have caches of their own
+        keeps_h = choice.placement not in ("streamed",) and not choice.placement.startswith("cpu-")
+        of_experts = tokens * layer.hidden * size + (rows * width * size if keeps_h else 0)
+        of_experts += row_map_bytes(rows=rows, experts=layer.experts)
+        if not choice.placement.startswith("cpu-"):
+            working = rows * (width + 2 * layer.intermediate + layer.hidden) * size + 2 * tokens * layer.hidden * size
+    kept = of_attention + of_experts
+    saved = layers * tokens * facts.hidden * size + kept if choice.checkpointing else layers * kept
+    lines.append(Line("saved activations", saved, here, "running"))
+    lines.append(Line("one layer's backward", working + of_attention, here, "running"))
+    logits = min(tokens * facts.vocabulary * size, PART_BYTES) + tokens * facts.hidden * size
+    if here == HOST:  # transformers' own loss: all logits, in fp32 too, and their gradient
+        logits = tokens * facts.vocabulary * 3 * 4
+    lines.append(Line("logits", logits, here, "running"))
+    return lines
+
+
+def _trained(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, share: int) -> list[Line]:
+    """What learns, its gradients and AdamW's state."""
+    here, moments = choice.device, choice.moments or work.moments
+    if work.purpose == "train":
+        numbers = facts.rest_numbers + -(-facts.expert_numbers // share)
+        # on a GPU parameters are bf16, and the optimizer keeps the lower half of their fp32
+        rounding = numbers * 2 if here == CUDA else 0
+        lines = [Line("gradients", numbers * dtype.itemsize, here)]
+        lines.append(Line("optimizer", numbers * moments + rounding, here))
+        if work.precision != "bf16":
+            lines.append(Line("experts in fp8", _fp8_copies(facts) // share, here))
+        return lines
+    factors = sum(
+        each.experts
+        * factor_numbers(
+            hidden=each.hidden, intermediate=each.intermediate, rank=work.rank, gated=each.activation.gated
+        )
+        for each in facts.entries
+    )
+    factors //= share
+    return [
+        Line("LoRA factors", 4 * factors, here),
+        Line("gradients", 4 * factors, here),
+        Line("optimizer", moments * factors, here),
+    ]
+
+
+def _fp8_copies(facts: ModelFacts) -> int:
+    return sum(
+        code_bytes(
+            experts=each.experts,
+            hidden=each.hidden,
+            intermediate=each.intermediate,
+            gated=each.activation.gated,
+            format=FP8_TRAINING,
+        )
+        for each in facts.entries
+    )

@@ -1,0 +1,256 @@
+"""What a plan needs to know of a model: sizes, dtypes and formats, from its configuration and the headers of its files.
+
+E experts · H hidden · I intermediate · J = 2I (gated) or I
+
+    facts = read_facts("models/qwen3")        # a folder, a store, or a name on the hub; no weight is read
+    facts.expert_bytes("mxfp4-weights"), facts.rest_bytes, facts.kv_numbers
+
+A folder or store tells by its headers what its experts are. A model without files here (a hub name, a configuration to
+train from scratch) is built on the meta device, which takes no memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba.core.cost import expert_bytes
+from amoeba.core.errors import BadValue
+from amoeba.core.placement import LayerSizes
+from amoeba.integrations.experts_module import described, experts_modules, layout_of
+from amoeba.integrations.model_folder import load_config, load_without_weights
+from amoeba.integrations.quantised_files import format_of
+from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
+from amoeba.integrations.text_model import positions, text_config
+from amoeba.jobs.model_cost import attention_width
+from amoeba.placements import RESIDENT, placement_named
+from amoeba.precision.formats import Format
+from amoeba.stream.cpu.memory import READS
+from amoeba.stream.store import LayerEntry, StoreError, is_store, open_store
+from amoeba.stream.store.layers import layer_entry
+from amoeba.stream.store.tensor_files import checkpoint_tensors
+
+logger = logging.getLogger("amoeba")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """
+    entries:       of each layer with experts, as a store describes it; () for a model without any.
+    dtype:         of everything but quantised experts.
+    rest_numbers:  of everything but the experts; embedding_numbers of them are looked up, not multiplied.
+    kv_numbers:    per token, of all layers.
+    attention_width: of all query heads of a layer together.
+    why_not_streamed: why its experts cannot be read one by one, or None.
+    scratch_bytes: for reading experts from a folder.
+    sizes_known:   whether files with weights are here; otherwise the configuration says what they would be.
+    """
+
+    name: str
+    family: str
+    entries: tuple[LayerEntry, ...]
+    dtype: torch.dtype
+    rest_numbers: int
+    embedding_numbers: int
+    head_numbers: int
+    decoder_layers: int
+    hidden: int
+    vocabulary: int
+    top_k: int
+    kv_numbers: int
+    attention_width: int
+    positions: int | None
+    why_not_streamed: str | None
+    scratch_bytes: int = 0
+    packed: bool = False
+    sizes_known: bool = True
+
+    @property
+    def rest_bytes(self) -> int:
+        return self.rest_numbers * self.dtype.itemsize
+
+    @property
+    def numbers(self) -> str:
+        """How the checkpoint keeps its experts: bfloat16, or the format of codes."""
+        return self.entries[0].numbers if self.entries else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def is_quantised(self) -> bool:
+        return bool(self.entries) and self.entries[0].format is not None
+
+    @property
+    def sizes(self) -> Counter[LayerSizes]:
+        return Counter(
+            LayerSizes(each.experts, each.hidden, each.intermediate, each.activation, each.has_bias)
+            for each in self.entries
+        )
+
+    @property
+    def expert_numbers(self) -> int:
+        return sum(each.experts * _numbers(each) for each in self.entries)
+
+    @property
+    def active_numbers(self) -> int:
+        """That work on one token."""
+        experts = sum(min(self.top_k, each.experts) * _numbers(each) for each in self.entries)
+        return self.rest_numbers - self.embedding_numbers + experts
+
+    def one_expert(self, placement: str, dtype: torch.dtype | None = None) -> int:
+        """Bytes of an expert of the first layer. dtype: of resident ones; None: the checkpoint's."""
+        return self.of_layer(self.entries[0], placement, dtype) if self.entries else 0
+
+    def of_layer(self, entry: LayerEntry, placement: str, dtype: torch.dtype | None = None) -> int:
+        """Bytes of one expert of this layer in a placement that keeps all of them in memory."""
+        if placement == RESIDENT or entry.format is not None:
+            if entry.format is None:
+                return _numbers(entry) * (dtype or entry.dtype).itemsize
+            return sum(map(entry.size_of, entry.parts))
+        sizes = LayerSizes(entry.experts, entry.hidden, entry.intermediate, entry.activation, entry.has_bias)
+        count = placement_named(placement).expert_bytes
+        assert count is not None, placement
+        return count(sizes)
+
+    def quantised(self, format: Format) -> ModelFacts:
+        """The same model after `amoeba quantise`."""
+        entries = tuple(
+            layer_entry(
+                each.name,
+                each.experts,
+                each.hidden,
+                each.intermediate,
+                each.activation,
+                each.dtype,
+                each.has_bias,
+                format,
+                2 if each.activation.gated and not each.activation.interleaved else 1,
+            )
+            for each in self.entries
+        )
+        return replace(self, entries=entries)
+
+    def expert_bytes(self, placement: str, dtype: torch.dtype | None = None) -> int:
+        return sum(each.experts * self.of_layer(each, placement, dtype) for each in self.entries)
+
+
+def _numbers(entry: LayerEntry) -> int:
+    gated = entry.activation.gated
+    biases = entry.activation.width(entry.intermediate) + entry.hidden if entry.has_bias else 0
+    return expert_bytes(hidden=entry.hidden, intermediate=entry.intermediate, itemsize=1, gated=gated) + biases
+
+
+def read_facts(name: str, *, config: Any = None, trust_remote_code: bool = False) -> ModelFacts:
+    """config: of a model to train from scratch, which has no files yet."""
+    if config is not None:
+        return _from_config(name, config, trust_remote_code)
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return _from_hub(name, config, trust_remote_code)
+    try:
+        with open_store(folder, direct=False, trust_remote_code=trust_remote_code) as store:
+            entries, rest, scratch = store.layers, store.rest_bytes, store.scratch_bytes(READS)
+    except (StoreError, ValueError, OSError) as error:
+        return _from_headers(name, folder, config, trust_remote_code, error)
+    dtype = entries[0].dtype
+    facts = _described(name, config, entries, dtype, rest // dtype.itemsize, None)
+    return replace(facts, scratch_bytes=scratch, packed=is_store(folder))
+
+
+def _from_headers(name: str, folder: Path, config: Any, trust_remote_code: bool, error: Exception) -> ModelFacts:
+    """Of a model that cannot be streamed: sizes of its configuration, in the dtype of its files."""
+    facts = _from_config(name, config, trust_remote_code)
+    try:
+        tensors = checkpoint_tensors(folder)
+    except (StoreError, OSError):
+        return facts
+    why = error.args[0] if isinstance(error, BadValue) else str(error)
+    floating = Counter[torch.dtype]()
+    for entry in tensors.values():
+        if entry.dtype.is_floating_point:
+            floating[entry.dtype] += entry.size
+    dtype = floating.most_common(1)[0][0] if floating and not facts.is_quantised else facts.dtype
+    return replace(facts, dtype=dtype, why_not_streamed=why, sizes_known=True)
+
+
+def _from_hub(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
+    facts = _from_config(name, config, trust_remote_code)
+    try:
+        from huggingface_hub import get_safetensors_metadata
+
+        counts = get_safetensors_metadata(name).parameter_count  # of the headers alone
+    except Exception as error:  # no network, a private model, files of another kind: the configuration is enough
+        logger.info("headers of %s", name, exc_info=error)
+        return facts
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    known = {names[kind]: count for kind, count in counts.items() if kind in names}
+    if not known or facts.is_quantised:
+        return replace(facts, sizes_known=True)
+    dtype = max(known, key=lambda kind: known[kind])
+    entries = tuple(replace(each, dtype=dtype) for each in facts.entries)
+    return replace(facts, dtype=dtype, entries=entries, sizes_known=True)
+
+
+def _from_config(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
+    quantised = facts_of(config)
+    model = load_without_weights(unquantised(config), name, trust_remote_code=trust_remote_code)
+    format = None if quantised is None else format_of(quantised)
+    dtype, entries, of_experts = dtype_of(config), [], 0
+    for path, module in experts_modules(model).items():
+        layout, found = layout_of(module), described(module)
+        if layout is not None and found.fused is not None:
+            sizes = layout.num_experts, layout.hidden, layout.intermediate
+            parts = 2 if layout.gated and not layout.interleaved else 1
+            entries.append(layer_entry(path, *sizes, found.fused, dtype, found.has_bias, format, parts))
+            of_experts += sum(each.numel() for each in module.parameters())
+    rest = sum(each.numel() for each in model.parameters()) - of_experts
+    why = "its files are not here: download it, for example hf download NAME --local-dir FOLDER"
+    return replace(_described(name, config, tuple(entries), dtype, rest, why), sizes_known=False)
+
+
+def _described(
+    name: str, config: Any, entries: tuple[LayerEntry, ...], dtype: torch.dtype, rest: int, why_not_streamed: str | None
+) -> ModelFacts:
+    text = text_config(config)
+    table = text.vocab_size * text.hidden_size
+    tied = bool(getattr(text, "tie_word_embeddings", False))
+    return ModelFacts(
+        name=name,
+        family=config.model_type,
+        entries=entries,
+        dtype=dtype,
+        rest_numbers=rest,
+        embedding_numbers=0 if tied else min(rest, table),
+        head_numbers=table,
+        decoder_layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        top_k=_top_k(text, entries),
+        kv_numbers=_kv_numbers(text),
+        attention_width=round(attention_width(text)),
+        positions=positions(config),
+        why_not_streamed=why_not_streamed if entries else "it has no experts that aMoEba computes",
+    )
+
+
+def _top_k(text: Any, entries: tuple[LayerEntry, ...]) -> int:
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+    found = next((value for each in names if isinstance(value := getattr(text, each, None), int)), None)
+    return found or (min(8, entries[0].experts) if entries else 1)
+
+
+def _kv_numbers(text: Any) -> int:
+    """Keys and values of a token, as transformers' caches hold them: of latent attention, too, one per head."""
+    kinds = getattr(text, "layer_types", None)
+    layers = text.num_hidden_layers
+    if isinstance(kinds, list | tuple):
+        layers = sum(1 for kind in kinds if "attention" in kind and "linear" not in kind)
+    heads = text.num_attention_heads
+    if (keys := getattr(text, "qk_nope_head_dim", None)) is not None:
+        return layers * heads * (keys + text.qk_rope_head_dim + text.v_head_dim)
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return layers * 2 * (getattr(text, "num_key_value_heads", None) or heads) * size

@@ -1,0 +1,202 @@
+"""`amoeba plan`: what fits, what does not and why, and what is taken; from headers alone."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from amoeba.cli import app
+from amoeba.plan import Work, described_machine, make_plan, read_facts, read_plan, write_plan
+from amoeba.plan.memory import total
+from amoeba.plan.plan import ERRORS
+from amoeba.plan.speed import hit_rate
+from amoeba.stream.store.reading import Reader
+from sparse_models import qwen3_30b, sparse_model
+
+GIB = 2**30
+ONE_CHAT = Work("generate", context=4096, batch=1)
+TUNE = Work("finetune", context=1024, batch=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return sparse_model(tmp_path_factory.mktemp("sparse") / "qwen3-30b", qwen3_30b())
+
+
+@pytest.fixture(scope="module")
+def facts(folder):
+    return read_facts(str(folder))
+
+
+def plan_json(*words):
+    result = CliRunner().invoke(app, ["plan", *map(str, words), "--json"])
+    return result, json.loads(result.stdout.splitlines()[-1])
+
+
+class TestTheModel:
+    def test_headers_tell_the_sizes_of_qwen3_30b(self, facts):
+        assert facts.expert_bytes("resident") == 54 * GIB
+        assert facts.rest_bytes / GIB == pytest.approx(2.87, abs=0.01)
+        assert facts.expert_bytes("mxfp4-weights") / GIB == pytest.approx(14.3, abs=0.1)
+        assert facts.kv_numbers == 48 * 2 * 4 * 128
+        assert facts.active_numbers / 1e9 == pytest.approx(3.05, abs=0.05)
+
+    def test_no_weight_is_read(self, folder, monkeypatch):
+        def read(*_, **__):
+            raise AssertionError("a weight was read")
+
+        monkeypatch.setattr(Reader, "read", read)
+        monkeypatch.setattr("safetensors.safe_open", read)
+        _, document = plan_json(folder, "--machine", "4090")
+        assert document["candidates"]
+
+    def test_a_configuration_alone_gives_the_same_sizes(self, folder, facts, tmp_path):
+        qwen3_30b().save_pretrained(tmp_path)
+        alone = read_facts(str(tmp_path))
+        assert alone.expert_bytes("resident") == facts.expert_bytes("resident")
+        assert (alone.rest_numbers, alone.active_numbers) == (facts.rest_numbers, facts.active_numbers)
+        assert "download" in alone.why_not_streamed
+
+    def test_a_hub_name_is_planned_by_its_configuration_and_headers(self, facts, monkeypatch):
+        headers = SimpleNamespace(parameter_count={"BF16": 30_000_000_000})
+        monkeypatch.setattr("amoeba.plan.model.load_config", lambda name, **_: qwen3_30b())
+        monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda name: headers)
+        found = read_facts("somebody/qwen3")
+        assert found.expert_bytes("resident") == facts.expert_bytes("resident") and found.sizes_known
+
+
+class TestWhatIsBest:
+    def test_a_model_that_fits_stays_as_it_is_without_an_option(self, facts):
+        best = make_plan(facts, described_machine("h200"), ONE_CHAT).best
+        assert (best.placement, best.numbers, best.options) == ("resident", "bfloat16", {})
+
+    def test_on_24_gb_its_experts_are_streamed_and_not_rounded(self, facts):
+        plan = make_plan(facts, described_machine("4090"), ONE_CHAT)
+        assert (plan.best.placement, plan.best.error) == ("streamed", 0)
+        assert int(plan.best.options["vram"]) < 24 * GIB
+        assert plan.best.gpu_bytes <= 24 * GIB and plan.best.host_bytes <= 64 * GIB
+        (resident,) = (each for each in plan.candidates if each.placement == "resident")
+        assert "needs 57.6 GiB on the GPU" in resident.rejected
+        assert any("--precision mxfp4" in words and times > 2 for words, times in plan.helps)
+
+    def test_experts_are_rounded_where_nothing_else_fits(self, facts):
+        other = replace(facts, why_not_streamed="its files are elsewhere")
+        plan = make_plan(other, described_machine("4090").within(None, 16 * GIB), ONE_CHAT)
+        assert plan.best.placement == "mxfp4-weights" and plan.best.error == ERRORS["mxfp4"]
+
+    def test_where_nothing_fits_it_says_what_would_make_it_fit(self, facts):
+        other = replace(facts, why_not_streamed="its files are elsewhere")
+        plan = make_plan(other, described_machine("4090").within(4 * GIB, 4 * GIB), ONE_CHAT)
+        assert plan.best is None
+        assert ("24 GiB more GPU memory", None) in plan.helps
+
+    def test_fine_tuning_takes_checkpointing_before_it_rounds(self, facts):
+        best = make_plan(facts, described_machine("4090"), TUNE).best
+        assert best.error == 0 and best.options["gradient_checkpointing"] is True
+
+    def test_a_training_run_keeps_its_experts_and_shares_them_over_ranks(self, facts):
+        work = Work("train", context=4096, batch=1, ranks=16, nodes=2)
+        plan = make_plan(facts, described_machine("h100"), work)
+        assert {each.placement for each in plan.candidates} == {"ranks"}
+        one = make_plan(facts, described_machine("h100"), replace(work, ranks=1, nodes=1))
+        assert plan.candidates[0].gpu_bytes < one.candidates[0].gpu_bytes / 4 and one.best is None
+        within = make_plan(facts, described_machine("h100"), replace(work, nodes=1)).candidates[0]
+        assert plan.candidates[0].speed.exchange_seconds > 2 * within.speed.exchange_seconds > 0
+
+    @settings(max_examples=25, deadline=None)
+    @given(vram=st.integers(4, 80), more=st.integers(0, 40))
+    def test_more_memory_is_never_slower(self, facts, vram, more):
+        machine = described_machine("4090")
+        few, many = (
+            make_plan(facts, machine.within(size * GIB, None), ONE_CHAT, helps=False).best
+            for size in (vram, vram + more)
+        )
+        if few is not None:
+            assert many is not None and many.speed.score >= 0.999 * few.speed.score
+
+
+class TestMemory:
+    def test_it_grows_with_context_batch_and_rank(self, facts):
+        machine = described_machine("h200")
+
+        def peak(work):
+            return make_plan(facts, machine, work, helps=False).candidates[0].gpu_bytes
+
+        assert peak(ONE_CHAT) < peak(replace(ONE_CHAT, context=32768)) < peak(replace(ONE_CHAT, context=32768, batch=4))
+        assert peak(TUNE) < peak(replace(TUNE, rank=32)) < peak(replace(TUNE, rank=32, batch=16))
+
+    def test_the_kv_cache_is_that_of_the_decoder(self, facts):
+        (cache,) = (
+            line for line in make_plan(facts, described_machine("h200"), ONE_CHAT).best.lines if line.name == "KV cache"
+        )
+        assert cache.bytes == 4096 * 48 * 2 * 4 * 128 * 2
+
+    def test_loading_and_running_do_not_add_up(self, facts):
+        found = make_plan(facts, described_machine("4090"), ONE_CHAT).candidates
+        (packed,) = (each for each in found if each.placement == "cpu-bf16")
+        of = {
+            when: sum(line.bytes for line in packed.lines if line.when == when and line.where == "cpu")
+            for when in ("always", "loading", "running")
+        }
+        assert total(packed.lines, "cpu") == of["always"] + max(of["loading"], of["running"])
+
+
+@given(experts=st.sampled_from([8, 32, 128, 256]), top_k=st.integers(1, 8), slots=st.integers(0, 255))
+def test_hit_rates_rise_with_slots_up_to_one(experts, top_k, slots):
+    slots = min(slots, experts - 1)
+    assert 0 <= hit_rate(slots, experts, top_k) <= hit_rate(slots + 1, experts, top_k) + 1e-9 <= 1 + 2e-9
+    assert hit_rate(experts, experts, top_k) == 1
+
+
+class TestTheFile:
+    def test_a_command_gets_the_options_of_the_best(self, facts, tmp_path):
+        plan = make_plan(facts, described_machine("4090"), ONE_CHAT)
+        write_plan(tmp_path / "plan.json", plan)
+        for purpose in ("generate", "serve"):
+            assert read_plan(tmp_path / "plan.json", purpose)["options"] == plan.best.options
+        with pytest.raises(ValueError, match="a plan for finetune; got one for generate"):
+            read_plan(tmp_path / "plan.json", "finetune")
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"document": "amoeba verify"}'])
+    def test_another_file_is_refused(self, tmp_path, text):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(ValueError, match="a file that amoeba plan wrote"):
+            read_plan(tmp_path / "plan.json", "generate")
+
+
+class TestTheCommand:
+    def test_it_prints_a_table_and_what_would_help(self, folder):
+        result, document = plan_json(folder, "--machine", "4090", "--context", 8192)
+        assert result.exit_code == 0
+        assert document["best"] == 0 and document["candidates"][0]["placement"] == "streamed"
+        assert document["machine"]["source"] == "public figures" and "ram_bytes" in document["machine"]["assumed"]
+        for words in ("what would help", "KV cache", "public figures", " on the GPU; "):
+            assert words in result.stdout, words
+
+    def test_a_machine_can_be_described_by_a_file(self, folder, tmp_path):
+        path = tmp_path / "mine.json"
+        path.write_text(json.dumps({"card": "4090", "ram_bytes": "16GiB", "link": 12e9}))
+        _, document = plan_json(folder, "--machine", path)
+        assert (document["machine"]["ram_bytes"], document["machine"]["link"]) == (16 * GIB, 12e9)
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("--for", "dance"), "--for: expected one of generate, serve, finetune, train"),
+            (("--machine", "9999"), "--machine: expected one of 3060, 3090"),
+            (("--ranks", "3", "--nodes", "2"), "a multiple of --nodes 2"),
+            (("--context", "0"), "--context: expected at least 1"),
+            (("--vram", "much"), "--vram: expected a size in bytes"),
+        ],
+    )
+    def test_bad_options_are_refused_in_a_sentence(self, folder, words, said):
+        result = CliRunner().invoke(app, ["plan", str(folder), *words])
+        assert result.exit_code == 2 and said in result.stderr
+
+    def test_a_preset_is_planned_before_it_has_files(self):
+        result, document = plan_json("demo", "--for", "train", "--machine", "4090")
+        assert result.exit_code == 0 and document["candidates"][document["best"]]["placement"] == "resident"
