@@ -71,7 +71,9 @@ def request_of(layer: Layer, weights: ExpertWeights | None = None) -> Request:
 
 
 def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(monkeypatch):
-    request = request_of(Layer(bias=False))
+    request, frozen = request_of(Layer(bias=False)), request_of(Layer(bias=False))
+    for weight in request.weights.tensors()[:2]:
+        weight.requires_grad_()
     usual = registry.explain(request).backend.name
     assert usual != "tasks" and registry.backends_of(ExpertWeights, DEVICE)[-1].name == "tasks"
     (tokens, hidden), weights = request.x_TH.shape, request.weights
@@ -91,6 +93,7 @@ def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(m
     assert chosen(ratio._replace(top_k=layer[3] + 1)) == usual
     assert chosen(ratio, ratio._replace(times=measured.AT_LEAST - 0.001)) == usual, "not with skewed routing, say"
     assert chosen(ratio, request=request_of(Layer(bias=True))) == usual, "no layer with biases was measured"
+    assert chosen(ratio, request=frozen) == usual, "it would compute gradients that are not needed"
     monkeypatch.setattr(measured, "gpu_bytes", lambda device: 1 << 16)
     assert chosen(ratio) == usual, "needs too much of such a memory"
 

@@ -251,8 +251,11 @@ def faster_than(name: str, request: Request) -> str | None:
     if not RATIOS or torch.compiler.is_compiling() or not _is_measured(weights):
         return None
     assert isinstance(weights, ExpertWeights)
-    if any(bias is not None for bias in weights.tensors()[2:]):
+    gate_up, down, *biases = weights.tensors()
+    if any(bias is not None for bias in biases):
         return None  # none of the layers measured had biases
+    if not (gate_up.requires_grad and down.requires_grad):
+        return None  # the scheduled kernel computes the gradients of both, whoever wants them
     (tokens, hidden), top_k = request.x_TH.shape, request.routing.expert_TK.shape[1]
     layer = hidden, weights.intermediate, weights.num_experts, top_k
     found = [each for each in RATIOS.get((gpu_name(weights.device), name), ()) if each[1:6] == (*layer, tokens)]

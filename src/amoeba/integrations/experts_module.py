@@ -35,6 +35,8 @@ logger = logging.getLogger("amoeba")
 
 ATTRIBUTE = "_amoeba"
 ROUTER_NAMES = ("gate", "router")  # what transformers calls the router, a sibling of the experts
+SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # and the experts that see every token
+SHARED = "_amoeba_shared"  # a `SharedExperts`, where they are computed while the routed ones are under way
 PRECISION = "_amoeba_precision"  # in which its experts train, see `integrations.precision`
 LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.factors.ExpertsLora
 
@@ -91,6 +93,61 @@ def routers_in(block: nn.Module | None) -> list[Any]:
     """The routers in a block that holds experts."""
     found = [getattr(block, child, None) for child in ROUTER_NAMES]
     return [router for router in found if isinstance(router, nn.Module)]
+
+
+class SharedExperts:
+    """A block's shared experts, which a GPU computes while a CPU computes the routed ones.
+
+    For blocks that call the routed ones first, with the same rows: these compute the shared ones before they wait
+    (`compute`), and the block's own call gets the result. The first pass in another order ends it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, module.forward
+        self._early: tuple[Tensor, int, Tensor] | None = None
+        self._in_order = True
+        self._installed = self._forward
+        module.forward = self._installed
+
+    def overlap(self, x: Tensor) -> bool:
+        """Whether to compute them early. A module with hooks is only called by its block, which runs them."""
+        module = self._module
+        return (
+            self._in_order
+            and runs_alongside(x)
+            and module.__dict__.get("forward") is self._installed
+            and not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks)
+        )
+
+    def compute(self, x_TH: Tensor) -> None:
+        self._early = x_TH, _version(x_TH), self._own(x_TH)
+
+    def _forward(self, x: Tensor, *others: Any, **options: Any) -> Tensor:
+        early, self._early = self._early, None
+        if early is not None and not others and not options:
+            x_TH, version, y_TH = early
+            if x.data_ptr() == x_TH.data_ptr() and x.numel() == x_TH.numel() and _version(x) == version:
+                return y_TH.reshape(x.shape)
+        if early is not None or self.overlap(x):
+            self._in_order = False
+        return self._own(x, *others, **options)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def runs_alongside(x: Tensor) -> bool:
+    """Whether what is computed with x does not take the CPU's time."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+def overlap_shared_experts(block: nn.Module, experts: Any) -> None:
+    """Has the block's shared experts, if any, computed while these are under way."""
+    found = [getattr(block, name, None) for name in SHARED_NAMES]
+    shared = [module for module in found if isinstance(module, nn.Module)]
+    if len(shared) == 1:
+        experts.__dict__[SHARED] = SharedExperts(shared[0])
 
 
 def layout_of(module: Any) -> ExpertsLayout | None:

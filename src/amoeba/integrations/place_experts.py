@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import LayerSizes, Load, Placement, Situation
-from amoeba.integrations.experts_module import LORA, described, experts_modules, place, placed_in, resident
+from amoeba.cpu.packed_experts import PackedExperts
+from amoeba.integrations.experts_module import (
+    LORA,
+    described,
+    experts_modules,
+    overlap_shared_experts,
+    place,
+    placed_in,
+    resident,
+)
 from amoeba.integrations.precision import set_products
 from amoeba.integrations.text_model import text_config
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
@@ -108,6 +117,8 @@ def place_experts(
         if on_disk is not None:
             on_disk.read(name, module, _dtype_to_read(module, chosen, on_disk.dtype_of(name)))
         place(module, chosen)
+        if isinstance(placed_in(module), PackedExperts):
+            overlap_shared_experts(model.get_submodule(name.rpartition(".")[0]), module)
     logger.info("experts: %d layers %s", len(modules), chosen.summary)
     return placed
 

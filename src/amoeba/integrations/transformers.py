@@ -24,13 +24,15 @@ from torch import Tensor
 from amoeba.backends.custom_activation import experts_composed
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import AnyExperts, ExpertWeights, LoraFactors
-from amoeba.experts import experts
+from amoeba.experts import experts, submit_experts
 from amoeba.integrations.coverage import coverage
 from amoeba.integrations.experts_module import (
     ATTRIBUTE,
     LORA,
     PRECISION,
+    SHARED,
     ExpertsModule,
+    SharedExperts,
     check_own_parameters,
     described,
     experts_modules,
@@ -66,7 +68,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     routing = make(Routing, expert_TK=top_k_index, weight_TK=top_k_weights, trusted=True)
     adapter = module._modules.get(LORA)
     if found.placed is not None:
-        return _through_placed(placed_now(module, found.placed), hidden_states, routing, adapter)
+        shared = module.__dict__.get(SHARED)
+        return _through_placed(placed_now(module, found.placed), hidden_states, routing, adapter, shared)
     gate_up, down, gate_up_bias, down_bias = stored(module, found)
     x, dtype = hidden_states, hidden_states.dtype
     if dtype != gate_up.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -89,13 +92,19 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return y if y.dtype == dtype else y.to(dtype)
 
 
-def _through_placed(weights: AnyExperts, x_TH: Tensor, routing: Routing, adapter: Any) -> Tensor:
-    """x may be in any dtype and wherever these experts take it from."""
+def _through_placed(
+    weights: AnyExperts, x_TH: Tensor, routing: Routing, adapter: Any, shared: SharedExperts | None = None
+) -> Tensor:
+    """x may be in any dtype and wherever these experts take it from. shared: computed meanwhile."""
     lora = None if adapter is None else adapter.factors(weights.device)
     device = x_TH.device.type  # those that train are cast as resident ones are
     with torch.autocast(device, enabled=weights.trains and torch.is_autocast_enabled(device)):
-        y_TH = experts(x_TH.to(weights.dtype), routing, weights, lora=lora)
-    return y_TH.to(x_TH.dtype)
+        rows_TH = x_TH.to(weights.dtype)
+        if shared is None or not shared.overlap(x_TH):
+            return experts(rows_TH, routing, weights, lora=lora).to(x_TH.dtype)
+        ticket = submit_experts(rows_TH, routing, weights, lora=lora)
+    shared.compute(x_TH)
+    return ticket.sync().to(x_TH.dtype)
 
 
 def _call_own_functions(
