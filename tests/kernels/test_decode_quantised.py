@@ -7,18 +7,16 @@ import pytest
 import torch
 
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.backends import quantised_rows, quantised_triton
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.kernels.decode import by_slot, decode, low_rank, quantised_configuration
-from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
-from amoeba.precision.quantised import block_counts
+from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
 from selection import quick
-from small_layer import SCALING, E, K, Layer
+from small_layer import SCALING, E, Layer
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -218,50 +216,6 @@ def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(format, toke
     assert found[0].count_nonzero() > 0 and torch.equal(*found)
 
 
-@pytest.mark.parametrize(
-    ("format", "tokens", "rows", "listed", "early", "up", "down"),
-    [
-        (MXFP4, 384, 32, True, False, 64, 64),
-        (MXFP4, 192, 16, True, False, 128, 128),
-        (MXFP4, 96, 16, True, False, 128, 128),
-        (MXFP4, 64, 8, True, False, 256, 128),
-        (MXFP4, 16, 8, True, False, 256, 128),
-        (MXFP4, 12, 8, False, False, 256, 128),
-        (MXFP4, 8, 8, False, True, 256, 128),
-        (NVFP4, 64, 8, True, False, 256, 128),
-        (NVFP4, 96, 16, True, False, 128, 128),
-        (NVFP4, 8, 8, False, False, 256, 128),
-        (MXFP8, 256, 32, True, False, 64, 64),
-        (FP8_128, 512, 32, True, False, 128, 128),
-        (FP8_128, 256, 32, True, False, 128, 128),
-        (FP8_128, 9, 8, False, False, 128, 128),
-        (FP8_128, 8, 8, False, True, 128, 128),
-        (FP8_128, 5, 8, False, True, 128, 128),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_what_was_faster_is_taken(format, tokens, rows, listed, early, up, down, monkeypatch):
-    """Qwen3-30B's layers on Hopper."""
-    monkeypatch.setattr(quantised_configuration, "can_overlap", lambda device: True)
-
-    def empty(rows: int, columns: int) -> QuantisedMatrix:
-        data = torch.empty(128, rows, format.stored_columns(columns), dtype=torch.uint8)
-        kind = torch.float32 if format.scale == "fp32" else torch.uint8
-        scales = torch.empty(128, *block_counts(rows, columns, format), dtype=kind)
-        return QuantisedMatrix(data, scales, format, columns, 1, torch.empty(128) if format.has_matrix_scale else None)
-
-    with torch.device("meta"):
-        weights = QuantisedExperts.holding(empty(1536, 2048), empty(2048, 768))
-        x_TH, scale_TK = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 8)
-        problem = Problem(x_TH, torch.empty(tokens, 8, dtype=torch.int64), scale_TK, weights)
-    chosen = quantised_configuration.configuration_of(problem)
-    assert (chosen.rows, chosen.up.depth, chosen.down.depth) == (rows, up, down)
-    assert (chosen.lists(problem), chosen.early) == (listed, early)
-    monkeypatch.setattr(quantised_configuration, "can_overlap", lambda device: False)
-    alone = quantised_configuration.configuration_of(problem)
-    assert alone.listed == (tokens >= 128) and not alone.early  # one more launch that nothing hides
-
-
 def test_tiles_whose_products_would_be_wrong_are_refused(device: torch.device) -> None:
     layer = Layer(SILU, tokens=9, hidden=64, inner=32)
     named = {name: tensor.detach().to(device, torch.bfloat16) for name, tensor in layer.tensors.items()}
@@ -270,36 +224,6 @@ def test_tiles_whose_products_would_be_wrong_are_refused(device: torch.device) -
     chosen = quantised_configuration.by_expert(problem)
     with pytest.raises(ValueError, match="1 or 2 warps"):
         decode(problem, configuration=chosen._replace(up=chosen.up._replace(warps=4)))
-
-
-def test_few_tokens_without_gradients_are_decoded_and_no_others(device, monkeypatch):
-    sorted_rows = quantised_rows.QuantisedRows.dispatch
-    passes = []
-    monkeypatch.setattr(
-        quantised_rows.QuantisedRows,
-        "dispatch",
-        classmethod(lambda cls, *given: (passes.append(given), sorted_rows(*given))[1]),
-    )
-
-    def sorts(tokens: int, rank: int = 0, gradient: bool = False, dtype: torch.dtype = torch.float32) -> bool:
-        passes.clear()
-        layer = Layer(tokens=tokens, rank=rank)
-        named = {name: tensor.detach().to(device, dtype) for name, tensor in layer.tensors.items()}
-        named["x"].requires_grad_(gradient)
-        weights = quantise_experts(layer.weights(named), MXFP8)
-        routing = Routing(layer.expert_TK.to(device), named["weight"])
-        experts(named["x"], routing, weights, lora=layer.lora(named), backend="triton")
-        return bool(passes)
-
-    most = quantised_triton.DECODE_TOKENS
-    assert not sorts(1) and not sorts(most) and not sorts(1, rank=2)
-    assert sorts(most + 1) and sorts(1, gradient=True) and sorts(1, rank=2, gradient=True)
-    monkeypatch.setattr(quantised_triton, "DECODE_TOKENS", 3)
-    most, half = quantised_triton.DECODE_SLOTS_PER_EXPERT * E // K, torch.float16
-    assert not sorts(4, dtype=half) and not sorts(most, dtype=half) and not sorts(most, rank=2, dtype=half)
-    assert sorts(most + 1, dtype=half) and sorts(4) and sorts(4, dtype=half, gradient=True)
-    monkeypatch.setattr(quantised_triton, "DECODE_SLOTS", 10)
-    assert not sorts(5, dtype=half) and sorts(6, dtype=half)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its own instructions decode")

@@ -8,7 +8,7 @@ import torch
 
 from amoeba.kernels.hopper import tile_order
 from amoeba.kernels.hopper.gemm import tile_table
-from amoeba.kernels.hopper.tile_order import BY_COLUMNS, IN_GROUPS, TALL, order_of_product
+from amoeba.kernels.hopper.tile_order import BY_COLUMNS, IN_GROUPS, TALL
 
 BLOCK_M, GROUP_M = 128, 8
 
@@ -49,11 +49,6 @@ def test_each_tile_comes_once(which: int, column_tiles: int, device: torch.devic
     assert sorted(found) == expected
 
 
-def test_a_row_tiles_columns_follow_one_another(device: torch.device) -> None:
-    rows = [row for _, row, _, _ in tiles_in_order(COUNTS, 7, BY_COLUMNS, device)]
-    assert [row for row, _ in itertools.groupby(rows)] == sorted(set(rows))
-
-
 def test_a_group_is_one_experts_and_sweeps_the_columns_together(device: torch.device) -> None:
     """Where an expert has 24 row tiles, it has two groups of twelve."""
     found = tiles_in_order(COUNTS, 7, TALL, device)
@@ -63,24 +58,3 @@ def test_a_group_is_one_experts_and_sweeps_the_columns_together(device: torch.de
         assert rows == list(range(rows[0], rows[0] + BLOCK_M * len(rows), BLOCK_M))
         heights.setdefault(expert, set()).add(len(rows))
     assert heights == {1: {1}, 2: {1}, 3: {1}, 4: {2}, 6: {16}, 7: {17}, 8: {12}, 9: {12}, 10: {16, 15}, 11: {1}}
-
-
-@pytest.mark.parametrize(
-    # of up, down and dx, dA'
-    ("hidden", "inner", "expected"),
-    [
-        (2048, 768, (TALL, BY_COLUMNS, BY_COLUMNS)),  # qwen3_30b: small matrices
-        (2048, 1024, (TALL, BY_COLUMNS, BY_COLUMNS)),  # olmoe
-        (1536, 256, (BY_COLUMNS, BY_COLUMNS, BY_COLUMNS)),  # sonic_a: up has two column tiles
-        (7168, 2048, (TALL, TALL, TALL)),  # dsv3
-        (4096, 14336, (TALL, TALL, TALL)),  # mixtral
-    ],
-)
-def test_wide_matrices_and_wide_up_projections_are_swept_by_tall_groups(hidden, inner, expected):
-    gate_up, down = 4 * hidden * inner, 2 * hidden * inner
-    found = (
-        order_of_product(gate_up, -(-2 * inner // 256), True),
-        order_of_product(gate_up, -(-hidden // 256), False),
-        order_of_product(down, -(-inner // 256), False),
-    )
-    assert found == expected

@@ -16,7 +16,7 @@ from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
 from amoeba.kernels.activation import constants
 from amoeba.tasks.hopper.backward import Plan, hopper_backward, plan_of
-from amoeba.tasks.sizes import bundle_of, is_small
+from amoeba.tasks.sizes import bundle_of
 from amoeba.tasks.triton.bias_tasks import BiasTasks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -222,26 +222,6 @@ def test_a_stage_holds_the_same_bytes_whatever_the_task_is():
         assert plan.OWN_LINES % 8 == 0  # each warpgroup has whole patterns of the shared memory's layout
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sizes", "wave", "kept"),
-    [
-        (24576, (1536, 256, 128, 8), 32, 3),  # sonic_a
-        (8192, (2048, 768, 128, 8), 32, 1),  # qwen3_small
-        (32768, (2048, 768, 128, 8), 8, 4),  # qwen3_30b
-        (1024, (1536, 256, 128, 8), 512, 1),  # all experts at once
-        (8192, (4096, 14336, 8, 2), 8, 1),  # mixtral
-    ],
-)
-def test_a_wave_is_two_turns_of_all_programs(tokens, sizes, wave, kept):
-    plan = Plan(*sizes, **constants(Activation()))
-    layout = plan.layout(tokens, tokens * plan.TOP_K, programs=132)
-    assert (layout.wave, layout.kept) == (wave, kept)
-    waves = -(-plan.EXPERTS // layout.wave)
-    assert waves <= plan.BLOCK_G and 1 <= layout.kept <= waves and layout.late == (waves - kept) * wave
-    tiles = max(1, tokens * plan.TOP_K // plan.EXPERTS // 128) * plan.TN
-    assert min(wave, plan.EXPERTS) * tiles >= 2 * 132 or waves == 1
-
-
 def test_a_stage_holds_whole_tokens_for_their_sums():
     from amoeba.tasks.hopper.backward import MOST_SLOTS, Plan
 
@@ -249,21 +229,6 @@ def test_a_stage_holds_whole_tokens_for_their_sums():
         plan = Plan(512, 256, 32, top_k, **constants(Activation()))
         assert plan.TOGETHER * top_k <= plan.STAGED_ROWS <= 64 and plan.TOKENS % plan.TOGETHER == 0
         assert plan.TOGETHER == plan.TOKENS or 2 * plan.TOGETHER * top_k > 64
-
-
-@pytest.mark.parametrize(
-    ("tokens", "small", "bundle"),
-    [
-        (1024, True, 4),  # 64 rows of an expert: one stage a tile
-        (128, True, 4),
-        (2048, True, 2),
-        (8192, True, 1),
-        (0, True, 4),
-        (1024, False, 1),
-    ],
-)
-def test_tiles_of_experts_with_few_rows_are_bundled(tokens, small, bundle):
-    assert bundle_of(tokens * 8, 128, small) == bundle
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -277,9 +242,3 @@ def test_every_tile_is_handed_out_and_of_small_layers_some_gradients_behind_the_
     kept = (128 - layout.late) * layout.up_weight_parts
     assert layout.behind == (kept * 30 // 100 if small else 0)
     assert layout.token_blocks == 1024 // plan.TOKENS
-
-
-def test_a_layer_is_small_by_its_work_and_never_over_ranks():
-    large, small = (262144, 2048, 768), (65536, 2048, 768)
-    assert is_small(*small) and not is_small(*large) and not is_small(*small, over_ranks=True)
-    assert not is_small(16384, 4096, 14336), "mixtral: few rows, but long ones"
