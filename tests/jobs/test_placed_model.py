@@ -179,6 +179,7 @@ def measured(small: str, large: str, placements: list[str]) -> list[tuple[int, i
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.thorough
 def test_memory_holds_the_result_and_one_layer_at_most(tmp_path):
     small, large = tmp_path / "small", tmp_path / "large"
     save(small)

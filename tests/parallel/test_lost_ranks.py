@@ -46,6 +46,7 @@ def test_a_deadline_of_nothing_is_refused() -> None:
         Ranks(deadline=0)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_while_ranks_are_being_started_leaves_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow_import.py").write_text(
         "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(3)\n"

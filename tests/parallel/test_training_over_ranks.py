@@ -24,6 +24,7 @@ from tiny_models import EXPERTS, build
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
 
 
+@quick(lambda count: count == 4)
 @pytest.mark.parametrize("count", [2, 4])
 def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_batch(processes, count):
     ((alone, expected),) = processes.run(rank_training.train_a_model, [(0, 1, 20)])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amoeba.kernels.index_export import export_indices, row_length
+from selection import quick
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/amoeba/stream/gpu/csrc"
@@ -72,6 +73,7 @@ class Index:
         return asked if asked < 0 else (ids[: missing.value], ids[missing.value : asked])
 
 
+@quick(lambda flags: not flags)
 @pytest.mark.parametrize("flags", [(), ("-fsanitize=address,undefined", "-fno-sanitize-recover")], ids=str)
 def test_the_example_compiles_and_runs(library: Path, flags: tuple[str, ...]) -> None:
     program = library.with_name("example")
