@@ -254,11 +254,6 @@ def simulated():
     return LiveDevice(inline=True)
 
 
-def test_another_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="one of move, cpu, auto"):
-        DeviceMemory(MemoryStore(weights_of()), simulated(), [SLOTS], [E], MOST_IDS, miss="guess")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", [Activation(), Activation("gelu", gated=False)], ids=["silu", "gelu, not gated"])
 def test_what_the_host_is_handed_it_computes_with_any_weights(dtype: torch.dtype, activation: Activation) -> None:

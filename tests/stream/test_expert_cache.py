@@ -149,50 +149,14 @@ def test_with_all_experts_in_memory_the_host_slot_is_the_expert_and_nothing_is_w
     assert settle(cache, [7, 5]) == Fetch({7: 0}, {}, [], [(5, 5, 1)], [])
     with pytest.raises(RuntimeError, match="where all experts are"):
         cache.arrived(0, 5)
+    with pytest.raises(RuntimeError, match="expert 5 was dropped, but was not being written back"):
+        cache.dropped(0, 5)
 
 
 def test_without_a_host_tier_everything_comes_from_the_disk_by_no_slot():
     cache = lru(2, 0)
     assert settle(cache, [7, 4]).from_disk == [(7, None, 0), (4, None, 1)]
     assert settle(cache, [5]) == Fetch({}, {}, [], [], [(5, None, 0)])
-
-
-def test_what_is_being_copied_up_keeps_its_host_slot():
-    cache = lru(3, 1)
-    settle(cache, [0])
-    settle(cache, [1])
-    settle(cache, [2])
-    assert settle(cache, [3]).writes == [], "the host's only slot is being read into: 0 is given up"
-    fetch = cache.request(0, [3, 4])
-    assert fetch.from_disk == [(4, 0, 1)] and fetch.writes == []
-    with pytest.raises(SlotsInUse):
-        cache.request(0, [5, 6])
-    assert cache.request(0, [5]).from_disk == [(5, None, 2)], "through a buffer of the loader's own"
-
-
-def test_a_failed_read_frees_the_slots_of_both_tiers_and_the_next_try_reads_again():
-    cache = lru(2, 2)
-    settle(cache, [0])
-    first = cache.request(0, [0, 5])
-    assert first.from_disk == [(5, 1, 1)]
-    cache.failed(0, 5)
-    cache.release(0, [0])
-    assert settle(cache, [0, 5]) == Fetch({0: 0}, {}, [], [], [(5, 1, 1)])
-    assert settle(cache, [0, 5]).hits == {0: 0, 5: 1}
-
-
-def test_what_was_not_written_back_is_read_from_the_disk_again():
-    cache = lru(2, 3)
-    for ids in ([0, 1], [0, 2], [0, 3]):
-        settle(cache, ids)
-    fetch = cache.request(0, [3, 1])
-    assert fetch.writes == [(0, 0, 0)]
-    cache.dropped(0, 0)
-    cache.loaded(0, 1)
-    cache.release(0, [3, 1])
-    assert settle(cache, [0]).from_disk == [(0, 0, 0)], "into the host slot that stayed free"
-    with pytest.raises(RuntimeError, match="expert 3 was dropped, but was not being written back"):
-        cache.dropped(0, 3)
 
 
 def test_a_write_goes_on_when_the_copy_up_that_waited_for_it_fails():
@@ -229,14 +193,6 @@ def test_a_prefetch_evicts_nothing_that_the_latest_request_used():
     assert settle(cache, [0, 1]).from_host == []
     assert settle(cache, [5, 7]).hits.keys() == {5}
     assert (cache.counters.requested, cache.counters.hits) == (8, 3)
-
-
-def test_a_prefetch_that_is_on_its_way_is_waited_for():
-    cache = lru(4, 4)
-    cache.prefetch(0, [5])
-    fetch = cache.request(0, [5, 6])
-    assert fetch.waiting == {5: 0} and fetch.from_disk == [(6, 1, 1)]
-    assert replace(cache.counters, misses_of_layer=[]) == Counters(requested=2, waited=1, from_disk=1, disk_bytes=200)
 
 
 def test_layers_do_not_touch_each_other():

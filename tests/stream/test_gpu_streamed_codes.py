@@ -98,17 +98,6 @@ def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(
             assert y_TH.count_nonzero() > 0 and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=each))
 
 
-def test_so_many_tokens_of_a_step_are_sorted_as_resident_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_triton, "DECODE_TOKENS", 3)
-    monkeypatch.setattr(quantised_configuration, "by_expert", None)  # nothing is decoded
-    dtype = torch.float16
-    resident, lora = quantised(MXFP4, dtype), factors(dtype)
-    with closing(memory_of(resident, 3)) as memory:
-        x_TH, routing = routed(9, dtype)
-        y_TH = experts(x_TH, routing, memory.layers[0], lora=lora)
-        assert y_TH.requires_grad and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=lora))
-
-
 @quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 4), ("nvfp4", E)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])

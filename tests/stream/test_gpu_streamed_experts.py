@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from simulated_device import CopyFailed, SimulatedDevice
+from simulated_device import SimulatedDevice
 from torch import Tensor
 
 from amoeba import ExpertWeights, LoraFactors, Request, Routing, experts, explain
@@ -19,7 +19,7 @@ from amoeba.stream.gpu import backend
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS, MemoryStore
-from selection import quick, without_a_gpu_thorough
+from selection import quick
 
 E, K, H, I, R = 6, 3, 32, 16, 3  # K: of two numbers the order does not matter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,16 +156,6 @@ def test_a_graph_holds_a_forward_of_streamed_experts_and_no_training() -> None:
         assert serving.why_waits(request, trains=True) == told
 
 
-@without_a_gpu_thorough
-def test_an_adapter_without_gradients_gives_the_same() -> None:
-    resident, lora = weights_of(), factors(torch.float32)
-    with torch.no_grad(), closing(memory_of(resident, 4)) as memory:
-        for tokens in (1, 7, 66):
-            x_TH, routing = routed(tokens)
-            expected = by_triton(x_TH, routing, resident, lora=lora)
-            assert torch.equal(experts(x_TH, routing, memory.layers[0], lora=lora), expected)
-
-
 def test_hits_are_counted_and_what_is_there_is_not_loaded_again() -> None:
     with torch.no_grad(), closing(memory_of(weights_of(), 4)) as memory:
         x_TH, routing = routed(1)
@@ -231,25 +221,6 @@ def test_after_a_failed_read_slots_are_free_and_the_next_try_is_right(slots: int
             torch.testing.assert_close(
                 experts(x_TH, routing, memory.layers[0]), by_triton(x_TH, routing, resident), rtol=1e-5, atol=1e-5
             )
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a simulated device's copies fail")
-@pytest.mark.thorough
-@pytest.mark.parametrize("fails_at", [2, 9])
-def test_after_a_failed_copy_the_next_try_is_right(fails_at: int) -> None:
-    resident = weights_of()
-    x_TH, routing = routed(66)
-    with torch.no_grad(), closing(memory_of(resident, 3, 2, fails_at=fails_at)) as memory:
-        with pytest.raises(CopyFailed):
-            experts(x_TH, routing, memory.layers[0])
-        assert torch.equal(experts(x_TH, routing, memory.layers[0]), by_triton(x_TH, routing, resident))
-
-
-def test_a_closed_memory_says_so() -> None:
-    memory = memory_of(weights_of(), 2)
-    memory.close()
-    with pytest.raises(ValueError, match="Attach the model again"):
-        experts(*routed(1), memory.layers[0])
 
 
 # --- on a GPU alone ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from amoeba.stream import attaching
 from amoeba.stream.cache.trace import read_trace
 from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
-from amoeba.stream.store import open_store, reading
+from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
 from selection import quick, without_a_gpu_thorough
 from tiny_models import EXPERTS, LAYERS, lora_gradients
@@ -312,23 +312,3 @@ def test_experts_that_are_all_on_the_gpu_take_no_pinned_memory(stores) -> None:
         assert streamed.memory.slots == (EXPERTS,) * LAYERS and streamed.memory.pool.host_bytes == 0
     with amoeba.stream.attach(packed, vram=vram(packed, EXPERTS - 1)) as streamed:
         assert streamed.memory.host_slots == (EXPERTS,) * LAYERS
-
-
-@without_a_gpu_thorough
-def test_a_read_error_in_mid_generation_is_named_and_the_next_try_is_right(stores, monkeypatch) -> None:
-    folder, packed = stores[torch.float32]
-    expected = outcome(resident(folder), ((1, 3),))
-    with amoeba.stream.attach(packed, vram=vram(packed, TOP_K), ram=2 * 2**16) as streamed:
-        read_once, count = reading._read_once, [0]
-
-        def failing(*arguments: Any) -> int:
-            count[0] += 1
-            if count[0] == 9:
-                raise OSError(5, "Input/output error")
-            return read_once(*arguments)
-
-        monkeypatch.setattr(reading, "_read_once", failing)
-        with pytest.raises(amoeba.stream.store.StoreError, match=r"experts/0000\d\.bin"):
-            outcome(streamed.model, ((1, 3),))
-        for ours, theirs in zip(outcome(streamed.model, ((1, 3),)), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -197,27 +197,6 @@ def test_what_was_prefetched_and_never_used_leaves_before_what_was_used():
         assert settle(table, [0, 4]).evicted == [5], policy.__name__
 
 
-def test_request_some_takes_what_there_is_room_for():
-    table = SlotTable(3, 10, LRU())
-    settle(table, [0, 1])
-    table.request([2])
-    assert table.request_some([1, 5, 6, 7]) == Plan({1: 1}, {}, [(5, 0)], [0])
-    assert table.request_some([8]) == Plan({}, {}, [], [])
-    assert SlotTable(0, 10, LRU()).request_some([8]) == Plan({}, {}, [], [])
-
-
-def test_what_is_held_does_not_leave_though_it_is_the_coldest():
-    table = SlotTable(2, 4, LRU())
-    table.request([0])
-    table.loaded(0)
-    table.request([1])
-    table.loaded(1)
-    table.release([1])
-    assert table.request([2]).evicted == [1]
-    with pytest.raises(SlotsInUse):
-        table.request([3])
-
-
 def test_where_all_experts_have_slots_ids_are_slots():
     table = SlotTable(6, 6, LRU())
     assert dict(table.request([4, 2]).loads) == {4: 4, 2: 2}

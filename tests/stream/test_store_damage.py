@@ -129,23 +129,6 @@ def test_a_store_with_a_file_that_is_not_its_own_is_refused_and_can_be_repaired(
     assert says(store) == stores.says
 
 
-@pytest.mark.thorough  # by the bytes: one in the middle of each file is above
-@pytest.mark.parametrize("name", FILES)
-def test_whatever_byte_is_changed(name: str, stores: Stores, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(stores.store, store)
-    whole = (store / name).read_bytes()
-    generator = torch.Generator().manual_seed(0)
-    for place in (0, len(whole) - 1, *torch.randint(len(whole), (15,), generator=generator).tolist()):
-        data = bytearray(whole)
-        data[place] ^= 1 << place % 8
-        (store / name).write_bytes(data)
-        try:
-            assert says(store) == stores.says, f"byte {place} of {name}"
-        except (StoreError, BadValue):
-            continue
-
-
 @quick(lambda stores: stores == "plain")
 def test_a_damaged_store_is_refused_by_the_command(stores: Stores, tmp_path: Path) -> None:
     from typer.testing import CliRunner
