@@ -70,6 +70,7 @@ class ToldStrides(TorchDispatchMode):
         return found
 
 
+@each_value_once()
 @pytest.mark.parametrize("layout", [first_dimension_last, inner_dimensions_swapped, expanded])
 @pytest.mark.parametrize("way", [*WAYS, "triton"])
 def test_a_compiled_graph_is_told_the_strides_that_results_have(way: str, layout) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from amoeba.proof import compiled_checks
@@ -45,6 +46,7 @@ def test_when_the_time_is_over_the_first_cases_still_come() -> None:
     assert 0.2 <= time.monotonic() - began < 5
 
 
+@pytest.mark.thorough
 def test_the_process_beside_tells_what_launches_no_kernel() -> None:
     """Without a GPU, for one that is named."""
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

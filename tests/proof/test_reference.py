@@ -91,6 +91,7 @@ def test_gradients_of_the_forward_agree_with_finite_differences(activation, bias
     assert torch.autograd.gradcheck(forward, tuple(inputs.values()), fast_mode=True)
 
 
+@pytest.mark.thorough  # a random direction of every gradient: above
 def test_gradients_agree_with_finite_differences_element_by_element():
     inputs, forward, _ = problem(GPT_OSS, bias=True, lora=True)
     assert torch.autograd.gradcheck(forward, tuple(inputs.values()))
