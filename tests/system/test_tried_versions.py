@@ -80,3 +80,4 @@ def test_the_oldest_are_the_lower_bounds_and_the_newest_have_no_upper_one():
     for name in ("torch", "transformers"):
         assert {need for need in oldest if need.startswith(name)} == {f"{name}=={TRIED[name][0]}.*"}
         assert {need for need in newest if need.startswith(name)} == {f"{name}>={TRIED[name][0]}"}
+    assert f"triton=={TRIED['triton'][0]}.*" in oldest and "triton" in newest
