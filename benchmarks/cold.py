@@ -3,9 +3,10 @@
     python -m benchmarks.cold --out benchmarks/results        # on a GPU: Qwen3-30B's layers, 6 of them, random weights
     python -m benchmarks.cold --tiny                          # on a CPU: that the script runs
 
-Each command is a process of its own, with a folder for all caches (Triton's, torch's compiler's, Python's bytecode, the
-driver's, ours) that is empty at first; then once more with what the first one left there. A file for each process
-notes which kernels it had to compile itself, in place of those that it found compiled ahead. The last line is JSON.
+Each command is a process of its own, with a folder for all caches (Triton's, torch's compiler's, the driver's, ours)
+that is empty at first; then once more with what the first one left there. Python's bytecode is there, as pip leaves it.
+A file for each process notes which kernels it had to compile itself, in place of those that it found compiled ahead.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def run(
     notes = folder / "notes"
     notes.unlink(missing_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TORCHIND"))}
-    caches = ("AMOEBA_CACHE", "CUDA_CACHE_PATH", "PYTHONPYCACHEPREFIX", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    caches = ("AMOEBA_CACHE", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment |= {name: str(folder / name.lower()) for name in caches}
     path = os.pathsep.join(
         (str(folder / "noting"), str(Path(__file__).parents[1] / "src"), environment.get("PYTHONPATH", ""))
@@ -82,7 +83,7 @@ def run(
                 break
     finally:
         if not until_end:
-            process.terminate()
+            process.kill()  # nobody wants what it would save
         code = process.wait(timeout=60)
     compiled = [each.split() for each in notes.read_text().splitlines()] if notes.exists() else []
     own = [name for pid, hit, name in compiled if int(pid) == process.pid and hit == "0"]
@@ -172,10 +173,9 @@ def main() -> None:
                     print(*found["output"][-20:], sep="\n", file=sys.stderr)
                 told = {key: value for key, value in found.items() if key not in ("output", "compiled_by_the_command")}
                 print(f"{name}, {state}: {json.dumps(told)}", flush=True)
-    text = json.dumps(document)
-    if path is not None:
-        path.write_text(text + "\n")
-    print(text)
+                if path is not None:  # after each: a later one may be interrupted
+                    path.write_text(json.dumps(document) + "\n")
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

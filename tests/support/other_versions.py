@@ -21,6 +21,7 @@ FOLDER = ROOT / "build" / "versions"
 # What depends most on torch and transformers: their internals, operators and autograd, torch.compile, model classes,
 # PEFT's files, stores of checkpoints.
 TESTS = (
+    "compiled/test_compiled_ahead.py::test_the_passes_of_commands_need_no_numbers",
     "core/test_torch_internals.py",
     "test_layer.py",
     "backends/test_operator.py",
