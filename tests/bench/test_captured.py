@@ -10,7 +10,7 @@ from amoeba.bench import captured as captured_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.captured import LAYERS, apart, host_times, in_graphs
 from amoeba.bench.suite import Plan
-from amoeba.bench.workload import SHAPES, Shape, make_workload
+from amoeba.bench.workload import Shape, make_workload
 from amoeba.commands import bench_layers as bench_command
 from noted_output import NotedOutput
 
@@ -83,15 +83,6 @@ def test_the_hosts_time_is_that_of_backward_alone_and_of_each_of_several(monkeyp
     assert few == captured_module.LEAST_HOST_ROUNDS, "layers whose host is far ahead take no minutes"
 
 
-def test_layers_have_leaves_of_their_own_and_share_the_weights():
-    workload = make_workload(replace(TINY, rank=2), CPU, torch.bfloat16)
-    layers = apart(workload)
-    assert len({id(leaf) for layer in layers for leaf in layer.leaves().values()}) == LAYERS * len(workload.leaves())
-    assert len({layer.gate_up_EJH.data_ptr() for layer in layers}) == 1
-    assert all(leaf.is_leaf and leaf.requires_grad for layer in layers for leaf in layer.leaves().values())
-    assert not layers[0].gate_up_EJH.requires_grad, "frozen beside factors"
-
-
 def test_the_command_prints_and_writes_eager_times_graphs_and_the_host(monkeypatch):
     def capture(run, workload):
         outputs = []
@@ -136,12 +127,6 @@ def test_what_cannot_be_captured_is_refused_before_anything_is_measured(measured
     with pytest.raises(ValueError, match=message):
         bench_command.check_plan(plan)
     bench_command.check_plan(replace(plan, graphs=False))
-
-
-def test_small_layers_of_the_scheduled_backward_have_names():
-    assert (SHAPES["sonic_a_1024"].tokens, SHAPES["qwen3_128"].tokens) == (1024, 128)
-    for name, other in (("sonic_a_1024", "sonic_a"), ("qwen3_128", "qwen3_30b")):
-        assert replace(SHAPES[name], name="", tokens=1) == replace(SHAPES[other], name="", tokens=1)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from amoeba.bench import suite
 from amoeba.bench import sustained as sustained_module
 from amoeba.bench import timing as timing_module
 from amoeba.bench.suite import Plan, run_suite
-from amoeba.bench.sustained import MeterError, NvmlMeter, Sustained, open_meter, sustain_in_turns
+from amoeba.bench.sustained import MeterError, Sustained, open_meter, sustain_in_turns
 from amoeba.bench.timing import Ceilings, Product
 from amoeba.bench.workload import Shape
 from amoeba.commands import bench_layers as bench_command
@@ -20,55 +20,6 @@ from noted_output import NotedOutput
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
-
-
-class FakeNvml:
-    """The driver's library, as ctypes sees it: numbers by function, written through the last argument."""
-
-    def __init__(self, failing: dict[str, int] | None = None) -> None:
-        self.failing, self.uuid = failing or {}, b""
-        self.numbers = {
-            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-            "nvmlDeviceGetTotalEnergyConsumption": 2**40 + 500,
-            "nvmlDeviceGetPowerUsage": 680_250,
-            "nvmlDeviceGetClockInfo": 1530,
-        }
-
-    def __getattr__(self, name: str):
-        def call(*arguments) -> int:
-            if name in self.failing:
-                return self.failing[name]
-            if name == "nvmlDeviceGetHandleByUUID":
-                self.uuid = arguments[0]
-            if name in self.numbers:
-                arguments[-1]._obj.value = self.numbers[name]
-            if name == "nvmlDeviceGetClockInfo":
-                assert arguments[1] == 1, "the clock of the multiprocessors"
-            return 0
-
-        return call
-
-    class nvmlErrorString:  # a class: its restype is set
-        def __new__(cls, status: int) -> bytes:  # type: ignore[misc]
-            return f"error {status}".encode()
-
-
-def test_nvml_gives_watts_joules_and_megahertz_of_the_gpu_that_was_asked_for():
-    library = FakeNvml()
-    meter = NvmlMeter(library, "GPU-1234")
-    assert library.uuid == b"GPU-1234"
-    assert (meter.power_limit_watts, meter.watts(), meter.sm_mhz()) == (700.0, 680.25, 1530.0)
-    assert meter.joules() == (2**40 + 500) / 1e3, "more than 32 bits"
-
-
-def test_a_gpu_without_a_counter_of_energy_is_measured_by_its_watts():
-    assert NvmlMeter(FakeNvml({"nvmlDeviceGetTotalEnergyConsumption": 3}), "GPU-1").joules() is None
-
-
-@pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetEnforcedPowerLimit"])
-def test_what_nvml_refuses_is_a_sentence(function):
-    with pytest.raises(MeterError, match=f"{function} says 'error 9'"):
-        NvmlMeter(FakeNvml({function: 9}), "GPU-1")
 
 
 def test_without_the_drivers_library_the_reason_is_said(monkeypatch):

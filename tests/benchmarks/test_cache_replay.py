@@ -53,13 +53,6 @@ def test_a_recorded_trace_gives_what_the_library_gives(trace):
     assert row["top_slots"] == [16, 8]
 
 
-def test_a_warm_up_is_not_counted():
-    words = ("--synthetic", SMALL, "--budget", "100%", "--json")
-    cold, warm = simulate(*words), simulate(*words, "--warm-up", 30)
-    assert results(cold)[0]["hit_rate"] < results(warm)[0]["hit_rate"]
-    assert "the cache starts empty" in cold.stdout and "after 30 tokens of warm-up" in warm.stdout
-
-
 def test_bytes_are_given_by_vram_and_ram_over_a_disk():
     words = ("--synthetic", SMALL, "--json")
     both = results(simulate(*words, "--vram", "576MiB", "--ram", "576MiB", "--disk", 2))[0]
@@ -71,22 +64,6 @@ def test_bytes_are_given_by_vram_and_ram_over_a_disk():
     no_gpu = results(simulate(*words, "--ram", "576MiB", "--disk", "200"))[0]
     assert no_gpu["host_bytes_per_token"] == 0 and no_gpu["hit_rate"] == both["hit_rate"]
     assert no_gpu["floor_seconds_per_token"] == pytest.approx(no_gpu["disk_bytes_per_token"] / 200e9)
-
-
-def test_a_table_has_only_the_columns_that_it_needs(trace):
-    two_tiers = simulate("--synthetic", SMALL, "--vram", "1GiB", "--ram", "1GiB").stdout
-    for column in ("then in memory %", "from disk MB/token", "written back MB/token"):
-        assert column in two_tiers
-    without_bytes = simulate(trace[0]).stdout
-    assert "MB/token" not in without_bytes and "--expert-size adds bytes" in without_bytes
-    assert "from memory MB/token" in simulate(trace[0], "--expert-size", "9MiB").stdout
-
-
-def test_a_pipe_hears_how_far_a_long_replay_is(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("benchmarks.stream.cache.time.monotonic", lambda: now.append(now[-1] + 0.2) or now[-1])
-    result = simulate("--synthetic", SMALL, "--budget", "10%,20%")
-    assert [line for line in result.stderr.splitlines() if line.startswith("replayed ")], result.stderr
 
 
 def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):

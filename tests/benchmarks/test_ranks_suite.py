@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import rank_jobs
 from amoeba.commands.bench_run import make_document
-from amoeba.core import phase_timer as phases
 from amoeba.core.phase_timer import mark, watch_phases
 from amoeba.parallel.processes import LocalRanks
 from benchmarks.ranks import run as suite
@@ -63,26 +61,6 @@ def test_phases_of_a_step_are_told_in_their_order_and_add_up_to_it() -> None:
             mark(name)
     assert [name for name, _ in found.ms()] == ["rows: sent", "products"]
     assert all(ms >= 0 for _, ms in found.ms())
-
-
-def test_phases_are_those_of_steps_back_to_back_behind_one_that_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class State(NamedTuple):
-        layer: Any
-
-    clock, times = [0.0], iter([9, 9, 7, 7, 1, 3, 2, 5])
-
-    def step() -> None:
-        clock[0] += next(times) / 1e3
-        mark("ids: sent")
-        clock[0] += next(times) / 1e3
-
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(worker, "_state", State(torch.empty(0)))
-    monkeypatch.setattr(worker, "_step", lambda setting: step)
-    monkeypatch.setattr(worker, "_meet", lambda state: None)
-    found = worker.phases("peers", 2)
-    assert [name for name, _ in found] == ["ids: sent", "backward: the rest"]
-    assert [ms for _, ms in found] == pytest.approx([1.5, 4.0])
 
 
 def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_end_the_others(monkeypatch):

@@ -145,34 +145,6 @@ def test_a_run_that_is_stopped_has_shown_what_it_measured(capsys, monkeypatch) -
     assert "a fine-tuning step over 2 layers" in printed.err
 
 
-def test_with_a_link_the_table_has_its_share(capsys) -> None:
-    sizes = SIZES["qwen3_30b"], "cuda", "bfloat16", 9437184, 55e9, 2.5e9, 20.9
-    quarter = decode.DecodeMeasurement(
-        "25 %, all in pinned memory",
-        24,
-        32,
-        128,
-        200,
-        0.0,
-        True,
-        None,
-        328.0,
-        24.0,
-        283.0,
-        1.16,
-        0.809,
-        346e6,
-        0.0,
-        0.0,
-        0.8,
-    )
-    wrong = decode.DecodeMeasurement("50 %", 24, 64, 128, 200, 0.5, False, "out of tolerance")
-    suite._print(suite.StreamSuiteReport(*sizes, [quarter, wrong]), Output())
-    printed = capsys.readouterr().out
-    for text in ("20.9", "328", "x least", "1.16", "of link", "80%", "link 55 GB/s, disk 2.5 GB/s", "refused, out of"):
-        assert text in printed
-
-
 @pytest.mark.parametrize(
     ("shapes", "passes", "said"),
     [
