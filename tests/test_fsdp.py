@@ -59,7 +59,7 @@ def test_a_sharded_layer_in_fp8_never_sees_old_codes(backend, fused, world, monk
 
 @pytest.mark.gpu
 @pytest.mark.thorough  # half a minute
-def test_a_thousand_scheduled_backwards_end_while_fsdp_gathers_the_next_layer(world: None) -> None:
+def test_a_thousand_scheduled_backwards_end_while_fsdp_gathers(world: None) -> None:
     """A kernel that waits on all multiprocessors, and copies of other streams beside it."""
     torch.manual_seed(0)
     config = MoEConfig(256, 128, RouterConfig(16, 2))

@@ -57,7 +57,7 @@ def step(p: dict[str, Tensor], activation: Activation, backend: str) -> list[Ten
     ids=["gated", "plain", "clamped"],
 )
 @WAYS
-def test_forward_and_backward_are_captured_in_a_cuda_graph_and_replay_on_new_data(activation, backend, inner):
+def test_a_captured_step_replays_on_new_data(activation, backend, inner):
     static = problem(0, activation, inner=inner)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

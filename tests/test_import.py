@@ -57,7 +57,7 @@ def test_version_and_every_help_come_without_torch():
     run_python(HELPS, json.dumps([["--version"], ["--help"], *helps]))
 
 
-def test_torch_is_loaded_with_the_first_name_that_needs_it_and_its_compiler_never():
+def test_torch_is_loaded_on_first_use_and_its_compiler_never():
     run_python("""
         import sys
         import amoeba
@@ -136,7 +136,7 @@ WAITING = """
         ("doctor", (), "None"),
     ],
 )
-def test_threads_wait_passively_before_torch_is_loaded_but_for_bench_and_doctor(words, given, expected):
+def test_threads_wait_passively_except_in_bench_and_doctor(words, given, expected):
     assert run_python(WAITING, words, *given).split() == [expected]
 
 

@@ -148,7 +148,7 @@ def deepseek_v3():
     [lambda: qwen3_moe(True), lambda: qwen3_moe(False), mixtral, deepseek_v3],
     ids=["qwen3_moe", "qwen3_moe_not_renormalized", "mixtral", "deepseek_v3"],
 )
-def test_block_of_transformers_loads_strictly_and_gives_the_same_output_and_gradients(make_block):
+def test_a_block_of_transformers_loads_strictly_and_computes_the_same(make_block):
     pytest.importorskip("transformers")
     block, config = make_block()
     generator = torch.Generator().manual_seed(4)
@@ -255,7 +255,7 @@ def test_selection_bias_keeps_its_exact_value_through_casts(cast):
     assert torch.equal(after, before)
 
 
-def test_selection_bias_is_wide_from_the_start_and_after_loading_a_half_checkpoint():
+def test_selection_bias_is_fp32_also_after_loading_a_half_checkpoint():
     half = {name: tensor.bfloat16() for name, tensor in make_layer().state_dict().items()}
     layer = MoE(FULL, dtype=torch.bfloat16)
     assert layer.gate.e_score_correction_bias.dtype == torch.float32

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 # ---- balance and statistics
 
 
-def test_balance_update_moves_the_bias_against_the_load_since_the_last_call_and_resets_it():
+def test_balance_update_moves_the_bias_against_the_load_and_resets_it():
     layer = make_layer()
     bias_E = layer.gate.e_score_correction_bias
     before = bias_E.clone()
@@ -101,7 +101,7 @@ def test_jitter_acts_in_training_only():
 # ---- the life of a module
 
 
-def test_compiled_layer_gives_the_same_output_routing_and_gradients_and_counts():
+def test_a_compiled_layer_computes_routes_and_counts_the_same():
     layer, x, dy = make_layer(), make_x(2, 21), make_x(2, 21, seed=3)
     plain = gradients(layer, x, dy)
     layer.statistics.reset()

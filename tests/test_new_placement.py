@@ -238,7 +238,7 @@ class TestTransformers:
     def _needs_transformers(self) -> None:
         pytest.importorskip("transformers", reason="needs transformers: pip install 'amoeba-moe[hf]'")
 
-    def test_a_model_with_placed_experts_gives_the_same_logits_and_lora_gradients(self) -> None:
+    def test_placed_experts_give_the_same_logits_and_lora_gradients(self) -> None:
         from amoeba import lora
         from tiny_models import build, token_ids
 
@@ -259,7 +259,7 @@ class TestTransformers:
         assert_same(found, trained("resident"))
         assert sum("lora" in name for name in found) >= 5
 
-    def test_a_model_that_computed_its_experts_itself_finds_them_where_they_are_placed(self) -> None:
+    def test_a_model_finds_its_experts_where_they_are_placed(self) -> None:
         from tiny_models import build, token_ids
 
         model = build("qwen3_moe")

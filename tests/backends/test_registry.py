@@ -55,7 +55,7 @@ def test_a_backend_that_is_registered_again_replaces_itself() -> None:
 
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-def test_a_backend_is_found_once_it_is_registered_and_the_preferred_one_comes_first(device: str) -> None:
+def test_a_registered_backend_is_found_and_the_preferred_one_comes_first(device: str) -> None:
     for name, preference in (("low", 1), ("high", 9), ("middle", 5)):
         register_backend(backend_of(Kind, name, preference))
     assert [backend.name for backend in backends_of(Kind, torch.device(device))] == ["high", "middle", "low"]

@@ -310,7 +310,7 @@ def test_a_result_is_written_whole_and_never_over_another(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_experts_in_codes_are_timed_by_other_backends_where_they_are_asked_for():
+def test_quantised_experts_are_timed_by_other_backends_on_request():
     workload = make_workload(TINY, CPU, torch.bfloat16, training=False)
     names, formats = list(BY_BACKEND), ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")
     found, left_out = implementations(workload, training=False, peers=(), ours=names)

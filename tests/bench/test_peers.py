@@ -120,7 +120,7 @@ def test_a_name_of_ours_that_nobody_has_is_said(kt_kernel):
 
 @quick(lambda verbose: verbose)
 @pytest.mark.parametrize("verbose", [False, True])
-def test_the_parts_of_a_check_are_told_with_their_seconds_to_who_asks_for_more(capsys, verbose):
+def test_verbose_shows_the_seconds_of_each_part_of_a_check(capsys, verbose):
     output = Output()
     output.verbose = verbose
     shape = Shape("plain", 12, 64, 32, 4, 2)

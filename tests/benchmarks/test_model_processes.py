@@ -86,7 +86,7 @@ def test_on_a_cpu_where_memory_is_counted_by_process_each_has_its_own(started, m
     assert started() == ["first", "second"]
 
 
-def test_a_process_that_never_answers_is_the_failure_of_the_first_it_was_asked_for(tmp_path, monkeypatch):
+def test_a_process_that_never_answers_fails_its_first_candidate(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "COMMAND", [sys.executable, "-m", "benchmarks.models.nobody"])
     problem = _plant(monkeypatch, "cpu", ours=["first"])
     (report,) = run_models([problem], 1)

@@ -89,7 +89,7 @@ def documents_seen(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "name"), AS_COMMANDS)
-def test_a_step_as_a_command_runs_it_has_the_fast_paths_of_a_gpu_and_the_same_loss(kind, name, documents_seen):
+def test_a_step_of_a_command_takes_the_fast_paths_and_has_the_same_loss(kind, name, documents_seen):
     found = measure(_candidate(kind, name), tiny(kind), repeats=1, flops_per_token=1e6)
     assert documents_seen and all(ends[:3] == [0, 32, 64] for ends in documents_seen if len(ends) > 3)
     assert found.said[0] == ("each step uses: fused loss, per-document attention, CUDA graph")
@@ -198,7 +198,7 @@ def _job(kind, *names) -> dict:
     }  # fmt: skip
 
 
-def test_what_a_candidate_set_up_is_undone_before_the_next_and_what_it_said_is_kept(monkeypatch):
+def test_a_candidates_set_up_is_undone_and_its_messages_are_kept(monkeypatch):
     undone = []
 
     def prepare(name):

@@ -63,7 +63,7 @@ def test_phases_of_a_step_are_told_in_their_order_and_add_up_to_it() -> None:
     assert all(ms >= 0 for _, ms in found.ms())
 
 
-def test_an_exchange_with_other_bits_gets_no_time_and_one_that_fails_does_not_end_the_others(monkeypatch):
+def test_an_exchange_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     calls = []
 
     class Processes:

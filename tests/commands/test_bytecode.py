@@ -42,7 +42,7 @@ def written(folder: Path) -> list[Path]:
     return [*folder.rglob("*.pyc")]
 
 
-def test_where_python_may_write_none_it_is_kept_in_our_cache_and_found_at_the_next_start(site: Path) -> None:
+def test_where_python_may_write_none_it_is_kept_in_our_cache(site: Path) -> None:
     where = str(site.parent / "cache" / "bytecode")
     assert begin(site, PYTHONDONTWRITEBYTECODE="1") == [where, "1", "True"]
     assert not written(site)

@@ -299,7 +299,7 @@ def test_bench_without_ceilings_shows_no_shares():
     assert not [line for line in output.lines if "ceilings" in line]
 
 
-def test_one_process_may_go_on_with_what_several_began_and_begins_nothing_over_ranks(monkeypatch):
+def test_one_process_resumes_a_run_over_ranks_but_starts_none(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with over_ranks("ranks", NotedOutput(), resume=True) as rank_zero:

@@ -25,7 +25,7 @@ def test_a_rank_other_than_the_first_says_which_it_is(rank, who, monkeypatch, ca
     assert capsys.readouterr().err == f"{who}: x: expected 1; got 2.\n"
 
 
-def test_a_lost_rank_has_a_code_of_its_own_and_what_was_told_is_not_told_again(capsys):
+def test_a_lost_rank_has_its_own_exit_code_and_is_reported_once(capsys):
     assert ends_with(RankLost("rank 1 is gone")) == RANK_LOST
     assert "rank 1 is gone" in capsys.readouterr().err
     error = ValueError("the same on every rank")
@@ -69,7 +69,7 @@ def imports_more() -> None:
 
 
 @pytest.mark.parametrize("then", [fails_as_a_bug, fails_as_a_mistake, imports_more])
-def test_ctrl_c_that_a_package_swallowed_still_ends_the_command_as_interrupted(then, monkeypatch, capsys):
+def test_ctrl_c_that_a_package_swallows_still_interrupts_the_command(then, monkeypatch, capsys):
     def app(prog_name: str) -> None:
         loses_an_interrupt()
         then()

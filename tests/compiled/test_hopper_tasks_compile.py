@@ -39,7 +39,7 @@ def test_it_fits_and_products_keep_all_in_registers(found, name):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_signal_comes_behind_stores_that_arrived_and_a_load_behind_the_signal(found, name):
+def test_stores_arrive_before_the_signal_and_loads_follow_it(found, name):
     """Of each: the bulk stores complete, the fence between the two ways to memory, all threads, the release; the
     acquire, all threads, the fence. No test on one machine would fail for sure without them."""
     order = found[name]["order"]
@@ -59,7 +59,7 @@ def test_the_next_ticket_is_not_waited_for_where_it_is_drawn(found):
     assert min(found[name]["drawn_waits"] for name in COMPILED) > 40 > found["over ranks"]["drawn_waits"]
 
 
-def test_rows_are_gathered_without_a_fence_in_each_stage_where_there_is_one_a_task(found):
+def test_gathered_rows_need_one_fence_a_task_not_one_a_stage(found):
     """A fence waits for what was gathered. Left is one for an expert's last rows, in the loops of gradients."""
     for name in COMPILED:
         assert set(found[name]["fences_among_gathers"]) == {0, 1}, name

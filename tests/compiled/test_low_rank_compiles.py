@@ -16,7 +16,7 @@ HOT, OTHERS = ("dy, rank 16", "dh, rank 32"), ("dh, rank 64", "dh, rank 128", "d
 
 
 @pytest.mark.parametrize("names", [HOT, OTHERS], ids=str)
-def test_rows_are_copied_once_and_multiplied_twice_from_shared_memory_without_spills(names, tmp_path):
+def test_rows_are_copied_once_and_multiplied_twice_without_spills(names, tmp_path):
     found = compiled_by(__file__, tmp_path, *names)
     assert found.keys() == set(names)
     for name, figure in found.items():

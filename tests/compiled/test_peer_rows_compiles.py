@@ -29,7 +29,7 @@ def order(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kernel", ["push", "push ahead", "take", "add"])
-def test_rows_go_16_bytes_at_a_time_and_the_counter_is_added_to_behind_a_barrier(order, kernel: str) -> None:
+def test_rows_go_16_bytes_at_a_time_and_the_counter_follows_a_barrier(order, kernel: str) -> None:
     assert re.search(r"load16 .*store16 (\w+ )*barrier add( barrier)?$", order[kernel]), order[kernel]
     assert order[kernel].count("add") == 1
 

@@ -121,7 +121,7 @@ def determinism() -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.parametrize(("asked", "warns"), [(False, False), (True, True), (True, False)])
-def test_deterministic_algorithms_are_asked_for_inside_and_the_compiler_is_left_alone(asked: bool, warns: bool) -> None:
+def test_deterministic_algorithms_inside_leave_the_compiler_alone(asked: bool, warns: bool) -> None:
     inside = []
 
     def fails() -> None:

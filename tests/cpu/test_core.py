@@ -59,7 +59,7 @@ def test_asking_for_the_core_by_name_without_it_gives_the_reason(monkeypatch: py
 
 
 @needs_compiler
-def test_tensors_that_the_core_does_not_take_are_refused_before_a_pointer_is_taken() -> None:
+def test_tensors_the_core_does_not_take_are_refused_up_front() -> None:
     loaded = core.load_core()
     offs, matrix = torch.tensor([2], dtype=torch.int32), torch.randn(1, 8, 4)
     good, out = torch.randn(2, 8), torch.empty(2, 4)

@@ -91,7 +91,7 @@ def test_few_tokens_see_a_change_in_an_expert_they_meet():
     assert_fresh(layer, packed)
 
 
-def test_a_change_in_an_expert_that_few_tokens_do_not_meet_is_seen_when_they_do():
+def test_a_change_in_an_expert_is_seen_once_a_token_meets_it():
     layer = PackedLayer()
     packed = layer.pack(nodes=2)
     layer.x_TH, layer.weight_TK = layer.x_TH.detach()[:1], torch.ones(1, 2)

@@ -257,9 +257,7 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize("unusable", UNUSABLE, ids=lambda make: make.__name__)
-def test_a_folder_that_cannot_be_used_is_replaced_by_a_private_one_with_a_warning(
-    unusable, sources, cache, monkeypatch, caplog
-):
+def test_an_unusable_folder_is_replaced_by_a_private_one_with_a_warning(unusable, sources, cache, monkeypatch, caplog):
     unusable(cache, monkeypatch)
     for _ in range(3):
         assert answer(sources) == 42

@@ -290,7 +290,7 @@ def test_factors_may_have_any_strides(workers: WorkerPool) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_factors_packed_again_use_the_memory_of_those_that_are_gone_and_of_no_others(workers: WorkerPool) -> None:
+def test_repacked_factors_reuse_only_the_memory_of_dead_ones(workers: WorkerPool) -> None:
     layer, other = Layer(), Layer()
     mine = layer.node()
     other.lora = LoraFactors(**{n: -2 * t for n, t in layer.lora.tensors().items()}, scaling=2.0)

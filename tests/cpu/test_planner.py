@@ -37,7 +37,7 @@ def test_packed_weights_take_exactly_what_is_planned(kind, nodes, activation):
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_weights_as_stored_for_backward_are_planned_and_nothing_is_packed_for_it(nodes):
+def test_weights_stored_for_backward_are_planned_and_not_packed(nodes):
     layer, sizes = PackedLayer(), LayerSizes(E, H, I, bias=True)
     packed = layer.pack("int8", nodes, backward="bf16")
     found = plan(sizes, kind="int8", backward="bf16", nodes=nodes, max_len=37, top_k=K)

@@ -84,7 +84,7 @@ def test_the_plain_template_ends_an_answer_with_the_end_of_text() -> None:
     assert prompt == "user: 1 plus 1?\nassistant:"
 
 
-def test_turns_that_the_template_later_writes_otherwise_are_rows_of_their_own() -> None:
+def test_turns_that_the_template_rewrites_later_are_rows_of_their_own() -> None:
     tokenizer = tokenizer_with(THINKING)
     found = answers(tokenizer, TURNS)
     assert found == [["<think/>It is 2.<|im_end|>"], ["<think/>It is 4.<|im_end|>"]]

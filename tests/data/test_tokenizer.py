@@ -39,7 +39,7 @@ def test_awkward_texts_come_back(text):
 
 
 @pytest.mark.parametrize("parallel", ["true", "false"])
-def test_the_vocabulary_depends_neither_on_the_order_of_the_texts_nor_on_threads(monkeypatch, parallel):
+def test_the_vocabulary_depends_on_neither_text_order_nor_threads(monkeypatch, parallel):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
     for seed in range(5):
         shuffled = random.Random(seed).sample(TEXTS, len(TEXTS))

@@ -65,7 +65,7 @@ def decoded(model, rows) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=["plain", "biases"])
-def test_steps_and_prompts_give_the_tokens_of_plain_generate_and_the_model_is_as_before(calls, monkeypatch, changes):
+def test_fused_steps_give_plain_tokens_and_leave_the_model_as_before(calls, monkeypatch, changes):
     """A batch with padding, whose prompts are documents."""
     monkeypatch.setattr(Decoder, "_captures_prompt", lambda self, tokens: True)
     model, rows = small(**changes), prompts(17, 3, 9)

@@ -119,7 +119,7 @@ def test_the_list_above_is_whole():
 
 
 @pytest.mark.parametrize("model_type", NOT_HANDED_OVER)
-def test_a_model_that_hands_nothing_over_says_so_when_it_is_made_and_when_it_is_asked(model_type):
+def test_a_model_that_hands_nothing_over_says_so(model_type):
     if not installed(model_type):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     if hands_over(model_type):

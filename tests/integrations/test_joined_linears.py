@@ -82,7 +82,7 @@ def test_biases_are_joined_and_layers_without_one_stay_apart_from_those():
     check(Projections((True, False, True)), 2)
 
 
-def test_a_frozen_weight_is_not_joined_with_a_trained_one_whose_gradient_alone_is_needed():
+def test_a_frozen_weight_is_not_joined_with_a_trained_one():
     module = Projections()
     module.parts[1].weight.requires_grad_(False)
     check(module, 2)

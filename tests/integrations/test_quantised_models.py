@@ -86,7 +86,7 @@ def test_experts_take_the_bytes_of_the_file(name: str, most: float, checkpoints:
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-def test_lora_gradients_are_those_of_the_dequantised_model_from_the_first_layer_on(name, checkpoints):
+def test_lora_gradients_are_those_of_the_dequantised_model(name, checkpoints):
     """transformers drops gradients on the way through its quantised experts: those of the first layer would be 0."""
     folder, twin = checkpoints[name]
 
@@ -115,7 +115,7 @@ def test_generate_writes_what_the_dequantised_model_writes(name, checkpoints, tm
     assert texts[0] == texts[1]
 
 
-def test_a_checkpoint_that_asks_for_quantised_activations_gets_them_where_that_is_faster(checkpoints, tmp_path):
+def test_quantised_activations_are_used_where_they_are_faster(checkpoints, tmp_path):
     """By activation_scheme, and with blocks of 128 x 128 alone."""
     folder, _ = checkpoints["fp8"]
     assert {each.products for each in of_experts(load(folder))} == {"auto"}

@@ -207,7 +207,7 @@ def test_a_recomputation_after_the_end_is_refused() -> None:
         model(input_ids=ids, use_cache=False)
 
 
-def test_padding_on_either_side_and_packed_documents_give_each_token_its_experts() -> None:
+def test_padded_and_packed_tokens_get_their_own_experts() -> None:
     model = made("qwen3_moe")
     texts, records = generated(model, 6, 3)
     disturbed(model)
@@ -297,7 +297,7 @@ def test_layers_compiled_one_by_one_replay(model) -> None:
         assert (gradient - expected[1][name]).norm() <= 1e-4 * expected[1][name].norm(), name
 
 
-def test_replay_closes_the_gap_between_generation_and_training_in_half_precision() -> None:
+def test_replay_closes_the_gap_between_generation_and_training() -> None:
     """Of a model whose experts matter: rounding sends some tokens to others, which moves log-probabilities by far more
     than rounding itself. Here 8 % of the choices differ, and 20 % of the tokens in some layer; the mean and the largest
     |difference| are 0.053 and 0.63, with replay 0.0088 and 0.060 (Neoverse-N1, 2026-11-18)."""
@@ -455,7 +455,7 @@ def test_records_in_another_order_are_refused(fitting) -> None:
         replay.Replay(fitting.model, fitting.records, fitting.ids, torch.ones(2, 3))
 
 
-def test_records_of_another_number_of_experts_per_token_are_refused_in_the_first_pass(fitting) -> None:
+def test_records_with_another_top_k_are_refused_in_the_first_pass(fitting) -> None:
     records = [RoutingRecord(r.tokens_N, r.expert_NLK[..., :1]) for r in fitting.records]
     with pytest.raises(ValueError, match=r"2 experts per token|a choice of 1 among 6"):  # noqa: SIM117
         with replay.replaying(fitting.model, records, fitting.ids):

@@ -145,7 +145,7 @@ class TestLoading:
         return request.param
 
     @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-    def test_half_precision_is_loaded_in_float32_on_a_cpu_that_does_not_multiply_bf16(self, stored, has_instructions):
+    def test_half_precision_is_loaded_in_float32_without_bf16_instructions(self, stored, has_instructions):
         choice = cpu_dtype.dtype_to_load(None, "a/model", PreTrainedConfig(dtype=stored), CPU)
         if has_instructions:
             assert choice == OWN

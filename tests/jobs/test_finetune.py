@@ -407,7 +407,7 @@ def test_a_missing_package_is_a_sentence(command, tmp_path, base, data, monkeypa
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_a_missing_package_is_a_sentence_in_a_process_that_has_imported_nothing(command, tmp_path, base, data):
+def test_a_missing_package_is_a_sentence_in_a_fresh_process(command, tmp_path, base, data):
     program = "import sys; sys.modules['tokenizers'] = None; from amoeba.cli import main; main()"
     words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
     done = subprocess.run(
@@ -435,7 +435,7 @@ def test_an_unknown_placement_is_refused_and_resident_changes_nothing() -> None:
         place_experts(model, "disk")
 
 
-def test_packed_experts_without_a_compiler_are_refused_and_auto_keeps_them_resident(monkeypatch: Any) -> None:
+def test_without_a_compiler_packing_is_refused_and_auto_stays_resident(monkeypatch: Any) -> None:
     def unavailable() -> None:
         raise CoreUnavailable("no C++ compiler was found")
 
@@ -501,7 +501,7 @@ def test_fine_tuning_with_packed_experts_learns(placement: str, base: Path, data
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU --ram alone is refused")
-def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(base, data, tmp_path):
+def test_streamed_experts_give_the_adapter_of_resident_ones(base, data, tmp_path):
     """Two slots of six per layer, from a store; the steps' losses and the factors are the same, bit for bit."""
     pack(base, tmp_path / "store")
     with open_store(tmp_path / "store") as store:
@@ -522,7 +522,7 @@ def test_fine_tuning_with_streamed_experts_gives_the_adapter_of_resident_ones(ba
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU --ram alone is refused")
-def test_what_streaming_cannot_train_with_is_refused_before_anything_is_loaded(base, data, tmp_path, monkeypatch):
+def test_what_streaming_cannot_train_with_is_refused_before_loading(base, data, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="experts: expected none for streamed experts; got 'resident'"):
         finetune(settings(tmp_path / "run", base, data, ram="1GiB", experts="resident"), Quiet())
     with pytest.raises(ValueError, match="ram: expected at least"):

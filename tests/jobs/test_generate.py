@@ -290,7 +290,7 @@ def test_auto_packs_bf16_experts_on_a_cpu_without_instructions_for_it(has_bf16, 
     assert ("--experts cpu-int8 is faster but rounds them" in placed.reason) == (not has_bf16)
 
 
-def test_auto_leaves_experts_that_compute_by_functions_of_their_own_where_they_are(folder, monkeypatch):
+def test_auto_leaves_experts_with_functions_of_their_own_in_place(folder, monkeypatch):
     monkeypatch.setattr(cpu_placements, "has_bf16_instructions", lambda: False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for module in experts_modules(model).values():
@@ -507,7 +507,7 @@ def test_without_json_stdout_is_the_text_alone(folder):
     assert result.stdout.removesuffix("\n") == run(folder).text.removesuffix("\n")
 
 
-def test_stderr_has_one_line_of_decisions_and_one_of_results_and_with_verbose_the_reasons(folder):
+def test_stderr_has_decisions_and_results_and_verbose_adds_reasons(folder):
     words = (folder, "Once", "--max-new-tokens", 3, "--temperature", 0)
     quiet = invoke(*words).stderr.splitlines()
     assert len(quiet) == 2, quiet

@@ -264,7 +264,7 @@ def test_batches_hold_rows_of_like_length_the_longest_first():
     assert lengths(batches_of(rows, 2, equal_lengths=True)) == [[9], [5, 5], [2, 2]]
 
 
-def test_no_batch_repeats_the_random_numbers_of_another_and_a_run_repeats_its_own():
+def test_batches_draw_different_numbers_and_a_run_repeats_its_own():
     seeds = []
 
     class Model:

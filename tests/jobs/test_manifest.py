@@ -70,7 +70,7 @@ def test_a_manifest_of_an_earlier_version_is_checked_by_its_own_hash(sealed: Pat
     assert damages(sealed) == ["first holds other bytes than were written"]
 
 
-def test_a_file_of_tensors_is_hashed_as_it_is_written_and_has_the_bytes_of_safetensors(tmp_path, monkeypatch):
+def test_a_tensor_file_is_hashed_while_written_and_equals_safetensors(tmp_path, monkeypatch):
     safetensors = pytest.importorskip("safetensors.torch")
     dtypes = torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float16, torch.uint8, torch.float8_e4m3fn
     tensors = {f"{number}.{dtype}": torch.ones(number * 7, 33).to(dtype) for number in range(3) for dtype in dtypes}

@@ -84,7 +84,7 @@ def test_a_file_that_is_not_what_was_written_is_measured_over(text, measured, fo
     assert measured_ceiling(CPU) == FLOPS / 0.01
 
 
-def test_a_folder_that_cannot_be_written_costs_a_measurement_and_nothing_else(measured, folder):
+def test_an_unwritable_folder_costs_a_measurement_and_nothing_else(measured, folder):
     folder.write_text("a file")
     measured(0.02)
     assert measured_ceiling(CPU) == FLOPS / 0.02

@@ -59,7 +59,7 @@ def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("written", ["parts", "optimizer.pt"])
-def test_a_process_alone_reads_what_it_writes_and_what_earlier_versions_wrote(written: str, tmp_path: Path) -> None:
+def test_one_process_reads_its_own_files_and_those_of_earlier_versions(written: str, tmp_path: Path) -> None:
     model, optimizer = stepped()
     if written == "parts":
         save_optimizer(optimizer, model, tmp_path, ALONE)

@@ -204,7 +204,7 @@ def test_transformers_loads_what_is_not_read_expert_by_expert(tmp_path, monkeypa
     assert_same_models(expected, by_layers(tmp_path, None, "resident"))
 
 
-def test_a_streamed_model_is_in_the_faster_dtype_where_the_budget_has_room_for_it(tmp_path):
+def test_a_streamed_model_takes_the_faster_dtype_if_the_budget_allows(tmp_path):
     build("qwen3_moe", vocab_size=16384).to(torch.bfloat16).save_pretrained(tmp_path)
     wider = DtypeChoice(torch.float32, torch.bfloat16, "faster")
     streamed, choice = attach_in(wider, str(tmp_path), ram="auto")

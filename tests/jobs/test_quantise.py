@@ -165,7 +165,7 @@ def test_the_command(models: dict[str, Path], tmp_path: Path) -> None:
         ("mixtral", "mxfp8", float("nan"), False),
     ],
 )
-def test_a_checkpoint_that_is_not_finite_is_refused_by_its_tensor_and_leaves_nothing(
+def test_a_checkpoint_that_is_not_finite_is_refused_by_its_tensor(
     model_type: str, format: str, value: float, made_before: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:
     folder, out = tmp_path / "model", tmp_path / "out"

@@ -331,7 +331,7 @@ DAMAGES = {"missing": None, "empty": lambda content: b"", "truncated": lambda co
 
 @each_value_once()
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damaged_file_of_a_checkpoint_is_named_and_the_one_before_offered(damage, run, command):
+def test_each_damaged_file_is_named_and_the_checkpoint_before_offered(damage, run, command):
     told = settings_of(KINDS[command], str(run), None, {})
     files = sorted((run / "checkpoints" / "checkpoint-9").iterdir())
     must = {"scheduler.pt", "rng_state.pth", "trainer_state.json", "tokenizer.json", "manifest.json"}

@@ -121,7 +121,7 @@ def test_nothing_held_out_is_refused_with_what_to_write_instead(share):
 
 @pytest.mark.parametrize("option", ["ram", "vram"])
 @pytest.mark.parametrize("experts", ["resident", "cpu-int8"])
-def test_a_budget_for_a_resumed_run_that_does_not_stream_is_refused_by_its_own_name(option, experts, tmp_path):
+def test_a_budget_for_a_run_that_does_not_stream_is_refused_by_name(option, experts, tmp_path):
     settings = FinetuneSettings(model="base", data="x.jsonl", experts=experts, out=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(settings.as_dict()))
     with pytest.raises(ValueError, match=rf"^--{option}: .* started with --experts {experts}.*Leave --{option} out"):

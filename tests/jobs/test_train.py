@@ -177,7 +177,7 @@ def test_other_architectures_train(model: str, tmp_path: Path, corpus_file: str)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("olmoe", marks=pytest.mark.thorough)])
-def test_a_folder_with_a_config_alone_is_trained_with_a_tokenizer_of_the_data(model_type, tmp_path, corpus_file):
+def test_a_folder_with_a_config_alone_gets_a_tokenizer_of_the_data(model_type, tmp_path, corpus_file):
     """An empty tokenizer gave 3 rows and a loss that stayed at ln V, with exit code 0."""
     from transformers import AutoTokenizer
 

@@ -153,7 +153,7 @@ LISTED = {
 @quick(lambda format, ids: format is MXFP4)
 @pytest.mark.parametrize("ids", LISTED)
 @by_format
-def test_slots_that_are_listed_have_the_bits_of_those_that_each_program_finds(format, ids, device):
+def test_listed_slots_have_the_bits_of_slots_that_programs_find(format, ids, device):
     chosen_N = torch.tensor(LISTED[ids])
     expert_TK = chosen_N[torch.randperm(len(chosen_N), generator=torch.Generator().manual_seed(0))].view(-1, 2)
     layer = Layer(SILU, tokens=len(expert_TK), hidden=64, inner=32, expert_TK=expert_TK)
@@ -179,7 +179,7 @@ SHARED = {"fewer slots than experts": [3, E, 3], "a sentinel": [-1], "more": [0,
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("ids", SHARED)
 @by_format
-def test_slots_that_up_lists_for_down_have_the_bits_of_those_that_each_program_finds(format, ids, rank, device):
+def test_slots_that_up_lists_for_down_have_the_same_bits(format, ids, rank, device):
     expert_TK = torch.tensor(SHARED[ids])[:, None]
     layer = Layer(SILU, tokens=len(expert_TK), hidden=40, inner=24, expert_TK=expert_TK, rank=rank)
     named = {name: tensor.detach().to(device) for name, tensor in layer.tensors.items()}

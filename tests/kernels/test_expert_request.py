@@ -212,7 +212,7 @@ def test_the_sum_of_the_host_is_added_once_it_is_there(state: str, dtype: torch.
 
 
 @pytest.mark.thorough  # compiles for some seconds
-def test_on_hopper_words_are_written_behind_a_fence_and_read_ahead_of_another(tmp_path) -> None:
+def test_on_hopper_words_are_written_and_read_between_fences(tmp_path) -> None:
     found = compiled_by(__file__, tmp_path)
     one_line = " ".join(found["order"])
     assert "near" not in one_line

@@ -181,7 +181,7 @@ def test_in_the_interpreter_nothing_changes_but_that_constants_can_be_bound() ->
     assert calls == [((2,), (7,), {"BLOCK": 16}), ((3,), (8,), {"BLOCK": 32})]
 
 
-def test_a_hook_on_compiled_kernels_does_not_stop_those_that_triton_cannot_tell_of() -> None:
+def test_a_hook_on_compiled_kernels_stops_no_kernel_of_ours() -> None:
     jit = pytest.importorskip("triton.runtime.jit")
     kernel = jit.JITFunction(rows)
 

@@ -63,7 +63,7 @@ def test_slots_are_counted_as_they_are_taken() -> None:
     assert contexts[0].epochs[SLOTS] == 1
 
 
-def test_more_slots_than_there_is_room_for_are_told_with_their_number_and_none_is_left() -> None:
+def test_too_many_slots_are_reported_with_their_number() -> None:
     contexts, plans = contexts_and_plans(16)
     for rank, tokens in enumerate(TOKENS):
         owner = torch.zeros(tokens, K, dtype=torch.int64)

@@ -17,7 +17,7 @@ TOKENS, H = (3, 0, 5), 24
     ("dtype", "weighted", "K"),  # the interpreter cuts bf16 off
     [(torch.float16, True, 2), (torch.float16, False, 2), (torch.float32, True, 13), (torch.float32, False, 13)],
 )
-def test_each_rank_rounds_its_sums_and_they_are_added_in_the_order_of_the_ranks(dtype, weighted, K):
+def test_each_rank_rounds_its_sums_and_they_are_added_in_rank_order(dtype, weighted, K):
     """Of 13 experts per token not all are under way at once. Without weights also in two steps."""
     ranks, rows = len(TOKENS), sum(TOKENS)
     generator = torch.Generator().manual_seed(0)

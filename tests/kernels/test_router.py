@@ -115,7 +115,7 @@ def test_choice_weights_scores_and_gradients_equal_the_torch_path_in_fp64(config
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid_biased", "topk_softmax", "softmax_not_renormalised"])
-def test_low_precision_logits_are_routed_in_fp32_and_get_gradients_in_their_own_dtype(name, dtype, device):
+def test_half_precision_logits_are_routed_in_fp32(name, dtype, device):
     config = CONFIGS[name]
     logits_TE, bias_E, *gradients = inputs(config, 63, device, dtype)
     logits_TE.requires_grad_()
@@ -176,7 +176,7 @@ def test_nan_counts_as_the_largest_number_whatever_its_sign(device):
     assert expert_TK.tolist() == [[1, 4, 2, 0]]
 
 
-def test_scores_that_underflow_saturate_or_meet_the_floor_are_weighted_as_in_the_torch_path(device):
+def test_scores_at_their_limits_are_weighted_as_by_torch(device):
     cases = (
         (RouterConfig(4, 2, selection_bias=True), [[300.0, 0.0, 0.0, 1.0]], [0.0, 0.0, 9.0, 9.5]),
         (RouterConfig(4, 2, score="sigmoid"), [[-45.0, -46.0, -60.0, -70.0]], None),

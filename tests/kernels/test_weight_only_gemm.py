@@ -190,7 +190,7 @@ ENDS = {
 @on_hopper
 @pytest.mark.parametrize("transposed", [False, True])
 @by_format
-def test_every_code_and_the_ends_of_the_scales_are_decoded_as_the_definition_has_it(format, transposed, device) -> None:
+def test_every_code_and_the_ends_of_the_scales_are_decoded(format, transposed, device) -> None:
     """A column of the product is one number all along its depth, which a mean of them gives back."""
     size, ends = 256, ENDS[format.scale]
     matrix = quantise(torch.zeros(len(ends), size, size, device=device), format)

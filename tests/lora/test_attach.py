@@ -356,7 +356,7 @@ def test_what_all_linear_leaves_out_is_said_in_one_line() -> None:
     assert line.endswith("an indexer's top-k choice passes no gradient back")
 
 
-def test_a_target_that_can_never_train_is_refused_and_one_in_part_is_warned_of(caplog) -> None:
+def test_a_target_that_cannot_train_is_refused_a_partial_one_warned_of(caplog) -> None:
     with pytest.raises(ValueError, match=r"'wk': self_attn.indexer.wk \(2\): an indexer's top-k .*Leave it out"):
         lora.attach(build(needs("deepseek_v32")), RANK, ALPHA, ["experts", "wk"])
     with pytest.raises(ValueError, match=r"targets: .*'dt_proj': .*Mamba reads its weight"):
@@ -459,7 +459,7 @@ def test_experts_alone_need_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-def test_layers_compile_to_one_code_and_one_for_the_first_whose_input_needs_no_gradient() -> None:
+def test_layers_compile_to_one_code_and_another_for_the_first() -> None:
     """However many layers there are: a code for each would take minutes before the first step."""
     import torch._dynamo.utils
 

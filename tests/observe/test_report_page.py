@@ -124,7 +124,7 @@ def test_the_layer_of_the_coactivation_can_be_chosen(chromium, whole_run):
 
 
 @needs_chromium
-def test_the_kinds_of_text_are_shown_for_each_layer_the_most_special_one_first(chromium, tmp_path):
+def test_kinds_of_text_are_shown_per_layer_the_most_special_first(chromium, tmp_path):
     loads = {0: [[5, 5, 5, 5], [4, 6, 5, 5]], 1: [[9, 1, 0, 0], [0, 1, 9, 10]]}
     layers = [{"layer": layer, "loads": rows} for layer, rows in loads.items()]
     line = {"kind": "text_kinds", "step": 1, "kinds": ["code", "prose"], "layers": layers}

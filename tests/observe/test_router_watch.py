@@ -181,7 +181,7 @@ def test_what_a_pass_is_counted_for_is_told_by_its_tokens():
     assert all(sum(layer["load"]) == 0 for layer in watch.take()), "an evaluation is no training"
 
 
-def test_slots_without_an_expert_are_dropped_ones_and_forgetting_empties_every_count():
+def test_slots_without_an_expert_are_dropped_and_counts_are_reset():
     model = build("qwen3_moe").train()
     model.set_experts_implementation("amoeba")
     watch = RouterWatch(model)

@@ -190,7 +190,7 @@ def test_what_is_not_a_number_is_seen_in_the_parameter(name):
 
 
 @pytest.mark.parametrize("name", ["torch", "kernels"])
-def test_who_keeps_something_of_a_parameter_sees_by_its_version_that_it_changed(name):
+def test_a_step_moves_the_version_of_its_parameters(name):
     of = parameters(torch.bfloat16, shapes=[(8,), (9,)])
     optimizer = way(name, AdamW(of))
     before = [parameter._version for parameter in of]
@@ -263,7 +263,7 @@ def test_the_average_of_squares_in_bf16_follows_small_changes():
 
 
 @STATES
-def test_two_trainings_are_bitwise_equal_and_another_seed_shows_in_bf16_averages_alone(states):
+def test_trainings_repeat_and_a_seed_shows_in_bf16_averages_alone(states):
     runs = []
     for seed in (0, 0, 1):
         of = parameters(torch.bfloat16)
@@ -423,7 +423,7 @@ def test_the_state_of_torchs_adamw_is_taken_up():
         assert torch.allclose(parameter, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_the_optimizer_decides_what_averages_are_stored_in_not_the_checkpoint():
+def test_the_optimizer_not_the_checkpoint_decides_the_dtype_of_averages():
     of = parameters(torch.bfloat16)
     train(first := AdamW(of), of, steps=1)
     second = AdamW(of, states="bfloat16")

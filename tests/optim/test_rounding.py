@@ -38,7 +38,7 @@ def test_a_nan_stays_one(bits: int) -> None:
     assert rounded(numbers).isnan().all()
 
 
-def test_steps_parameters_and_seeds_differ_and_halves_of_a_parameter_are_those_of_the_whole() -> None:
+def test_random_bits_differ_by_step_parameter_and_seed() -> None:
     whole = random_bits(step_key(3, 7), 5, 0, 1000, CPU)
     assert torch.equal(whole[400:], random_bits(step_key(3, 7), 5, 400, 600, CPU))
     for other in (random_bits(step_key(*key), at, 0, 1000, CPU) for *key, at in ((3, 8, 5), (4, 7, 5), (3, 7, 6))):

@@ -35,7 +35,7 @@ def test_every_master_comes_back_from_a_parameter_and_a_16_bit_remainder(numbers
 
 
 @pytest.mark.parametrize("numbers", [*(masters(upper) for upper in UPPER), random_masters()])
-def test_the_parameter_is_the_nearest_bf16_number_and_of_two_the_one_away_from_zero(numbers: Tensor) -> None:
+def test_the_parameter_is_the_nearest_bf16_number_ties_away_from_zero(numbers: Tensor) -> None:
     numbers = numbers[~numbers.isnan()]
     parameter = split(numbers)[0]
     tie = numbers.view(torch.int32) & 0xFFFF == 0x8000

@@ -28,7 +28,7 @@ def test_a_room_is_one_of_few_sizes() -> None:
     assert rounded_up(27, 28) == 28 and rounded_up(0, 0) == 0
 
 
-def test_a_guess_grows_at_once_comes_down_size_by_size_and_goes_with_the_number_of_tokens() -> None:
+def test_a_guess_grows_at_once_and_comes_down_size_by_size() -> None:
     known, slots, size = CapacityEstimate(), 262144, 4096
     assert known.guess(1, slots) is None
     guesses = []

@@ -40,7 +40,7 @@ def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, 
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_two_ranks_then_four_then_one_as_if_it_had_never_stopped(processes, alone, inputs, tmp_path):
+def test_a_run_resumes_on_two_ranks_then_four_then_one(processes, alone, inputs, tmp_path):
     command, expected = alone
     given = told(command, tmp_path / "run", inputs, experts="ranks")
     stops = []
@@ -73,7 +73,7 @@ def test_a_run_of_one_process_goes_on_over_ranks(processes, alone, inputs, tmp_p
 
 
 @pytest.mark.thorough
-def test_the_command_over_four_ranks_of_which_one_has_no_expert_and_one_no_row(processes, inputs, tmp_path):
+def test_a_command_over_ranks_with_no_expert_on_one_and_no_row_on_another(processes, inputs, tmp_path):
     """Twenty steps and selection biases; and generating with what came of it."""
     base = tmp_path / "base"
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_what_is_wrong_on_all_ranks_is_told_once(processes: LocalRanks, inputs: 
     assert "nowhere.txt" in found[0][2] and [err for _, _, err in found[1:]] == [""] * 3
 
 
-def test_a_disk_that_is_full_on_one_rank_stops_all_and_leaves_the_earlier_checkpoint(processes, inputs, tmp_path):
+def test_a_full_disk_on_one_rank_stops_all_and_keeps_the_checkpoint(processes, inputs, tmp_path):
     given = told("train", tmp_path / "run", inputs, experts="ranks")
     first, second = processes.run(rank_jobs.fail_to_write, [(rank, given) for rank in range(2)])
     assert "the checkpoint of step 8: expected enough space" in second and "continues from step 4" in second

@@ -55,7 +55,7 @@ def test_ranks_that_share_each_batch_train_as_one_process(processes, inputs, tmp
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_a_run_goes_on_with_two_ranks_then_four_then_shared_experts_then_one_process(
+def test_a_run_resumes_on_two_ranks_four_shared_experts_and_one_process(
     processes: LocalRanks, inputs: Path, tmp_path: Path, command: str
 ) -> None:
     run = tmp_path / "run"
@@ -166,7 +166,7 @@ class TestRefusals:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_torchrun_itself_writes_checkpoints_resumes_and_has_the_losses_of_one_process(inputs, tmp_path, command):
+def test_torchrun_checkpoints_resumes_and_has_the_losses_of_one_process(inputs, tmp_path, command):
     model = ["--model", str(inputs / "base")] if command == "train" else [str(inputs / "base"), "--lora-rank", "4"]
     words = [command, *model, "--data", str(inputs / f"{command}.jsonl"), "--steps", "6", "--save-every", "2"]
     words += [

@@ -60,7 +60,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> list[bool]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows_have_every_gradient_of_the_recipe_and_the_bits_of_one_process(processes, recipe, dtype):
+def test_many_rows_have_the_recipes_gradients_and_one_process_bits(processes, recipe, dtype):
     case = Case(199, 4, SILU, True, "sentinels", hidden=272, intermediate=144, num_experts=6)
     result = verify_divided(DividedCase(case, (150, 0, 49), local=recipe), dtype, processes, 3)
     assert result.errors and result.ok, result.failure or result.out_of_tolerance
@@ -208,7 +208,7 @@ def test_what_the_recipe_does_not_serve_is_refused_with_its_reason() -> None:
     ("transport", "recipe"),
     [*(("collective", recipe) for recipe in (*RECIPES, "w8a8")), pytest.param("peers", "fp8", marks=interpreted)],
 )
-def test_rows_that_are_sent_quantised_have_the_bits_of_rows_that_are_quantised_on_arrival(processes, transport, recipe):
+def test_rows_sent_quantised_have_the_bits_of_rows_quantised_on_arrival(processes, transport, recipe):
     """Of three ranks the last one has no experts, and with w8a8 does not know that rows are wanted quantised."""
     ranks = 2 if transport == "peers" else 3
     for same, quantised, as_they_are in processes.run(

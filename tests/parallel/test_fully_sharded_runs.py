@@ -71,7 +71,7 @@ def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(processe
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["train", "finetune"])
-def test_two_by_two_ranks_then_two_then_one_go_on_as_if_the_run_had_never_stopped(
+def test_a_run_resumes_on_two_by_two_ranks_then_two_then_one(
     processes: LocalRanks, alone: dict[str, Path], inputs: Path, tmp_path: Path, command: str
 ) -> None:
     given = told(command, tmp_path / "run", inputs)
@@ -116,7 +116,7 @@ def test_other_ways_to_share_a_model_train_as_one_process(processes, alone, inpu
 
 
 @pytest.mark.thorough
-def test_experts_that_are_one_tensor_on_disk_are_put_together_over_both_dimensions(processes, inputs, tmp_path):
+def test_experts_of_one_tensor_on_disk_are_joined_over_both_dimensions(processes, inputs, tmp_path):
     """gpt-oss: transposed, in turns, with biases, which do not decay; four steps, and the model that came of them."""
     base = tmp_path / "base"
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def some_ranks(count: int) -> Ranks:
 
 
 @pytest.mark.parametrize("wrong", [3, 8, 0, -2])
-def test_a_number_that_does_not_divide_the_ranks_is_refused_with_those_that_do(wrong: int) -> None:
+def test_a_number_that_does_not_divide_the_ranks_is_refused(wrong: int) -> None:
     expected = rf"--expert-ranks: expected .* the 4 ranks \(1, 2, 4\); got {wrong}\. .*leave it out"
     with pytest.raises(ValueError, match=expected):
         make_mesh(some_ranks(4), wrong, "ddp", torch.device("cpu"))

@@ -77,13 +77,13 @@ def test_ranks_that_disagree_all_say_so(processes: LocalRanks, about: str) -> No
     assert said[0].startswith(f"{about}: expected the same on all ranks of the group; got {value}")
 
 
-def test_a_token_travels_once_to_a_rank_however_many_of_its_experts_are_there(processes: LocalRanks) -> None:
+def test_a_token_is_sent_once_to_a_rank_with_several_of_its_experts(processes: LocalRanks) -> None:
     sent = processes.run(rank_jobs.sizes_of_messages, [(0,), (1,)])
     assert sent[0][:2] == [("ids and routing weights", 7 * 2 * (4 + 4)), ("tokens", 7 * rank_jobs.H * 4)]
     assert sent[1][1] == ("tokens", 0) and sent[1][2] == ("sums of the experts", 7 * rank_jobs.H * 4)
 
 
-def test_activation_checkpointing_exchanges_again_also_on_a_rank_without_experts(processes: LocalRanks) -> None:
+def test_checkpointing_exchanges_again_also_on_a_rank_without_experts(processes: LocalRanks) -> None:
     for equal in processes.run(rank_jobs.with_and_without_checkpointing, [(rank,) for rank in range(4)]):
         assert equal == [True] * 4
 

@@ -41,7 +41,7 @@ def test_every_gradient_is_right_and_has_the_bits_of_one_process(processes, rank
 
 
 @interpreted
-def test_step_after_step_it_has_the_bits_of_collective_while_numbers_of_tokens_change(processes: LocalRanks) -> None:
+def test_steps_with_changing_token_counts_have_the_bits_of_collective(processes: LocalRanks) -> None:
     """The heap grows, cells are used again, and rows that were there before are not read."""
     steps = [(3, 5), (40, 0), (5, 70), (0, 0), (2, 1)]
     for equal, _ in processes.run(rank_jobs.peers_as_collective, [(rank, 2, steps) for rank in range(2)]):
@@ -82,7 +82,7 @@ def test_ranks_that_do_not_reach_each_others_memory_have_the_same_bits(processes
 
 
 @interpreted
-def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(processes: LocalRanks) -> None:
+def test_with_a_fixed_capacity_too_many_tokens_are_refused(processes: LocalRanks) -> None:
     jobs = [(rank, 2, steps, 9, 20) for rank in range(2) for steps in [[(3, 5)], [(3, 5), (9, 0), (1, 2)]]]
     once, often = (processes.run(with_capacity, [jobs[at], jobs[at + 2]]) for at in range(2))
     for (equal, talked), (also_equal, talked_often) in zip(once, often, strict=True):
@@ -93,7 +93,7 @@ def test_with_a_fixed_capacity_hosts_talk_once_and_too_many_tokens_are_refused(p
 
 
 @interpreted
-def test_more_rows_than_there_is_room_for_are_refused_with_the_numbers_and_none_is_dropped() -> None:
+def test_too_many_rows_are_refused_with_the_numbers() -> None:
     with rank_jobs.started(2) as processes:  # which cannot go on afterwards
         both = processes.run(too_many, [(rank, {"most_rows": 3}) for rank in range(2)])
     chosen_TK = rank_jobs.tokens()[1].expert_TK
@@ -112,7 +112,7 @@ def overlapped(rank: int, count: int, steps: list[tuple[int, ...]], local_backen
 @pytest.mark.parametrize(
     "options", [{"overlap": True, "straight": False}, {"straight": True}], ids=["overlapped", "straight"]
 )
-def test_what_leaves_within_a_pass_that_is_run_again_is_not_taken_for_gradients(processes, options):
+def test_rows_of_a_recomputed_pass_are_not_taken_for_gradients(processes, options):
     """Checkpointing runs forward again only up to the last tensor that it saved."""
     for equal in processes.run(checkpointed, [(rank, options) for rank in range(2)]):
         assert all(equal)
@@ -130,7 +130,7 @@ def checkpointed(rank: int, options: dict) -> list[bool]:
     [{"straight": True}, pytest.param({"overlap": True, "straight": False}, marks=pytest.mark.thorough)],
     ids=["straight", "overlapped"],
 )
-def test_gradients_that_nobody_takes_are_not_sent_and_so_not_taken_for_what_is_sent_next(processes, options):
+def test_unused_gradients_are_not_sent(processes, options):
     for equal, left in processes.run(some_gradients, [(rank, options) for rank in range(2)]):
         assert len(equal) == 4 and all(equal)
         assert not left
@@ -223,7 +223,7 @@ def test_processes_that_share_a_gpu_have_the_gradients_of_one(transport: str) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_rows_that_travel_meanwhile_and_sums_that_go_straight_change_no_bit() -> None:
+def test_on_a_gpu_overlap_and_direct_sums_change_no_bit() -> None:
     """In bf16 and with tiles of own rows alone, so that products run in two parts."""
     with LocalRanks(2) as processes:
         for equal in processes.run(overlapped_on_gpu, [(rank,) for rank in range(2)]):

@@ -150,7 +150,7 @@ def test_the_scheduled_backward_sends_and_returns_rows_by_its_tasks(count: int, 
 
 @pytest.mark.thorough
 @pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" not in os.environ, reason="NVSHMEM wants MPS where ranks share a GPU")
-def test_ranks_that_are_said_to_be_remote_go_by_shmem_and_have_the_gradients_of_one_process() -> None:
+def test_remote_ranks_go_by_shmem_with_the_gradients_of_one_process() -> None:
     steps, wrong = 6, []  # a counter that goes wrong lets the second one read too early
     with LocalRanks(2) as processes:
         for dtype, most in MOST.items():
@@ -198,7 +198,7 @@ def many_steps(rank: int, steps: int, ways: list[str]) -> list[Tensor]:
 
 
 @pytest.mark.thorough
-def test_a_thousand_steps_by_changing_ways_do_not_hang_and_have_the_bits_of_one_way() -> None:
+def test_a_thousand_steps_of_changing_ways_do_not_hang() -> None:
     mixed = ["peers, sums straight", "overlapped", "peers, sums by rows"]
     with LocalRanks(2) as processes:
         found = [
@@ -210,7 +210,7 @@ def test_a_thousand_steps_by_changing_ways_do_not_hang_and_have_the_bits_of_one_
             assert weight.isfinite().all() and torch.equal(weight, expected)
 
 
-def test_rows_that_are_sent_quantised_have_the_bits_of_rows_that_are_quantised_on_arrival() -> None:
+def test_rows_sent_quantised_have_the_bits_of_rows_quantised_on_arrival() -> None:
     wrong = []
     with LocalRanks(2) as processes:
         for precision, (way, options) in itertools.product(("fp8", "fp8-saved", "w8a8"), WAYS.items()):

@@ -26,7 +26,7 @@ from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
 
 @quick(lambda count: count == 4)
 @pytest.mark.parametrize("count", [2, 4])
-def test_twenty_steps_have_the_losses_and_norms_of_one_process_with_the_same_batch(processes, count):
+def test_twenty_steps_have_the_losses_and_norms_of_one_process(processes, count):
     ((alone, expected),) = processes.run(rank_training.train_a_model, [(0, 1, 20)])
     (first, shared), *others = processes.run(rank_training.train_a_model, [(rank, count, 20) for rank in range(count)])
     for history, parameters in others:  # what all have does not drift apart
@@ -56,7 +56,7 @@ def test_a_placed_model_under_fsdp_trains_as_in_one_process(processes: LocalRank
         torch.testing.assert_close(torch.tensor(history), torch.tensor(alone), rtol=1e-5, atol=0)
 
 
-def test_fsdp_over_two_groups_of_two_ranks_has_the_gradients_and_the_norm_of_one_process(processes: LocalRanks) -> None:
+def test_fsdp_over_two_by_two_ranks_has_the_gradients_of_one_process(processes: LocalRanks) -> None:
     """Others divided experts by the size of the wrong mesh, or clipped each mesh by its own norm."""
     found = processes.run(rank_training.fully_sharded, [(rank,) for rank in range(4)])
     for results in found:

@@ -112,7 +112,7 @@ with launched_ranks(120.0) as ranks:
 """
 
 
-def test_ranks_of_two_hosts_meet_by_torchruns_environment_and_name_the_host_that_is_lost(network, tmp_path):
+def test_ranks_of_two_hosts_meet_and_name_the_host_that_is_lost(network, tmp_path):
     """A host's own name is a loopback address on it, by which the other would not be reached."""
     found, logs, hosts = [], [tmp_path / "node0", tmp_path / "node1"], [network.host("node0"), network.host("node1")]
     for rank, host in enumerate(hosts):
@@ -132,7 +132,7 @@ def test_ranks_of_two_hosts_meet_by_torchruns_environment_and_name_the_host_that
 
 # In every run: how hosts meet, above; what a restart and a resumed run do, in test_torchrun.py and test_resume.py.
 @pytest.mark.thorough
-def test_a_lost_host_is_replaced_and_the_run_goes_on_from_its_last_checkpoint(network, processes, inputs, tmp_path):
+def test_a_lost_host_is_replaced_and_the_run_resumes(network, processes, inputs, tmp_path):
     job = Job(network, inputs, tmp_path, per_host=1)
     job.start("node0", "node1")
     job.wait(lambda: bool(checkpoints(job.run)))
@@ -161,7 +161,7 @@ def test_a_host_of_two_by_two_is_lost_while_a_checkpoint_is_written(network, pro
 
 
 @pytest.mark.thorough
-def test_without_the_host_of_the_rendezvous_all_end_and_the_same_data_parallel_command_resumes(
+def test_without_the_rendezvous_host_all_end_and_the_command_resumes(
     network: Network, processes: LocalRanks, inputs: Path, tmp_path: Path
 ) -> None:
     job = Job(network, inputs, tmp_path, per_host=1, experts="resident")

@@ -78,7 +78,7 @@ def test_output_and_every_gradient_are_those_of_plain_torch(recipe, activation, 
 
 
 @without_gpu
-def test_gradients_of_weights_of_several_blocks_of_rows_are_those_of_plain_torch(stood_in: None) -> None:
+def test_weight_gradients_over_several_blocks_are_those_of_plain_torch(stood_in: None) -> None:
     """And a token without experts, whose numbers are the largest, is among those that a column's scale is of."""
     tokens = 136
     expert_TK = torch.zeros(tokens, 2, dtype=torch.int64)
@@ -97,7 +97,7 @@ def test_gradients_of_weights_of_several_blocks_of_rows_are_those_of_plain_torch
 @without_gpu
 @quick(lambda recipe: recipe in ("fp8-saved", "fp8-all"))  # what they save differs from what fp8 saves
 @by_recipe
-def test_buffers_are_as_large_as_the_rows_that_have_an_expert_and_no_bit_changes(recipe: str, stood_in: None) -> None:
+def test_buffers_hold_only_rows_with_an_expert_and_no_bit_changes(recipe: str, stood_in: None) -> None:
     """As over ranks, where most slots may be of other ranks' experts."""
     layer = Layer(tokens=9, hidden=128, inner=64, expert_TK=sentinels(9))
     owned = int((layer.expert_TK < E).sum())
@@ -151,7 +151,7 @@ def test_codes_are_of_the_weight_as_a_pass_finds_it(change: Any) -> None:
     assert places == (codes.matrix.data.data_ptr(), codes.transposed(weight).data.data_ptr())
 
 
-def test_under_a_promise_codes_are_written_once_and_what_moved_a_version_shows_all_the_same() -> None:
+def test_frozen_weights_are_quantised_once_until_their_version_moves() -> None:
     weight = torch.randn(2, 128, 128, device=kernel_device())
     codes = fp8_weights.codes_of(weight)
     codes.write(weight, both=False)
@@ -290,7 +290,7 @@ def on_gpu(tokens: int = 700, hidden: int = 256, inner: int = 384, bias: bool = 
 @pytest.mark.gpu
 @on_hopper
 @by_recipe
-def test_on_a_gpu_two_runs_and_a_recomputing_one_have_the_same_bits_and_no_pass_waits(recipe: str) -> None:
+def test_on_a_gpu_runs_repeat_with_or_without_recompute_and_never_wait(recipe: str) -> None:
     layer = on_gpu()
     first = gradients(layer, recipe, "auto")
     torch.cuda.set_sync_debug_mode("error")

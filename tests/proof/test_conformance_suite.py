@@ -144,7 +144,7 @@ class TestTheMeasure:
 
 
 @pytest.mark.parametrize("backend", PLACED)
-def test_placed_experts_have_the_same_tolerance_in_every_case_and_every_gradient_is_compared(backend):
+def test_placed_experts_have_one_tolerance_for_every_gradient(backend):
     clamped = Case(9, 2, CLAMPED_SWIGLU, bias=True, lora="all", rank=5)
     result = verify_case(clamped, backend, CPU, torch.bfloat16)
     if result.refused is not None:
@@ -163,7 +163,7 @@ def test_memory_is_poisoned_also_where_somebody_has_switched_that_off(monkeypatc
 
 
 class TestVerify:
-    def test_every_case_of_every_backend_gets_a_result_and_progress_hears_of_each(self, monkeypatch):
+    def test_every_case_of_every_backend_gets_a_result_and_is_reported(self, monkeypatch):
         monkeypatch.setattr(conformance, "cases", lambda thorough: [Case(3, 2), Case(3, 2, recompute=True)])
         heard = []
         results = verify(CPU, [torch.float32], progress=heard.append)

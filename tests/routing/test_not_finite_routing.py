@@ -161,7 +161,7 @@ def test_noise_keeps_nan_and_infinities():
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.num_experts == E], ids=str)
-def test_a_layer_gives_nan_for_a_token_of_nan_and_the_same_as_before_for_the_others(config, value):
+def test_a_token_of_nan_gives_nan_and_changes_no_other_token(config, value):
     torch.manual_seed(0)
     layer = MoE(MoEConfig(16, 8, config))
     x_TH = torch.randn(TOKENS, 16)

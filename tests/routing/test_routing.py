@@ -89,7 +89,7 @@ def test_chosen_experts_lie_in_the_best_groups(case):
 
 @fast_property
 @given(cases())
-def test_weights_are_positive_and_sum_to_the_scaling_factor_when_renormalised(case):
+def test_renormalised_weights_are_positive_and_sum_to_the_scaling_factor(case):
     config, routing = case.config, case.route()
     assert routing.weight_TK.dtype == torch.float32
     assert (routing.weight_TK > 0).all()
@@ -99,7 +99,7 @@ def test_weights_are_positive_and_sum_to_the_scaling_factor_when_renormalised(ca
     routing.check_values()
 
 
-def test_excluded_groups_are_never_chosen_when_all_biased_scores_are_negative():
+def test_excluded_groups_are_never_chosen_though_all_scores_are_negative():
     config = RouterConfig(8, 4, score="sigmoid", n_group=4, topk_group=2, selection_bias=True)
     bias_E = torch.tensor([-3.0, -3, -2, -2, -9, -9, -9, -9])
     routing = route(random_logits(63, 8), config, bias_E=bias_E)
@@ -161,7 +161,7 @@ def test_capacity_is_never_exceeded_and_drops_no_more_than_it_must(case):
 
 @fast_property
 @given(cases(capacity=True))
-def test_first_choices_are_kept_before_second_choices_and_earlier_tokens_before_later(case):
+def test_capacity_keeps_first_choices_and_earlier_tokens(case):
     routing = case.route()
     for expert in range(case.config.num_experts):
         # priority order: slot first, then token

@@ -53,7 +53,7 @@ def test_balanced_routing_has_load_balance_loss_top_k_and_sequence_loss_one(scor
     assert sequence_balance_loss(routing, 6, 6).item() == pytest.approx(1.0, rel=1e-12)
 
 
-def test_load_balance_loss_counts_dropped_slots_for_the_expert_they_were_meant_for():
+def test_load_balance_loss_counts_dropped_slots_for_their_expert():
     logits_TE = random_logits(63, 8)
     dropless = load_balance_loss(route(logits_TE, RouterConfig(8, 2)), 8)
     routing = route(logits_TE, RouterConfig(8, 2, capacity_factor=0.5))
@@ -200,7 +200,7 @@ def test_statistics_are_not_counted_twice_under_checkpointing(use_reentrant, com
     assert block.statistics.load_E.sum().item() == 252
 
 
-def test_statistics_are_not_counted_twice_when_a_compiled_block_is_checkpointed():
+def test_statistics_of_a_checkpointed_compiled_block_count_once():
     block = Block(use_reentrant=False)
     inner = torch.compile(block.inner, backend="aot_eager", fullgraph=True)
     checkpoint(inner, torch.randn(63, 5, requires_grad=True), use_reentrant=False).sum().backward()

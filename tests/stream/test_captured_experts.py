@@ -302,7 +302,7 @@ def test_a_router_that_asks_gives_the_numbers_of_resident_experts(miss: str, tok
 
 
 @pytest.mark.parametrize("miss", ["move", "cpu"])
-def test_experts_that_get_something_else_than_their_router_gave_take_two_launches(miss: str) -> None:
+def test_experts_with_changed_routing_take_two_launches(miss: str) -> None:
     """Ids in another order; or where the host may compute experts, weights that were rounded."""
     resident, given, config = weights_of(torch.float32), routed(1, torch.float32), RouterConfig(E, K)
 

@@ -116,7 +116,7 @@ def test_on_the_cpu_nothing_is_moved_and_the_numbers_are_right(tokens: int, dtyp
         computed.shown_as_it_is()
 
 
-def test_where_the_link_is_slow_misses_are_computed_and_promoted_for_the_next_pass() -> None:
+def test_over_a_slow_link_misses_are_computed_and_promoted() -> None:
     with torch.no_grad(), closing(Computed("auto")) as computed:
         computed.takes(link=1.0)
         for number in range(1, 5):

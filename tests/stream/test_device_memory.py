@@ -122,7 +122,7 @@ def test_slots_hold_what_they_are_said_to_hold_at_any_speed(slots: int, host_slo
             passes(watched, seed, 16, prefetches=seed % 2 == 0)
 
 
-def test_while_one_sequence_waits_for_the_disk_another_passes_over_other_layers(monkeypatch) -> None:
+def test_one_sequence_waits_for_the_disk_while_another_goes_on(monkeypatch) -> None:
     with closing(Watched(0, slots=3, host_slots=2)) as watched:
         watched.run(0, [1, 2])
         go_on, reads, read = threading.Event(), threading.Event(), watched.store._read
@@ -214,7 +214,7 @@ def test_between_two_layers_the_link_brings_what_the_next_will_need_first() -> N
         del device.copy_all, device.wait
 
 
-def test_what_leaves_is_copied_down_beside_what_comes_up_and_neither_overtakes_the_other() -> None:
+def test_copies_up_and_down_never_overtake_each_other() -> None:
     """Copies down as late as they may: what is loaded into their slots, and from their blobs, waits for them."""
     for seed in range(6):
         with closing(Watched(seed, 3, 3)) as watched:

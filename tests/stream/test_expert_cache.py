@@ -143,7 +143,7 @@ def test_of_the_copies_on_the_host_the_hottest_gives_its_place_up_first():
     assert settle(cache, [3]).from_disk == [(3, 1, 0)]
 
 
-def test_with_all_experts_in_memory_the_host_slot_is_the_expert_and_nothing_is_written():
+def test_with_all_experts_in_host_memory_nothing_is_written():
     cache = lru(2, None)
     assert settle(cache, [7, 4]).from_host == [(7, 7, 0), (4, 4, 1)]
     assert settle(cache, [7, 5]) == Fetch({7: 0}, {}, [], [(5, 5, 1)], [])

@@ -99,7 +99,7 @@ def test_compiled_code_says_who_leaves_as_the_policy_does() -> None:
         assert found[:count] == expected and count == min(wanted, 8)
 
 
-def test_a_device_that_refuses_copies_at_once_is_asked_once_and_gets_them_one_by_one(monkeypatch) -> None:
+def test_a_device_that_refuses_batched_copies_gets_single_ones(monkeypatch) -> None:
     monkeypatch.setattr(LiveDevice, "copies_at_once", True)
     monkeypatch.setattr(LiveDevice, "refuses_at_once", True)
     monkeypatch.setattr(fast_path, "LEAST_AT_ONCE", 0)
@@ -146,7 +146,7 @@ def test_a_quick_copy_that_fails_leaves_no_slot_that_holds_something_else(fails_
 
 
 @pytest.mark.parametrize("where", ["request", "loaded", "release"])
-def test_an_interrupt_while_tables_follow_leaves_no_slot_that_holds_something_else(where: str, monkeypatch) -> None:
+def test_an_interrupt_between_copies_and_tables_leaves_slots_right(where: str, monkeypatch) -> None:
     with closing(Served(0, 3, E)) as served:
         fill(served)
         served.capture()

@@ -80,7 +80,7 @@ def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch
 @quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) == ("nvfp4", 3))
 @pytest.mark.parametrize("slots", [1, 3, E])
 @pytest.mark.parametrize("name", FORMATS)
-def test_more_tokens_that_are_decoded_by_expert_give_the_bits_of_resident_codes(name, slots, monkeypatch):
+def test_tokens_decoded_by_expert_give_the_bits_of_resident_codes(name, slots, monkeypatch):
     monkeypatch.setattr(quantised_triton, "DECODE_TOKENS", 3)
     monkeypatch.setattr(sorted_rows, "forward", None)  # nothing is sorted
     tiles, asked = quantised_configuration.by_expert, []

@@ -197,7 +197,7 @@ def test_the_memory_of_factors_is_known_before_they_are_made(model_type: str, in
     assert known == 16 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def test_factors_that_have_no_room_beside_the_budget_are_refused_and_auto_leaves_it(inputs, monkeypatch) -> None:
+def test_factors_without_room_are_refused_and_auto_leaves_room(inputs, monkeypatch) -> None:
     with open_store(inputs / "store") as store:
         rest = sum(entry.size for entry in store.rest.values())
     free, factors = 1 << 20, (1 << 20) - 2 * rest
@@ -213,7 +213,7 @@ def test_factors_that_have_no_room_beside_the_budget_are_refused_and_auto_leaves
         assert streamed.vram_bytes == int(attaching.AUTO_SHARE * (free - beside)) < int(vram(inputs, EXPERTS))
 
 
-def test_a_gpu_without_a_budget_for_it_and_a_budget_without_a_gpu_are_refused(inputs, tmp_path, monkeypatch) -> None:
+def test_a_gpu_without_a_budget_and_a_budget_without_a_gpu_are_refused(inputs, tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: True)
         for changes in ({"ram": "1GiB"}, {}):  # a store is streamed without being told to

@@ -301,7 +301,7 @@ def test_after_a_failed_copy_nothing_hangs_and_the_next_try_is_right(fails_at: i
         given.ended()
 
 
-def test_a_group_may_also_run_alone_and_passes_outside_of_graphs_come_between() -> None:
+def test_a_group_runs_alone_with_passes_outside_of_graphs_between() -> None:
     with closing(InTurns(0, 4, 2)) as given:
         given.capture()
         for number in range(4):

@@ -391,7 +391,7 @@ def test_small_files_that_have_changed_are_updated(model, tmp_path):
     open_store(store).close()
 
 
-def test_a_small_file_that_was_changed_in_model_and_store_alike_is_taken_over(model, tmp_path):
+def test_a_small_file_changed_in_model_and_store_alike_is_taken_over(model, tmp_path):
     folder, store = shutil.copytree(model, tmp_path / "model"), tmp_path / "store"
     pack(folder, store)
     for each in (folder, store):
@@ -402,7 +402,7 @@ def test_a_small_file_that_was_changed_in_model_and_store_alike_is_taken_over(mo
     open_store(store).close()
 
 
-def test_a_small_file_that_an_interrupted_run_copied_goes_if_the_model_no_longer_has_it(model, tmp_path, monkeypatch):
+def test_a_small_file_that_the_model_no_longer_has_goes(model, tmp_path, monkeypatch):
     folder, store = shutil.copytree(model, tmp_path / "model"), tmp_path / "store"
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     with monkeypatch.context() as patched:

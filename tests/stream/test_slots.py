@@ -141,7 +141,7 @@ def test_the_end_of_a_load_that_never_began_is_an_error(end):
         getattr(table, end)(3)
 
 
-def test_a_release_by_somebody_who_holds_nothing_is_an_error_while_it_loads_too():
+def test_a_release_without_a_hold_is_an_error_also_while_it_loads():
     table = SlotTable(2, 10, LRU())
     assert table.prefetch([3]).loads == [(3, 0)]
     with pytest.raises(RuntimeError, match="expert 3 was released"):
@@ -171,7 +171,7 @@ def test_an_id_that_is_no_expert_changes_nothing(how, expert):
     assert dict(table.slot_of) == {9: 0}
 
 
-def test_a_prefetch_takes_no_slot_of_the_latest_request_nor_of_another_prefetch():
+def test_a_prefetch_takes_no_slot_of_the_latest_request_or_prefetch():
     table = SlotTable(4, 10, LRU())
     settle(table, [0, 1])
     settle(table, [2, 3])

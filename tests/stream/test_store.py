@@ -179,7 +179,7 @@ def test_each_part_is_told_when_it_is_there_and_all_parts_are_the_expert(packed,
 
 
 @pytest.mark.parametrize(("verify", "before", "after"), [("first", False, True), ("always", False, False)])
-def test_an_expert_has_a_place_for_unchecked_reads_once_nothing_is_to_be_checked(packed, verify, before, after):
+def test_an_expert_is_read_unchecked_once_nothing_is_to_be_checked(packed, verify, before, after):
     with open_store(packed, verify=verify) as store:
         if store._reader.file(layer_of(packed)).direct_descriptor() is None:
             pytest.skip("a file system without O_DIRECT")
@@ -476,7 +476,7 @@ def test_a_link_out_of_the_store_is_refused(name, copied, tmp_path):
 
 
 @pytest.mark.parametrize("place", [3, 200, -1])
-def test_a_changed_byte_in_the_rest_of_the_weights_is_noticed_when_it_is_loaded(copied, place):
+def test_a_changed_byte_in_the_other_weights_is_noticed_on_loading(copied, place):
     flip(copied / "rest.safetensors", place)
     with pytest.raises(StoreError, match=r"rest\.safetensors: expected .*; got "), open_store(copied) as store:
         dict(store.rest_tensors())

@@ -113,7 +113,7 @@ def spoil(kind: str, name: str, store: Path, stores: Stores) -> None:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", KINDS)
 @quick(lambda stores, kind, name: stores == "plain" and (kind, name) in QUICK)
-def test_a_store_with_a_file_that_is_not_its_own_is_refused_and_can_be_repaired(kind, name, stores, tmp_path):
+def test_a_store_with_a_foreign_file_is_refused_and_can_be_repaired(kind, name, stores, tmp_path):
     assert {str(path.relative_to(stores.store)) for path in stores.store.rglob("*.*") if path.is_file()} == set(FILES)
     store = tmp_path / "store"
     shutil.copytree(stores.store, store)

@@ -428,7 +428,7 @@ def test_a_read_error_in_mid_generation_is_told_and_the_next_try_succeeds(stored
         assert steps(streamed.model) == wanted
 
 
-def test_a_blob_cut_short_or_changed_in_mid_generation_is_told_and_never_computed_with(stored, spoiled) -> None:
+def test_a_blob_damaged_in_mid_generation_is_told_and_never_used(stored, spoiled) -> None:
     each, layer = stored["qwen3_moe"], spoiled / "experts" / "00001.bin"
     wanted, whole = steps(resident(each.folder)), layer.read_bytes()
     with amoeba.stream.attach(spoiled, ram=each.ram(1)) as streamed:

@@ -174,7 +174,7 @@ def test_experts_that_are_copied_ahead_of_the_tables_are_shown_as_loads(packed, 
     assert named(rows["the model"], "tables follow")
 
 
-def test_spans_of_the_gpu_are_at_the_times_of_the_host_whatever_its_clock_says(tmp_path) -> None:
+def test_spans_of_the_gpu_are_shown_at_the_times_of_the_host(tmp_path) -> None:
     """Requests are seen 3 to 90 microseconds after they were asked; the clock wraps in the middle."""
     found = Timeline(tmp_path / "run.json")
     spans, began = timeline.GpuSpans(found), found.now()

@@ -78,7 +78,7 @@ def test_a_killed_run_leaves_every_pass_that_was_finished(tmp_path):
     assert read_trace(tmp_path / "trace").complete
 
 
-def test_a_file_cut_anywhere_gives_the_whole_passes_before_the_cut_or_an_error(tmp_path):
+def test_a_file_cut_anywhere_gives_whole_passes_or_an_error(tmp_path):
     write(tmp_path / "trace")
     whole, content = read_trace(tmp_path / "trace"), (tmp_path / "trace").read_bytes()
     header = content.index(b"\n") + 1

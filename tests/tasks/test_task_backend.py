@@ -70,7 +70,7 @@ def request_of(layer: Layer, weights: ExpertWeights | None = None) -> Request:
     return Request(named["x"], routing, layer.weights(named) if weights is None else weights)
 
 
-def test_auto_takes_it_where_the_table_says_that_it_is_faster_and_nowhere_else(monkeypatch):
+def test_auto_takes_it_only_where_the_table_says_that_it_is_faster(monkeypatch):
     request, frozen = request_of(Layer(bias=False)), request_of(Layer(bias=False))
     for weight in request.weights.tensors()[:2]:
         weight.requires_grad_()
@@ -113,7 +113,7 @@ def test_it_needs_as_much_more_memory_than_triton_as_was_measured():
         assert extra_bytes(sizes, ratio.tokens * ratio.top_k, 2) < 3 << 30
 
 
-def test_where_there_is_no_memory_for_it_the_kernels_of_triton_compute_and_do_so_from_then_on(monkeypatch):
+def test_without_memory_for_it_triton_computes_from_then_on(monkeypatch):
     import amoeba.backends.tasks as backend
 
     asked, request = [], request_of(Layer(bias=False))

@@ -140,7 +140,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_routers_backward_as_tasks_has_the_gradients_of_its_own_kernel_and_products(name):
+def test_the_routers_backward_as_tasks_has_the_same_gradients(name):
     config, (problem, dy_TH) = ROUTERS[name], make_problem(40, 20, 24, 5, 2, biases=BOTH)
     generator = torch.Generator().manual_seed(1)
     gate_EH = torch.randn(5, 20, generator=generator).to(DEVICE)
@@ -176,7 +176,7 @@ def traced(problem, dy_TH):
     return *found, records, trace.gates(records, saved.offs_E.tolist())
 
 
-def test_a_traced_backward_has_the_same_bits_and_each_task_once_behind_its_gates():
+def test_a_traced_backward_has_the_same_bits_and_each_task_once():
     problem, dy_TH = make_problem(40, 16, 24, 3, 2, biases=BOTH)
     plain, found, records, arrows = traced(problem, dy_TH)
     assert same(plain, found)

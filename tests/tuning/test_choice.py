@@ -58,7 +58,7 @@ def test_another_problem_is_not_meant(change):
     assert configuration_on(CPU, "up", Product(**other)) == configuration("up", Product(**other), None)
 
 
-def test_many_rows_are_one_problem_whatever_their_number_and_that_of_the_experts():
+def test_many_rows_are_one_problem_whatever_their_number():
     keep()
     assert configuration_on(CPU, "up", Product(**PROBLEM | {"rows": 100_000, "experts": 32})) == OTHER
 
@@ -182,7 +182,7 @@ def test_all_ways_to_decode_and_to_attend_fit(capability):
 @quick(lambda dtype: dtype == torch.float16)
 @pytest.mark.parametrize("role", get_args(Role))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_what_is_found_for_some_rows_is_a_candidate_for_all_that_share_the_search(role, dtype):
+def test_a_finding_is_a_candidate_for_all_that_share_the_search(role, dtype):
     """Else a measured choice, ours among them, would be refused for another batch of the same kind."""
     for capability in GPUS:
         lists = dict[int, set]()

@@ -110,7 +110,7 @@ def searched(dtype: torch.dtype = torch.float32) -> list[Search]:
     return [Search(each.key, each.dtype, each.candidates[:2], each.make) for each in found]
 
 
-def test_every_kernel_of_a_layer_is_searched_and_what_is_kept_is_what_passes_ask_for(monkeypatch):
+def test_every_kernel_of_a_layer_is_searched_and_found_again(monkeypatch):
     """A key that no launch asks for would be searched in vain."""
     asked = set[str]()
     plain = tuned.choose
@@ -189,7 +189,7 @@ def test_time_is_shared_by_the_searches_that_are_left():
     assert longest == {"a": 20.0, "b": 20.0, "c": 20.0}
 
 
-def test_when_the_time_is_over_no_other_kernel_is_begun_and_the_next_call_begins_with_those():
+def test_after_the_time_is_over_the_next_call_goes_on():
     now, begun = [0.0], list[str]()
 
     def make_search(name: str) -> Search:
