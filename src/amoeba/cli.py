@@ -21,6 +21,7 @@ from amoeba.commands.generate import generate
 from amoeba.commands.options import Verbose
 from amoeba.commands.plan import plan
 from amoeba.commands.report import report
+from amoeba.commands.serve import serve
 from amoeba.commands.start import speak_up
 from amoeba.commands.trace import trace
 from amoeba.commands.train import train
@@ -64,6 +65,7 @@ for command in (
     finetune,
     generate,
     chat,
+    serve,
     merge,
     pack,
     quantise,

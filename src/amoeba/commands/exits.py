@@ -36,6 +36,7 @@ from amoeba.system.fast_imports import loading
 CHECK_FAILED, READER_GONE, BAD_USAGE, BUG, RANK_LOST, INTERRUPTED = 1, 1, 2, 70, 75, 130
 TRACEBACK = "AMOEBA_TRACEBACK"
 _START_AGAIN = "Run the same command again; a training run continues with --resume."
+_OF_SERVE = ("fastapi", "uvicorn", "prometheus_client")
 _OF_EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "accelerate", "yaml", "peft")
 TRAINER = ("tokenizers", "safetensors", "transformers", "accelerate", "transformers.trainer")  # for `need`
 _REMEDIES = {
@@ -227,6 +228,8 @@ def _missing(error: ImportError) -> Exception:
     name = (error.name or "package").split(".")[0]
     of_ours = "install what this command needs: pip install 'amoeba-moe[hf,lora]'"
     remedy = of_ours if name in _OF_EXTRAS else f"install it: pip install {name}"
+    if name in _OF_SERVE:
+        remedy = "install what a server needs: pip install 'amoeba-moe[serve]'"
     return bad_value(name, "an installed package", "none", remedy)
 
 

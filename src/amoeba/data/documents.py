@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amoeba.core.errors import bad_value, one_line
 
@@ -154,14 +154,20 @@ def render(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> str
 
 
 def by_template(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False
+    messages: Sequence[Message | dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    add_generation_prompt: bool = False,
+    **more: Any,
 ) -> str:
-    turns = [message._asdict() for message in messages]
-    most = TEMPLATE_CHARACTERS + TIMES_LONGER * sum(len(message.content) for message in messages)
+    """messages: as dicts where they have more than a role and a content. more: tools, or what the template knows."""
+    turns = [message if isinstance(message, dict) else message._asdict() for message in messages]
+    most = TEMPLATE_CHARACTERS + TIMES_LONGER * sum(len(turn["content"]) for turn in turns)
     try:
         with _time_limit(TEMPLATE_SECONDS):
             _refuse_powers(tokenizer.chat_template)
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+            text = tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=add_generation_prompt, **more
+            )
         if not isinstance(text, str) or len(text) > most:
             raise ValueError(f"it wrote {len(text):,} characters")
         return text
@@ -169,7 +175,7 @@ def by_template(
         raise bad_value(
             "messages",
             "a conversation that the tokenizer's chat template accepts",
-            f"the roles {', '.join(message.role for message in messages)}: {one_line(error)}",
+            f"the roles {', '.join(turn['role'] for turn in turns)}: {one_line(error)}",
             "change the messages, or use a tokenizer with another template",
         ) from error
 

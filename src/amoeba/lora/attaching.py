@@ -56,6 +56,7 @@ class Attached:
     trained_before: list[str] = field(default_factory=list)  # parameters that required a gradient
     base: dict[str, Tensor] | None = None  # while merged: the weights as they were, {} if they were not kept
     merged: bool = False
+    whole: dict[str, Tensor] = field(default_factory=dict)  # while taken off: the values of `replaced`
     changed: list[str] = field(default_factory=list)  # while merged: the parameters that have the factors in them
 
     def trainable(self) -> int:
@@ -119,6 +120,26 @@ def detach(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in state.trained_before)
     delattr(model, STATE)
+
+
+def take_off(model: nn.Module) -> Attached:
+    """Removes the factors and keeps them: `put_on` brings the same ones back, at the same addresses."""
+    state = attached_to(model)
+    state.whole = {name: tensor.clone() for name, tensor in whole_tensors(model, state).items()}
+    detach(model)
+    return state
+
+
+def put_on(model: nn.Module, state: Attached) -> None:
+    """What `take_off` returned, onto a model without factors."""
+    if STATE in model.__dict__ or state.merged:
+        raise bad_value("model", "one without LoRA factors", "one that has some", "take them off first")
+    for name, layer in state.experts.items():
+        model.get_submodule(name).register_module(LORA, layer)
+    linears.rewrap(model, state.linears)
+    for name, value in state.whole.items():
+        _tensor_of(model, name).data.copy_(value)
+    model.__dict__[STATE] = state
 
 
 def attached_to(model: nn.Module) -> Attached:

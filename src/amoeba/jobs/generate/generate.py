@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from amoeba.integrations.text_model import text_config
 from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids
 from amoeba.jobs.generate.prompt_batches import most_new_tokens, tokenise
@@ -122,7 +123,7 @@ def stream_tokens(
     if steps.decoder is None:
         torch.manual_seed(seed)
         ids = torch.tensor([prompt_ids], dtype=torch.int64, device=model.device)
-        more = {} if cache is None else {"past_key_values": cache}
+        more = choosing(model, seed) | ({} if cache is None else {"past_key_values": cache})
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream, **more)
         return
     ends = set(end_ids(model))
@@ -131,6 +132,23 @@ def stream_tokens(
         if token in ends:
             break
     stream.end()
+
+
+def choosing(model: Any, seed: int) -> dict[str, Any]:
+    """For transformers' `generate`, where it samples: that it draws as our steps and `amoeba serve` do. A config that
+    asks for more than these have keeps transformers' own choice."""
+    from amoeba.decoding.decoder import why_not_chosen
+    from amoeba.decoding.sampling import Sampler, Sampling
+
+    config = model.generation_config
+    if not config.do_sample or why_not_chosen(model, config) is not None:
+        return {}
+    sampler = Sampler(1, text_config(model.config).vocab_size, model.device)
+    # transformers applies the penalty itself, before
+    sampler.begin(0, Sampling(True, config.temperature, config.top_k or 0, config.top_p), seed)
+    uses = sampler.uses([0])
+    processor = [lambda ids, scores: sampler.scores(scores, uses)]
+    return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "logits_processor": processor}
 
 
 _REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no character, or not one yet

@@ -1,0 +1,79 @@
+"""`amoeba serve MODEL`: answers HTTP requests in OpenAI's protocol, many at once."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from amoeba.commands.exits import finish, interrupted, need, usage
+from amoeba.commands.generate import Computing, Sampling
+from amoeba.commands.options import Json, ModelArgument, Verbose
+from amoeba.commands.start import hide_loading_bars, start
+from amoeba.core.errors import bad_value
+from amoeba.system.fast_imports import loading
+
+_KEY = "AMOEBA_API_KEY"
+
+
+def serve(
+    model: Annotated[str, ModelArgument],
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help=f"Bearer key that clients must send (default: ${_KEY}, or none).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests (default: its folder's).")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="name=folder: a PEFT adapter, chosen by its name. Can be repeated.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Answers generated at once, per adapter (default: 32 on a GPU, 8 on a CPU).")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Maximum tokens of prompt and answer (default: 4096, or what the model allows).")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer where the request does not say.")] = 1024,
+    queue: Annotated[int, typer.Option(help="Answers that may wait for a slot; more get status 429.")] = 64,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request; longer ones get status 413.")] = 4 * 2**20,
+    sampling: Sampling,
+    computing: Computing,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a model over HTTP in OpenAI's protocol, with a page at /. SIGTERM or Ctrl-C finishes the answers first."""
+    output = start(verbose)
+    with usage():
+        need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
+        need("fastapi", "uvicorn", "prometheus_client")
+        with loading():
+            from amoeba.jobs.generate.options import GenerationOptions
+            from amoeba.serve.served_model import open_model, parse_adapters
+            from amoeba.serve.server import Limits, make_app, run
+
+        def say(text: str) -> None:
+            output.progress(f"amoeba: {text}")
+
+        if not 0 <= port < 2**16 or queue < 0 or max_body < 1:
+            expected, got = "--port 0 to 65535, --queue from 0, --max-body from 1", f"{port}, {queue}, {max_body}"
+            raise bad_value("serve", expected, got, "leave them out")
+        hide_loading_bars(model, output)
+        options = GenerationOptions(max_new_tokens, **vars(sampling), **computing.told())
+        adapters = parse_adapters(adapter or [])
+        if output.on_terminal:
+            say(f"loading {model}")
+        try:
+            served = open_model(model, options, name=name, adapters=adapters, slots=slots, context=context, say=say)
+        except KeyboardInterrupt:
+            raise interrupted("before the first request") from None
+        with closing(served):
+            engine = served.engine
+            say(f"steps {engine.kind}: {engine.reason}; {engine.slots} slots of {served.context} tokens")
+            app = make_app(served, Limits(queue, max_body), api_key or os.environ.get(_KEY) or None)
+            shown = f"[{host}]" if ":" in host else host
+            run(app, served, host, port, lambda chosen: say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"))
+            document = {"document": "amoeba serve", **served.status(), **served.loaded.facts()}
+    finish(output, document, True, json)

@@ -1,0 +1,242 @@
+"""A model that answers requests: loaded with its adapters, and its engine in a thread of its own.
+
+with closing(open_model("models/qwen3", options, adapters={"chat": "runs/chat"}, slots=8, context=4096)) as served:
+    served.names                                    # the model's, then its adapters'
+    served.engine.submit(served.request(ids, most, receive, sampling=..., seed=1, name="chat"))
+    served.status()
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba import lora
+from amoeba.core.errors import bad_value
+from amoeba.data.documents import by_template
+from amoeba.decoding.engine import End, Engine, Grammar, Request, Token
+from amoeba.decoding.sampling import Sampling
+from amoeba.integrations.model_folder import find_adapter
+from amoeba.integrations.text_model import check_ids, positions
+from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
+from amoeba.jobs.generate.options import GenerationOptions, end_ids, sampling_of
+from amoeba.lora.attaching import put_on, take_off
+from amoeba.serve.grammar import Grammars
+
+# Rows at once, by the device. Not measured yet.
+GPU_SLOTS, CPU_SLOTS = 32, 8
+DEFAULT_CONTEXT = 4096
+_SECONDS = 5.0  # over which the speed is told
+
+
+def open_model(
+    model_folder: str | Path,
+    options: GenerationOptions,
+    *,
+    name: str | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
+    slots: int | None = None,
+    context: int | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> ServedModel:
+    """options: for requests that do not say. name: of the model in requests; None: of its folder. slots: requests that
+    are answered at once, for each adapter. context: tokens of a prompt and its answer at most."""
+    found = find_model(model_folder, None, options)
+    name = name or Path(str(model_folder)).name or str(model_folder)
+    folders = {each: find_adapter(folder) for each, folder in (adapters or {}).items()}
+    if name in folders:
+        raise bad_value("--adapter", f"a name other than the model's, {name}", name, "choose another, or --name")
+    room = positions(found.config)
+    if context is not None and (context < 2 or (room is not None and context > room)):
+        expected = "at least 2" if room is None else f"2 to {room}, the model's max_position_embeddings"
+        raise bad_value("--context", expected, context, "leave it out")
+    if slots is not None and slots < 1:
+        raise bad_value("--slots", "at least 1", slots, "leave it out")
+    token = found.tokenizer("a")["input_ids"][:1] or [0]
+    loaded = load(found, options, token[0], say)
+    try:
+        most = context or min(DEFAULT_CONTEXT, room or DEFAULT_CONTEXT)
+        rows = slots or (GPU_SLOTS if loaded.device.type == "cuda" else CPU_SLOTS)
+        return ServedModel(loaded, options, name, folders, rows, most)
+    except BaseException:
+        loaded.close()
+        raise
+
+
+class ServedModel:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: GenerationOptions,
+        name: str,
+        adapters: Mapping[str, Path],
+        slots: int,
+        context: int,
+    ) -> None:
+        self.loaded, self.tokenizer, self.context = loaded, loaded.tokenizer, context
+        self.names, self.began = [name, *adapters], time.time()
+        self._options, self._own = options, loaded.model.generation_config
+        self._ends = frozenset(end_ids(loaded.model))
+        lanes = _lanes(loaded, name, adapters)
+        with torch.random.fork_rng(devices=[loaded.device] if loaded.device.type == "cuda" else []):
+            self.engine = Engine(loaded.model, slots=slots, length=context, lanes=lanes)
+        vocabulary = next(iter(self.engine._lanes.values())).rows.logits_BV.shape[-1]
+        self.grammars = Grammars(self.tokenizer, vocabulary, self._ends)
+        self._speeds: collections.deque[tuple[float, int]] = collections.deque()
+        self._thread = threading.Thread(target=self.engine.run, name="amoeba engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def why_ill(self) -> str | None:
+        """None, or why no request can be answered any more."""
+        return self.engine.broken or (None if self._thread.is_alive() else "the engine has ended")
+
+    def chat_ids(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any] | None
+    ) -> list[int]:
+        if not self.has_template:
+            remedy = "use /v1/completions, or serve the family's chat model (its name often ends in Instruct)"
+            raise bad_value("messages", "a tokenizer with a chat template", "one without", remedy)
+        text = by_template(messages, self.tokenizer, add_generation_prompt=True, tools=tools, **(more or {}))
+        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def text_ids(self, prompt: str | list[int]) -> list[int]:
+        return self._checked(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
+
+    def sampling(self, **given: float | None) -> Sampling:
+        """Of a request: what it says, then what the server was started with, then the model's own."""
+        min_p = given.pop("min_p", None)
+        asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if min_p and "temperature" not in asked and self._options.temperature is None and not self._own.do_sample:
+            asked["temperature"] = 1.0
+        chosen = sampling_of(replace(self._options, **asked), self._own)
+        least = min_p if min_p is not None else getattr(self._own, "min_p", None) or 0.0
+        return Sampling(**chosen, min_p=least if chosen["do_sample"] else 0.0)
+
+    def seed(self, asked: int | None) -> int:
+        chosen = asked if asked is not None else self._options.seed
+        return secrets.randbelow(2**31) if chosen is None else chosen
+
+    def most(self, ids: list[int], asked: int | None) -> int:
+        """New tokens: those that were asked for, or as many as the context leaves."""
+        return min(asked or self._options.max_new_tokens, self.context - len(ids) + 1)
+
+    def request(
+        self,
+        ids: list[int],
+        most: int,
+        receive: Callable[[Token | End], object],
+        *,
+        sampling: Sampling,
+        seed: int,
+        name: str | None = None,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> Request:
+        lane = name or self.names[0]
+        return Request(
+            ids, most, receive, sampling, seed % 2**63, self._ends, lane=lane, logprobs=logprobs, grammar=grammar
+        )
+
+    def status(self) -> dict[str, Any]:
+        engine, now = self.engine, time.monotonic()
+        self._speeds.append((now, engine.counts.generated_tokens))
+        while len(self._speeds) > 2 and now - self._speeds[0][0] > _SECONDS:
+            self._speeds.popleft()
+        (before, tokens), seconds = self._speeds[0], max(now - self._speeds[0][0], 1e-9)
+        return {
+            "models": self.names,
+            "device": str(self.loaded.device),
+            "dtype": self.loaded.dtype,
+            "experts": self.loaded.placement,
+            "backend": self.loaded.backend,
+            "steps": engine.kind,
+            "steps_reason": engine.reason,
+            "context": self.context,
+            "slots": engine.slots,
+            "active": engine.active,
+            "waiting": engine.waiting,
+            "tokens_per_second": (engine.counts.generated_tokens - tokens) / seconds if before < now else 0.0,
+            "prompt_tokens": engine.counts.prompt_tokens,
+            "shared_prompt_tokens": engine.counts.shared_tokens,
+            "generated_tokens": engine.counts.generated_tokens,
+            "expert_cache": self._expert_cache(),
+        }
+
+    def stop(self, wait: float | None = None) -> None:
+        """Waits until all that was submitted is answered, or so many seconds."""
+        self.engine.stop()
+        self._thread.join(wait)
+        if self._thread.is_alive():
+            self.engine.abandon("the server is stopping")
+            self._thread.join(10)
+
+    def close(self) -> None:
+        self.stop(0)
+        self.loaded.close()
+
+    def _expert_cache(self) -> dict[str, Any] | None:
+        streamed = self.loaded.streamed
+        if streamed is None:
+            return None
+        counters = streamed.memory.cache.counters
+        return {
+            "memory": str(streamed.memory),
+            "requested": counters.requested,
+            "hits": counters.hits,
+            "hit_rate": counters.top_hit_rate,
+            "host_hit_rate": counters.host_hit_rate,
+        }
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids or len(ids) > self.context:
+            remedy = "write some text" if not ids else "shorten it, or start the server with a larger --context"
+            raise bad_value("prompt", f"1 to {self.context} tokens", f"{len(ids)}", remedy)
+        if min(ids) < 0:
+            raise bad_value("prompt", "token ids of at least 0", min(ids), "use the model's tokenizer")
+        check_ids(self.loaded.model.config, max(ids))
+        return ids
+
+
+def _lanes(loaded: LoadedModel, name: str, adapters: Mapping[str, Path]) -> dict[str, Callable[[], object]]:
+    """What makes the model itself of it, or the model with one of its adapters."""
+    model = loaded.model
+    kept: dict[str, Any] = {}
+    for each, folder in adapters.items():
+        lora.load(model, folder)
+        model.to(loaded.device)
+        kept[each] = take_off(model)
+    attached: list[str] = []
+
+    def choose(wanted: str) -> None:
+        if attached:
+            take_off(model)
+            attached.clear()
+        if wanted in kept:
+            put_on(model, kept[wanted])
+            attached.append(wanted)
+
+    return {each: functools.partial(choose, each) for each in (name, *adapters)}
+
+
+def parse_adapters(given: Iterable[str]) -> dict[str, str]:
+    """name=folder, each once."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not name or not equals or not folder or name in found:
+            raise bad_value("--adapter", "name=folder, each name once", repr(each), "--adapter mine=runs/mine")
+        found[name] = folder
+    return found

@@ -1,0 +1,112 @@
+"""A server of a tiny random model, for all tests of this folder, and what they need to talk to it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from amoeba import lora
+from amoeba.jobs.generate.options import GenerationOptions
+from tiny_models import build, save_byte_tokenizer
+
+if TYPE_CHECKING:
+    from amoeba.serve.served_model import ServedModel
+    from amoeba.serve.server import Limits
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[tool {{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[call {{ c.function.arguments.city }}]{% endfor %}{% endfor %}[assistant]"
+)
+NAME = "tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packages() -> None:
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'amoeba-moe[serve]'")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / NAME
+    build("qwen3_moe", vocab_size=257, max_position_embeddings=600, eos_token_id=256).save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory) -> dict[str, str]:
+    """Two that change the text."""
+    found = {}
+    for seed, name in enumerate(("first", "second")):
+        model = build("qwen3_moe", vocab_size=257, max_position_embeddings=600, eos_token_id=256)
+        lora.attach(model, r=2, alpha=64, targets=["experts", "o_proj"])
+        generator = torch.Generator().manual_seed(seed)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora" in parameter_name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        found[name] = str(tmp_path_factory.mktemp("adapters") / name)
+        lora.save(model, found[name])
+    return found
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, served: ServedModel, port: int, server: Any) -> None:
+        self.served, self.port, self.server = served, port, server
+        self.url = f"http://127.0.0.1:{port}"
+
+    def idle(self, seconds: float = 10.0) -> bool:
+        """Whether nothing is left to do, soon."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if not (self.served.engine.active or self.served.engine.waiting or self.server._open):
+                return True
+            time.sleep(0.02)
+        return False
+
+
+@contextmanager
+def running(
+    folder: Path, *, limits: Limits | None = None, api_key: str | None = None, options: Any = None, **more: Any
+) -> Iterator[Running]:
+    import uvicorn
+
+    from amoeba.serve.served_model import open_model
+    from amoeba.serve.server import Limits, _Uvicorn, make_app
+
+    options = options or GenerationOptions(max_new_tokens=40, device=torch.device("cpu"))
+    with closing(open_model(folder, options, **{"slots": 4, "context": 500} | more)) as served:
+        app = make_app(served, limits or Limits(), api_key)
+        listening = socket.create_server(("127.0.0.1", 0))
+        ready = threading.Event()
+        config = uvicorn.Config(app, log_level="warning", lifespan="off")
+        server = _Uvicorn(config, lambda: None, ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        assert ready.wait(20)
+        try:
+            yield Running(served, listening.getsockname()[1], app.state.server)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def server(folder, adapters) -> Iterator[Running]:
+    with running(folder, adapters=adapters) as found:
+        yield found
