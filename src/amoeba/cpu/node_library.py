@@ -105,7 +105,9 @@ class CFactors(Structure):
 
 
 _SIGNATURES = {
-    "amoeba_pool_new": (c_void_p, (c_int, c_void_p)),
+    "amoeba_prefer_memory_of": (c_int, (c_int,)),
+    "amoeba_move_memory_to": (c_int, (c_int, c_void_p, c_int64)),
+    "amoeba_pool_new": (c_void_p, (c_int, c_void_p, c_int)),
     "amoeba_pool_borrow": (c_void_p, (c_void_p, c_int)),
     "amoeba_pool_borrow_as_many": (None, (c_void_p, c_int)),
     "amoeba_pool_delete": (None, (c_void_p,)),

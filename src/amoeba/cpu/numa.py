@@ -3,8 +3,9 @@
     nodes = numa_nodes("auto")                               # the same objects for every layer
     parts = run_on_nodes(nodes, [job_0, job_1])              # each on its own node, at the same time
 
-A node has its cores, its worker pool and, if there are several, a thread that never leaves those cores: what it
-allocates and writes first lies in the memory of its node. Jobs of one node run one after another.
+A node has its cores, its worker pool and, if there are several, a thread that never leaves those cores. What these
+threads touch first is in the memory of their NUMA node, also where the process was started with another policy
+(`numactl --interleave`), and `keep` moves there what is not. Jobs of one node run one after another.
 
 The threads of a node are torch's, or pinned C++ workers that spin for a moment after their last job and then sleep:
 
@@ -24,17 +25,20 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.cpu.build import openmp_runtime
+from amoeba.cpu.build import CoreUnavailable, openmp_runtime
 from amoeba.cpu.node_library import PHASES, load_node
+from amoeba.cpu.pointers import place_of
 
 Result = TypeVar("Result")
 
@@ -61,7 +65,8 @@ class NumaNode:
 
     def __init__(self, threads: int | None, cores: Sequence[int] | None) -> None:
         self.cores = cores
-        self.pool = WorkerPool(threads, cores)
+        self.memory_node = None if cores is None else _memory_node(cores)
+        self.pool = WorkerPool(threads, cores, self.memory_node)
         self.alone = WorkerPool(1)  # the thread that runs the job, for what is not worth waking another
         self._thread = HostThread("amoeba-node", self._stay_here)
         self._process, self._lock = os.getpid(), threading.Lock()
@@ -80,9 +85,18 @@ class NumaNode:
         """In the thread of this node."""
         return self._thread.start(functools.partial(self.run, job))
 
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """In the memory of this node, from now on: pages of theirs that are elsewhere are moved."""
+        if self.memory_node is not None:
+            for tensor in tensors:
+                load_node().amoeba_move_memory_to(self.memory_node, place_of(tensor), tensor.nbytes)
+
     def _stay_here(self) -> None:
         if self.cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)
+        if self.memory_node is not None:
+            with suppress(CoreUnavailable):  # where it is, or is refused, the node that touches memory first has it
+                load_node().amoeba_prefer_memory_of(self.memory_node)
 
 
 def run_on_nodes(nodes: Sequence[NumaNode], jobs: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -137,6 +151,14 @@ def numa_cores() -> list[list[int]]:
     return found or [usable]
 
 
+def _memory_node(cores: Sequence[int]) -> int | None:
+    """The number of the NUMA node that has all of these cores; None where none has, or the system does not tell."""
+    for folder in _NODE_FOLDER.glob("node[0-9]*"):
+        if _core_list((folder / "cpulist").read_text()).issuperset(cores):
+            return int(folder.name[4:])
+    return None
+
+
 def _core_list(text: str) -> set[int]:
     """From the kernel's notation: 0-3,8,10-11."""
     spans = re.findall(r"(\d+)(?:-(\d+))?", text)
@@ -158,10 +180,12 @@ class WorkerPool:
     """Without arguments: torch's threads where its runtime can be asked for them, else one of our own per core.
 
     threads: that many of our own; cores: where they run, None for all that this process may use, one thread each of
-    those that share a core. With more threads than cores, none is pinned.
+    those that share a core. With more threads than cores, none is pinned. memory_node: the NUMA node of their memory.
     """
 
-    def __init__(self, threads: int | None = None, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, threads: int | None = None, cores: Sequence[int] | None = None, memory_node: int | None = None
+    ) -> None:
         if threads is not None and threads < 1:
             raise bad_value("threads", "at least 1", threads, "leave it out for one thread per core")
         if cores is not None and not cores:
@@ -170,6 +194,7 @@ class WorkerPool:
         self._own_threads = len(chosen) if threads is None else threads
         self.cores = chosen[: self._own_threads] if len(chosen) >= self._own_threads else None
         self._torch_parallel_for = _torch_parallel() if threads is None and cores is None else None
+        self._memory_node = -1 if memory_node is None else memory_node
         self._made_in = os.getpid()
         self._process = -1
         self._handle = 0
@@ -192,7 +217,7 @@ class WorkerPool:
                 self._handle = library.amoeba_pool_borrow(self._torch_parallel_for, self.threads)
             else:
                 array = None if self.cores is None else (ctypes.c_int32 * self.threads)(*self.cores)
-                self._handle = library.amoeba_pool_new(self.threads, array)
+                self._handle = library.amoeba_pool_new(self.threads, array, self._memory_node)
             self._process = os.getpid()
             weakref.finalize(self, _delete, library.amoeba_pool_delete, self._handle, self._process).atexit = False
         elif self.borrows:

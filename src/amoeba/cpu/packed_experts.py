@@ -262,7 +262,9 @@ def pack_experts(
         if backward not in (None, kind):
             as_stored = stored("gate_up", weights.gate_up_EJH), stored("down", weights.down_EHI)
             of_backward = NodeExperts(*as_stored, gate_up_bias, down_bias, weights.activation)
-        return NodeExperts(gate_up, down, gate_up_bias, down_bias, weights.activation, of_backward)
+        share = NodeExperts(gate_up, down, gate_up_bias, down_bias, weights.activation, of_backward)
+        found[node].keep(_tensors(share))
+        return share
 
     shares = run_one_by_one(found, [functools.partial(pack, node) for node in range(len(found))])
     return PackedExperts(kind, weights.num_experts, weights.hidden, partition, tuple(shares), found)

@@ -8,7 +8,12 @@ using namespace amoeba;
 #pragma GCC visibility push(default)  // also of those that take what is hidden
 extern "C" {
 
-void* amoeba_pool_new(int threads, const int32_t* cores) { return new Pool(threads, cores); }
+int amoeba_prefer_memory_of(int node) { return prefer_memory_of(node); }
+int amoeba_move_memory_to(int node, void* data, int64_t bytes) { return move_memory_to(node, data, bytes); }
+
+void* amoeba_pool_new(int threads, const int32_t* cores, int memory_node) {
+  return new Pool(threads, cores, memory_node);
+}
 void* amoeba_pool_borrow(Parallel parallel, int threads) { return new Pool(parallel, threads); }
 void amoeba_pool_borrow_as_many(void* pool, int threads) { static_cast<Pool*>(pool)->borrow(threads); }
 void amoeba_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }

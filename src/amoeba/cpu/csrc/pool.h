@@ -39,11 +39,16 @@ class Pool {
   double phase_seconds[PHASES] = {};
 
   // cores[0] is the caller's, who is not pinned; the others each get a thread. Null: none is pinned.
+  // memory_node: the NUMA node of the workers' memory; negative: wherever the system puts it.
   // awake: how long a worker spins after its last job.
-  Pool(int threads, const int32_t* cores, std::chrono::microseconds awake = std::chrono::microseconds(200))
+  Pool(int threads, const int32_t* cores, int memory_node = -1,
+       std::chrono::microseconds awake = std::chrono::microseconds(200))
       : awake_(awake) {
     for (int i = 1; i < threads; ++i) {
-      workers_.emplace_back([this] { work(); });
+      workers_.emplace_back([this, memory_node] {
+        prefer_memory_of(memory_node);
+        work();
+      });
       if (cores) pin(workers_.back(), cores[i]);
     }
   }
