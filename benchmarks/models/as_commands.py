@@ -3,6 +3,7 @@
     step = train_step("float32", problem, stage)
     step = finetune_step(problem, stage)
     step = finetune_step(problem, stage, factors=False)     # in the same mode: the frozen model's forward and dx
+    step = finetune_step(problem, stage, experts="mxfp4-weights")
     loss = step()
 
 What a run has around its steps is left out: reading data, lines of the log, evaluations, checkpoints.
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from amoeba import lora
+from amoeba import lora, place_experts
 from amoeba.data.sft_dataset import pad_rows
 from amoeba.data.token_rows import stack
 from amoeba.jobs.settings import FinetuneSettings, RunSettings, TrainSettings
@@ -43,9 +44,11 @@ def train_step(states: Literal["float32", "bfloat16"], problem: Problem, stage: 
     return _step(model, rows, stack, 1, settings, problem, stage)
 
 
-def finetune_step(problem: Problem, stage: Stage, factors: bool = True) -> Step:
-    """factors: False for what the frozen model costs: no adapter's step can be shorter."""
+def finetune_step(problem: Problem, stage: Stage, factors: bool = True, experts: str | None = None) -> Step:
+    """factors: False for what the frozen model costs: no adapter's step can be shorter. experts: quantised to this."""
     model = problem.model("amoeba", problem.dtype).train()
+    if experts is not None:
+        place_experts(model, experts)
     if factors:
         lora.attach(model, LORA_RANK, LORA_ALPHA)
     else:

@@ -173,7 +173,14 @@ def _as_it_finetunes() -> list[Candidate]:
     )
     about = "the step of amoeba finetune: fp32 factors on all experts, its trainer, optimizer and fast paths"
     name = "amoeba as it finetunes"
-    return [Candidate(name, True, "lora", about, finetune_step, "amoeba", _FROZEN, frozen.name, own_gpu=True), frozen]
+    found = [Candidate(name, True, "lora", about, finetune_step, "amoeba", _FROZEN, frozen.name, own_gpu=True), frozen]
+    for format in ("fp8", "mxfp4", "nvfp4"):
+        step = functools.partial(finetune_step, experts=f"{format}-weights")
+        quantised = f"{about}, experts in {format}"
+        found.append(
+            Candidate(f"{name}, {format}", True, "lora", quantised, step, "amoeba", _FROZEN, name, own_gpu=True)
+        )
+    return found
 
 
 def _our_lora() -> Candidate:

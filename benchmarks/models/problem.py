@@ -192,7 +192,17 @@ _ALL = (
         "Qwen3-30B-A3B's dimensions",
     ),
 )
-SIZES = {size.name: size for size in _ALL}
+_SIX_LAYERS = tuple(
+    ModelSize(
+        f"qwen3_6_layers_{rows}",
+        "qwen3_moe",
+        _qwen3(2048, 6, 32, 4, 128, 768, 128, 8) | {"intermediate_size": 6144},
+        {"lora": Batch(rows, 2048)},
+        f"six layers of Qwen3-30B-A3B's dimensions, {rows} rows",
+    )
+    for rows in (2, 8)
+)
+SIZES = {size.name: size for size in (*_ALL, *_SIX_LAYERS)}
 
 
 def choose_problems(sizes: list[str], kind: str | None, device: torch.device) -> list[Problem]:
