@@ -48,7 +48,8 @@ def test_every_candidate_of_this_machine_is_measured_on_the_same_model(kind):
             assert [decode.rows for decode in each.decodes] == list(DECODE_ROWS)
             assert all(decode.first_token_ms > 0 for decode in each.decodes)
         else:
-            assert each.first_loss == pytest.approx(found[0].first_loss, rel=1e-4), "one model, one batch"
+            rounded = 1e-2 if each.candidate.endswith(("fp8", "mxfp4", "nvfp4")) else 1e-4
+            assert each.first_loss == pytest.approx(found[0].first_loss, rel=rounded), "one model, one batch"
             assert each.flops_per_second == pytest.approx(1e6 * each.tokens_per_second)
             assert each.tokens_per_second == pytest.approx(problem.tokens / each.ms * 1e3)
             frozen = "frozen" in each.candidate
@@ -310,7 +311,7 @@ def test_the_command_prints_each_table_and_writes_the_document(monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("sizes", "kind", "said"),
     [
-        (["huge"], None, "--shape: expected one of tiny, 120m, 1b, olmoe, qwen3_30b; got 'huge'"),
+        (["huge"], None, "--shape: expected one of tiny, 120m, 1b, olmoe, qwen3_30b, qwen3_6"),
         ([], "forward", "--pass: expected one of training, lora, decode; got 'forward'"),
         (["qwen3_30b"], "training", "'training' of qwen3_30b"),
     ],
