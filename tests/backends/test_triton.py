@@ -176,28 +176,6 @@ class TestWhichWay:
         torch.testing.assert_close(y_TH, run(layer)[0].detach())
         assert taken == [expected, "up keeping h"]
 
-    @pytest.mark.parametrize(
-        ("tokens", "dtype", "overlaps", "expected"),
-        [
-            (64, torch.float16, True, False),  # which is few as it is
-            (65, torch.float16, True, True),
-            (225, torch.float16, True, True),  # 56 of each, and 7.5
-            (227, torch.float16, True, False),
-            (65, torch.float32, True, False),
-            (65, torch.float16, False, False),
-        ],
-    )
-    def test_more_tokens_are_decoded_where_each_expert_has_few(self, tokens, dtype, overlaps, expected, monkeypatch):
-        monkeypatch.setattr("amoeba.kernels.decode.configuration.can_overlap", lambda device: overlaps)
-        weights = ExpertWeights(torch.empty(8, 6, 4, dtype=dtype), torch.empty(8, 4, 3, dtype=dtype))
-        x_TH, weight_TK = torch.empty(tokens, 4, dtype=dtype), torch.empty(tokens, 2)
-        problem = Problem(x_TH, weight_TK.long(), weight_TK, weights)
-        assert triton.is_few_of_each(problem, 8) is expected
-        stored_HJ = ExpertWeights(torch.empty(8, 4, 6, dtype=dtype).mT, torch.empty(8, 4, 3, dtype=dtype))
-        assert triton.is_few_of_each(problem._replace(weights=stored_HJ), 8) is False
-        monkeypatch.setattr(triton, "DECODE_SLOTS", 2 * tokens - 1)
-        assert triton.is_few_of_each(problem, 8) is False
-
     def test_few_tokens_with_factors_are_decoded_and_the_factors_not_copied(self, taken, monkeypatch):
         case = Case(3, 2, lora="all", rank=5)
         made = example(case, torch.float16)
