@@ -27,7 +27,7 @@ from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.reference import experts as reference
 from fp8_stand_ins import product, stand_in, up
-from small_layer import Layer
+from small_layer import E, Layer
 
 CPU = torch.device("cpu")
 # Sizes of no whole block, experts without rows, one row, one expert for all, no tokens, biases, other activations.
@@ -156,6 +156,24 @@ def problem_of(tokens: int, weights: QuantisedExperts, top_k: int = 2, most_rows
     expert_TK = torch.zeros(tokens, top_k, dtype=torch.int64)
     x_TH = torch.zeros(tokens, weights.hidden)
     return Problem(x_TH, expert_TK, torch.ones(tokens, top_k), weights, most_rows=most_rows)
+
+
+def test_auto_takes_it_where_it_was_measured_to_be_faster(stood_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(hidden=64, inner=64, bias=False)
+    monkeypatch.setattr(fp8_choice, "LEAST_SIZE_FROZEN", 64 * 64)
+    auto = quantised(layer, "auto")
+    enough = fp8_choice.FEWEST_ROWS_FROZEN * E // 2  # tokens with two experts each
+    assert not fp8_choice.takes_w8a8(problem_of(enough - 1, auto), "nothing")
+    monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_FROZEN", 1)
+    assert not fp8_choice.takes_w8a8(problem_of(64, auto), "nothing"), "these are decoded"
+    assert fp8_choice.takes_w8a8(problem_of(65, auto), "nothing")
+    assert not fp8_choice.takes_w8a8(problem_of(65, auto, most_rows=3), "nothing"), "few of them are of these experts"
+    for save in ("h", "inputs"):
+        assert not fp8_choice.takes_w8a8(problem_of(65, auto), save)  # type: ignore[arg-type]
+    monkeypatch.setattr(fp8_choice, "LEAST_SIZE_FROZEN", 64 * 64 + 1)
+    assert not fp8_choice.takes_w8a8(problem_of(65, auto), "nothing")
+    assert fp8_choice.takes_w8a8(problem_of(1, quantised(layer)), "nothing"), "w8a8 was asked for"
+    assert not fp8_choice.takes_w8a8(problem_of(65, quantised(layer, "bf16")), "nothing")
 
 
 def test_reasons_against_it() -> None:
