@@ -301,6 +301,34 @@ def test_a_larger_chunk_takes_more_slots_at_once(device):
     assert_right(run(problem, BY_EXPERT._replace(rows=32)), truth_TH, torch.float32)
 
 
+my_expert, slots_of_chunk = decode_slot_lists.my_expert, decode_slot_lists.slots_of_chunk
+
+
+@triton.jit
+def _report_slots(expert_N, count_O, slot_OR, N, E, BY_EXPERT: tl.constexpr, BLOCK_N: tl.constexpr):
+    owner = tl.program_id(0)
+    expert, count = my_expert(expert_N, owner, N, E, BY_EXPERT, BLOCK_N)
+    tl.store(count_O + owner, count)
+    for first_rank in range(0, count, 2):
+        slot = slots_of_chunk(expert_N, expert, first_rank, N, 2, 4)
+        tl.store(slot_OR + owner * 16 + first_rank + tl.arange(0, 2), slot)
+
+
+@pytest.mark.parametrize("by_expert", [True, False])
+def test_each_touched_expert_is_computed_once_and_finds_all_its_slots(by_expert, device):
+    """The weights of an expert are read once because one owner has all of its slots; O owners, chunks of 2 slots."""
+    ids = [3, 0, 3, -1, 6, 3, 0, 3, 2**32 + 3, 6, 3]
+    owners = 6 if by_expert else len(ids)
+    count_O = torch.full((owners,), -1, dtype=torch.int32, device=device)
+    slot_OR = torch.full((owners, 16), -1, dtype=torch.int32, device=device)
+    _report_slots[(owners,)](torch.tensor(ids, device=device), count_O, slot_OR, len(ids), 6, by_expert, 16)
+    found = {}
+    for owner, (count, slots) in enumerate(zip(count_O.tolist(), slot_OR.tolist(), strict=True)):
+        if count:
+            found[owner] = slots[:count]
+    assert found == ({0: [1, 6], 3: [0, 2, 5, 7, 10]} if by_expert else {0: [0, 2, 5, 7, 10], 1: [1, 6]})
+
+
 class TestConfiguration:
     SIZES = tuple(itertools.product((1, 2, 8, 64), (1, 8, 16), (1, 16, 128), (1, 63, 2048), (1, 199, 768, 14336)))
 

@@ -233,7 +233,7 @@ def test_a_stage_holds_whole_tokens_for_their_sums():
 
 @pytest.mark.parametrize("small", [False, True])
 def test_every_tile_is_handed_out_in_large_and_small_layers(small):
-    plan = plan_of(1536, 256, 128, 8, Activation(), small, bundle_of(8192, 128, small) > 1)
+    plan = plan_of(1792, 256, 128, 8, Activation(), small, bundle_of(8192, 128, small) > 1)
     layout = plan.layout(1024, 8192, 132)
     assert plan.SMALL == plan.BUNDLED == small and plan.LISTED
     bundle = 4 if small else 1
