@@ -76,7 +76,13 @@ CODED = tuple(
     for product in ("up", "up_in_tall_groups", "up_with_factors", "down", "down_backward", "rows_gradient_with_factors")
 )
 CODED += ("coded_up of mxfp8", "coded_up of nvfp4")
-ASIDE_BY_36 = ("up", "coded_up_in_tall_groups of fp8")
+ASIDE_BY_36 = (
+    "up",
+    "up_in_halving_shares",
+    "up_in_tall_groups",
+    "rows_gradient_in_tall_groups",
+    "coded_up_in_tall_groups of fp8",
+)
 MOST_ASIDE = 16  # bytes of a thread
 # What `make test-versions` compiles with the oldest Triton, too.
 ONE_OF_EACH = ("up", "up_gradient", "activation_backward", "scaled_up", "scaled_up_gradient", "coded_up of mxfp4")
