@@ -287,5 +287,34 @@ def convert(
     finish(output, *run(ConvertSize(wanted), folder, repeats, path, output), json)
 
 
+@app.command()
+def serve(
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="tiny, or qwen3_30b (default on a GPU): its sizes, six layers.")
+    ] = None,
+    clients: Annotated[list[int] | None, typer.Option("--clients", help="Clients at once (default: 1, 8, 32).")] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Without HTTP: the engines alone, in this process.")
+    ] = False,
+    device: Device = "auto",
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Concurrent clients of amoeba serve, compared with transformers serve: tokens/s and first tokens."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.serve import SIZES, run
+
+        place = parse_device(device)
+        size = shape or ("qwen3_30b" if place.type == "cuda" else "tiny")
+        if size not in SIZES:
+            raise bad_value("--shape", f"one of {', '.join(SIZES)}", repr(size), "leave it out")
+        path = free_path(out)
+    finish(output, *run(SIZES[size], clients or [1, 8, 32], place, not in_process, path, output), json)
+
+
 if __name__ == "__main__":
     exits.run(lambda **_: app(prog_name="python -m benchmarks"))

@@ -217,3 +217,21 @@ def test_requests_from_many_threads_with_cancellations_leave_nothing_behind():
         assert event.is_set()
         expected = plain(model, list(request.ids), request.most)
         assert heard.ids == (expected if heard.end == End("length") else expected[: len(heard.ids)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_of_rows_that_come_and_go_give_the_tokens_of_plain_generate(family):
+    model = build(family, max_position_embeddings=128)
+    model.set_experts_implementation("amoeba")
+    model.generation_config.eos_token_id = None
+    model.cuda()
+    engine = Engine(model, slots=4, length=64)
+    assert engine.kind == "captured"
+    sizes = [(5, 21), (1, 3), (19, 9), (7, 1), (2, 17), (11, 6), (5, 12), (30, 8), (3, 30)]
+    heard = [asked(engine, prompt(length, seed), most) for seed, (length, most) in enumerate(sizes)]
+    drawn = [asked(engine, prompt(4), 9, sampling=Sampling(True, 2.0, 20), seed=3) for _ in range(2)]
+    engine.finish_all()
+    for seed, (length, most) in enumerate(sizes):
+        assert heard[seed].ids == plain(model, prompt(length, seed), most)
+    assert drawn[0].ids == drawn[1].ids

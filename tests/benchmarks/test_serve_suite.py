@@ -1,0 +1,33 @@
+"""`python -m benchmarks serve`: both engines answer concurrent clients, and every token is counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.serve import SIZES, ServeMeasurement, ServeReport, _slow, load_test, run_serve
+
+SMALL = replace(SIZES["tiny"], new_tokens=4, answers=2)
+
+
+def test_clients_in_one_process_get_all_of_their_tokens():
+    report = run_serve(SMALL, [1, 3], torch.device("cpu"), over_http=False)
+    ours = [each for each in report.measurements if each.name == "amoeba"]
+    assert [(each.clients, each.tokens) for each in ours] == [(1, 8), (3, 24)]
+    assert all(len(each.first_token_seconds) == 2 * each.clients for each in ours)
+    assert all(0 < each.first(0.5) <= each.first(0.99) < each.seconds for each in ours)
+    assert report.of("amoeba generate", 1).tokens == 8
+
+
+def test_a_client_that_fails_fails_the_measurement():
+    with pytest.raises(ZeroDivisionError):
+        load_test("broken", 2, 1, lambda number, first: 1 // 0)
+
+
+def test_a_gpu_has_to_be_twice_as_fast_with_eight_clients():
+    def report(ours: int, device: str = "cuda") -> ServeReport:
+        pairs = (("transformers", 100), ("amoeba", ours))
+        found = [ServeMeasurement(name, 8, tokens, 1.0, [0.1]) for name, tokens in pairs]
+        return ServeReport(SMALL, device, False, found)
+
+    assert _slow(report(199)) and not _slow(report(200)) and not _slow(report(100, "cpu"))
