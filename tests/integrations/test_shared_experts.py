@@ -117,3 +117,10 @@ def test_on_the_cpu_nothing_is_early(monkeypatch):
     for block in blocks(model):
         monkeypatch.setattr(block, "compute", lambda x: pytest.fail("computed early"))
     found(model)
+
+
+def test_a_compiled_block_calls_its_shared_experts_itself():
+    block = placed("deepseek_v3").model.layers[0].mlp
+    x = torch.randn(2, 9, block.experts.down_proj.shape[1], dtype=torch.bfloat16)
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), block(x))

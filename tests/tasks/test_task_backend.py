@@ -91,6 +91,9 @@ def test_auto_takes_it_only_where_the_table_says_that_it_is_faster(monkeypatch):
     assert chosen(ratio, gpu="another") == chosen(ratio, rival="another") == chosen() == usual
     assert chosen(ratio._replace(tokens=tokens + 1)) == chosen(ratio._replace(hidden=hidden + 64)) == usual
     assert chosen(ratio._replace(top_k=layer[3] + 1)) == usual
+    fewer, more = ratio._replace(tokens=tokens - 1), ratio._replace(tokens=tokens + 1)
+    assert chosen(fewer, more) == "tasks", "faster with fewer and with more tokens"
+    assert chosen(fewer) == chosen(fewer, more._replace(times=0.9)) == chosen(fewer._replace(times=0.9), more) == usual
     assert chosen(ratio, ratio._replace(times=measured.AT_LEAST - 0.001)) == usual, "not with skewed routing, say"
     assert chosen(ratio, request=request_of(Layer(bias=True))) == usual, "no layer with biases was measured"
     assert chosen(ratio, request=frozen) == usual, "it would compute gradients that are not needed"

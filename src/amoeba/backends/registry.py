@@ -222,8 +222,8 @@ class Ratio(NamedTuple):
     times: float
 
 
-# By the GPU's name and the backend that is replaced. A layer may have several rows, of even and of skewed
-# routing. H200, 2026-11-17, with rests: document `tasks-graphs` of 1a0ceba.
+# By the GPU's name and the backend that is replaced. A layer may have several rows, of even and of skewed routing; a
+# number of tokens between two of its rows needs both. H200, 2026-11-17, with rests: document `tasks-graphs` of 1a0ceba.
 RATIOS: dict[tuple[str, str], tuple[Ratio, ...]] = {
     ("NVIDIA H200", "triton"): (
         Ratio("tasks", 1536, 256, 128, 8, 1024, 0.980),
@@ -258,8 +258,13 @@ def faster_than(name: str, request: Request) -> str | None:
         return None  # the scheduled kernel computes the gradients of both, whoever wants them
     (tokens, hidden), top_k = request.x_TH.shape, request.routing.expert_TK.shape[1]
     layer = hidden, weights.intermediate, weights.num_experts, top_k
-    found = [each for each in RATIOS.get((gpu_name(weights.device), name), ()) if each[1:6] == (*layer, tokens)]
-    if not found or min(each.times for each in found) < AT_LEAST:
+    of_layer = [each for each in RATIOS.get((gpu_name(weights.device), name), ()) if each[1:5] == layer]
+    fewer, more = (
+        max((each.tokens for each in of_layer if each.tokens <= tokens), default=None),
+        min((each.tokens for each in of_layer if each.tokens >= tokens), default=None),
+    )
+    found = [each for each in of_layer if each.tokens in (fewer, more)]
+    if fewer is None or more is None or min(each.times for each in found) < AT_LEAST:
         return None
     extra = extra_bytes(Sizes(*layer), tokens * top_k, weights.dtype.itemsize)
     return found[0].backend if extra <= EXTRA_SHARE * gpu_bytes(weights.device) else None
