@@ -42,6 +42,10 @@ def make_model(layers: int, experts: int, placement: str) -> Any:
 
 
 def step(model: Any, ids: torch.Tensor) -> None:
+    if not model.training:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+        return
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
@@ -121,10 +125,12 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--placement", default="cpu-int8")
+    parser.add_argument("--forward", type=int, nargs="*", default=[1, 16], help="tokens of forwards without gradients")
     given = parser.parse_args()
     model = make_model(given.layers, given.experts, given.placement)
     document = []
-    for tokens in given.tokens:
+    for tokens, trains in [*((each, True) for each in given.tokens), *((each, False) for each in given.forward)]:
+        model.train(trains)
         ids = torch.randint(VOCABULARY, (1, tokens), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         times = compare(model, ids, given.rounds)
         on_cpu, shared = timeline(model, ids)
@@ -132,12 +138,12 @@ def main() -> None:
         length, hidden = sum(end - begin for begin, end in shared), shared_time(shared, on_cpu)
         of_cpu = sum(end - begin for begin, end in on_cpu)
         print(
-            f"{tokens} tokens: step {before:.2f} ms, with shared experts meanwhile {meanwhile:.2f} ms "
-            f"({before / meanwhile - 1:+.1%}); routed on the CPU {of_cpu:.2f} ms; shared on the GPU {length:.2f} ms, "
-            f"{hidden / length:.0%} of it meanwhile",
+            f"{tokens} tokens: {'step' if trains else 'forward'} {before:.2f} ms, with shared experts meanwhile "
+            f"{meanwhile:.2f} ms ({before / meanwhile - 1:+.1%}); routed on the CPU {of_cpu:.2f} ms; shared on the GPU "
+            f"{length:.2f} ms, {hidden / length:.0%} of it meanwhile",
             flush=True,
         )
-        document.append({"tokens": tokens, **times, "on_cpu": on_cpu, "shared": shared})
+        document.append({"tokens": tokens, "trains": trains, **times, "on_cpu": on_cpu, "shared": shared})
     print(json.dumps({"document": "benchmarks cpu_overlap", "options": vars(given), "results": document}))
 
 
