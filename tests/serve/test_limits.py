@@ -1,0 +1,247 @@
+"""What clients do wrong, and what happens to the others: refusals in a sentence, no row that stays taken."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import running
+
+NAME = "tiny"
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Once"}], "max_tokens": 5, "temperature": 0}
+TEXT = {"model": NAME, "prompt": "Once", "max_tokens": 5, "temperature": 0}
+
+
+def call(server, path: str, body=None, method: str = "POST", key: str | None = None):
+    """Status, document, headers."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body)
+    connection.request(method, path, data, headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, json.loads(text) if text.startswith("{") else text, response.headers
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"temperature": -1}, "temperature: expected a number from 0"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p: expected 0 < top_p <= 1"),
+        ({"top_k": -3}, "top_k: expected at least 0"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n:"),
+        ({"n": 99}, "n:"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"stop": [""]}, "stop: expected at most 16 texts"),
+        ({"stop": ["a"] * 17}, "stop: expected at most 16 texts"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Once"}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: expected parts of type text"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt: expected 1 to 500 tokens"),
+        ({"presence_penalty": 0.5}, "presence_penalty: expected 0"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias: expected none"),
+        ({"tool_choice": "required"}, "tool_choice: expected auto or none"),
+        ({"response_format": {"type": "yaml"}}, "response_format: expected text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: expected a schema"),
+        ({"top_logprobs": 50}, "top_logprobs"),
+    ],
+)
+def test_a_bad_value_is_refused_with_a_sentence(server, changes, words):
+    status, document, _ = call(server, "/v1/chat/completions", CHAT | changes)
+    assert status == 422 and words in document["error"]["message"], document
+    assert document["error"]["type"] == "invalid_request_error"
+
+
+def test_a_schema_without_xgrammar_is_refused_in_a_sentence(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    wanted = {"response_format": {"type": "json_object"}}
+    status, document, _ = call(server, "/v1/chat/completions", CHAT | wanted)
+    assert status == 422 and "pip install xgrammar" in document["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [-1], [300], ["a"] * 17, 5])
+def test_a_bad_prompt_is_refused(server, prompt):
+    status, document, _ = call(server, "/v1/completions", TEXT | {"prompt": prompt})
+    assert (status == 422 and "expected" in document["error"]["message"]) or "valid" in document["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"model": "tiny"}', b"null"])
+def test_a_malformed_body_is_refused(server, body):
+    status, document, _ = call(server, "/v1/chat/completions", body)
+    assert status == 422 and document["error"]["message"]
+
+
+def test_an_unknown_model_and_an_unknown_path_are_not_found(server):
+    status, document, _ = call(server, "/v1/chat/completions", CHAT | {"model": "gpt"})
+    assert status == 404 and document["error"]["code"] == "model_not_found" and "tiny" in document["error"]["message"]
+    assert call(server, "/v1/models/gpt", method="GET")[0] == 404
+    assert call(server, "/v1/models/first", method="GET")[1]["parent"] == NAME
+    assert call(server, "/v1/embeddings", {})[0] == 404
+    assert call(server, "/v1/chat/completions", method="GET")[0] == 405
+
+
+def test_health_metrics_and_status_tell_what_happened(server):
+    before = call(server, "/status", method="GET")[1]["generated_tokens"]
+    found = call(server, "/v1/completions", TEXT)[1]
+    assert call(server, "/health", method="GET")[:2] == (200, {"status": "ok"})
+    status = call(server, "/status", method="GET")[1]
+    assert status["generated_tokens"] - before == found["usage"]["completion_tokens"]
+    assert status["models"][0] == NAME and status["active"] == 0 and status["expert_cache"] is None
+    metrics = call(server, "/metrics", method="GET")[1]
+    assert 'amoeba_requests_total{path="/v1/completions",status="200"}' in metrics
+    assert "amoeba_first_token_seconds_bucket" in metrics
+    assert f"amoeba_generated_tokens_total {float(status['generated_tokens'])}" in metrics
+
+
+def test_a_key_is_needed_where_one_is_set(folder):
+    with running(folder, api_key="secret") as server:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            for key in (None, "wrong", ""):
+                status, document, headers = call(server, path, body, key=key)
+                assert status == 401 and document["error"]["code"] == "invalid_api_key"
+                assert headers["WWW-Authenticate"] == "Bearer"
+            assert call(server, path, body, key="secret")[0] == 200
+        assert [call(server, path, method="GET")[0] for path in ("/v1/models", "/status")] == [401, 401]
+        assert [call(server, path, method="GET")[0] for path in ("/", "/health", "/metrics")] == [200, 200, 200]
+
+
+def test_more_requests_than_may_wait_get_429_and_the_rest_is_answered(folder):
+    from amoeba.serve.server import Limits
+
+    with running(folder, limits=Limits(queue=2), slots=1) as server:
+        statuses: list[int] = []
+        body = TEXT | {"max_tokens": 200}
+
+        def ask() -> None:
+            statuses.append(call(server, "/v1/completions", body)[0])
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 3
+        status, document, headers = call(server, "/v1/completions", body | {"n": 4})
+        assert status == 429 and headers["Retry-After"] == "1" and "at most 3 answers" in document["error"]["message"]
+        assert server.idle() and call(server, "/v1/completions", TEXT)[0] == 200
+
+
+def test_a_body_that_is_too_long_or_too_slow_is_refused(folder):
+    from amoeba.serve.server import Limits
+
+    with running(folder, limits=Limits(body=2000, body_seconds=0.5)) as server:
+        status, document, _ = call(server, "/v1/completions", TEXT | {"prompt": "x" * 3000})
+        assert status == 413 and "at most 2000 bytes" in document["error"]["message"]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+            raw.sendall(head + b"1000\r\n" + b" " * 4096)  # no length is told
+            assert b" 413 " in raw.recv(4096).split(b"\r\n")[0]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 50\r\n\r\n{")
+            assert b" 408 " in raw.recv(4096).split(b"\r\n")[0]
+        assert call(server, "/v1/completions", TEXT)[0] == 200
+
+
+def leave(server, body: dict, after: int) -> None:
+    """A client that closes its connection after so many bytes of the answer."""
+    data = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(data)}\r\n\r\n"
+        raw.sendall(head.encode() + data)
+        if after:
+            raw.recv(after)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(server, stream):
+    body = TEXT | {"max_tokens": 450, "stream": stream}
+    before = server.served.engine.counts.generated_tokens
+    for _ in range(6):
+        leave(server, body, after=200 if stream else 0)
+    assert server.idle(20)
+    assert server.served.engine.counts.generated_tokens - before < 6 * 450
+    assert call(server, "/v1/completions", TEXT)[0] == 200
+
+
+def test_a_mixture_of_clients_leaves_nothing_behind_and_no_wrong_text(server):
+    """Some leave, some send nonsense, some read slowly; those that behave get their text."""
+    expected = {
+        seed: call(server, "/v1/completions", TEXT | {"max_tokens": 40, "temperature": 1.2, "seed": seed})[1]
+        for seed in range(4)
+    }
+    wrong: list[object] = []
+
+    def client(number: int) -> None:
+        chance = random.Random(number)
+        for _ in range(5):
+            kind, seed = chance.randrange(4), chance.randrange(4)
+            good = TEXT | {"max_tokens": 40, "temperature": 1.2, "seed": seed}
+            if kind == 0:
+                leave(server, good | {"stream": True}, after=chance.choice((0, 50, 500)))
+            elif kind == 1:
+                status = call(server, "/v1/completions", chance.choice((b"{", b"[]", b"x" * 1000)))[0]
+                wrong.append(status) if status != 422 else None
+            elif kind == 2:
+                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+                connection.request("POST", "/v1/completions", json.dumps(good | {"stream": True}))
+                response, text = connection.getresponse(), ""
+                for line in response:
+                    time.sleep(0.001)
+                    if line.startswith(b"data: {"):
+                        text += json.loads(line[6:])["choices"][0]["text"]
+                wrong.append(text) if text != expected[seed]["choices"][0]["text"] else None
+                connection.close()
+            else:
+                found = call(server, "/v1/completions", good)[1]
+                wrong.append(found) if found["choices"] != expected[seed]["choices"] else None
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert server.idle(20)
+
+
+def test_sigterm_finishes_answers_that_have_begun_and_refuses_new_ones(folder):
+    words = [sys.executable, "-m", "amoeba", "serve", str(folder), "--port", "0", "--device", "cpu", "--json"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        lines = []
+        while "http://" not in (line := process.stderr.readline()):
+            assert line, lines
+            lines.append(line)
+        port = int(line.rpartition(":")[2].split("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(TEXT | {"max_tokens": 400, "stream": True}))
+        response = connection.getresponse()
+        first = response.readline()
+        process.send_signal(signal.SIGTERM)
+        rest = response.read().decode()
+        assert first.startswith(b"data: {") and rest.endswith("data: [DONE]\n\n")
+        assert '"finish_reason": "length"' in rest or '"finish_reason": "stop"' in rest
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=2).close()
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+        document = json.loads(out.splitlines()[-1])
+        assert document["document"] == "amoeba serve" and document["generated_tokens"] > 10
+    finally:
+        process.kill()
+        process.wait()

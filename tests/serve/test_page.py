@@ -1,0 +1,72 @@
+"""The page at / in a real browser: a message is answered, and the numbers next to it are the server's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+NAME = "tiny"
+
+
+@pytest.fixture(scope="module")
+def browser(packages):
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    with api.sync_playwright() as playwright:
+        try:
+            found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except api.Error as error:
+            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+        yield found
+        found.close()
+
+
+def test_a_message_is_answered_and_numbers_are_shown(server, browser):
+    page = browser.new_page(viewport={"width": 1100, "height": 700})
+    problems = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.goto(server.url)
+    page.wait_for_function("document.querySelectorAll('#model option').length == 3")
+    assert page.locator("#model").input_value() == NAME
+    page.fill("#temperature", "0")
+    page.fill("#tokens", "30")
+    page.fill("#text", "Once")
+    page.press("#text", "Enter")
+    page.wait_for_selector(".note")
+    assert page.locator(".user").inner_text() == "Once" and page.locator(".assistant").inner_text()
+    assert "tokens/s" in page.locator("#speed").inner_text()
+    page.fill("#text", "And then?")
+    page.click("#send")
+    page.wait_for_function("document.querySelectorAll('.note').length == 2")
+    page.wait_for_timeout(1200)
+    assert page.locator("#chosen").inner_text().count("plain") == 1
+    assert "all resident" in page.locator("#cache").inner_text().replace("\n", " ")
+    if folder := os.environ.get("AMOEBA_SCREENSHOTS"):
+        page.screenshot(path=str(Path(folder) / "serve.png"))
+    page.select_option("#model", "first")
+    page.click("#clear")
+    page.fill("#text", "x" * 700)
+    page.press("#text", "Enter")
+    page.wait_for_selector(".failed")
+    assert "prompt: expected 1 to 500 tokens" in page.locator(".failed").inner_text()
+    assert [each for each in problems if "422" not in each] == []
+    page.close()
+
+
+def test_stop_ends_an_answer_on_the_server_too(server, browser):
+    page = browser.new_page()
+    page.goto(server.url)
+    page.wait_for_function("document.querySelectorAll('#model option').length == 3")
+    page.fill("#tokens", "480")
+    page.fill("#text", "Once")
+    page.press("#text", "Enter")
+    page.wait_for_function("document.querySelector('.assistant')?.textContent.length > 3")
+    page.click("#send")
+    page.wait_for_selector(".note")
+    assert page.locator(".note").inner_text() == "stopped"
+    assert server.idle()
+    page.close()
