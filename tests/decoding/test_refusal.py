@@ -34,17 +34,6 @@ def test_these_are_served(family):
     assert why_not(model) is None
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
-def test_states_of_another_kind_are_not(family):
-    reason = why_not(build(family)) or ""
-    assert any(words in reason for words in ("other kinds of layers (LinearAttention", "no decision by the host"))
-
-
-def test_a_rotation_that_changes_with_the_length_is_not():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert why_not(build("qwen3_moe", rope_parameters=rope)) == "its rotary embedding changes with the length (dynamic)"
-
-
 def test_a_class_of_somebody_else_is_not():
     class Own(Qwen3MoeForCausalLM):
         pass

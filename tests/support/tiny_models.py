@@ -75,7 +75,7 @@ SMALL: dict[str, Any] = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "index_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # scores are cut at 0: with few heads many are equal, and which of them come first is open
     "index_topk": 4,
     # linear attention and state spaces
     "linear_key_head_dim": 8,
@@ -112,11 +112,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
     "glm5_next": {**_HYBRID, "qk_rope_head_dim": 0, "index_kpool": 2},
     "granitemoehybrid": _HYBRID,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _HYBRID,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_moe": _HYBRID,
     "qwen3_next": _HYBRID,
-    "qwen3_omni_moe": {"shared_expert_intermediate_size": 40},
+    # its masks know no window, but the cache of transformers would
+    "qwen3_omni_moe": {"shared_expert_intermediate_size": 40, "sliding_window": None},
     "qwen4_exp": {
         **_HYBRID,
         "hc_lowrank": 8,

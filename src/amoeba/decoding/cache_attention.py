@@ -3,11 +3,14 @@
     with decoding_attention(attention_configs(model)):
         model(input_ids, past_key_values=cache, ...)     # cache.filled is None
 
-One token per row goes to our kernel on a GPU (`kernels.decode.attention`), several tokens to torch's.
+One token per row goes to our kernel on a GPU (`kernels.decode.attention`), several tokens to torch's. Attention with
+more to it (a soft cap, a position bias, sinks by token, a mask of numbers) is computed by the model's own function,
+over all slots.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,19 +52,52 @@ def decode_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    indices: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, Q, tokens, D), key and value (B, G, L, ·), mask bool (B, 1, tokens, L) -> (B, tokens, Q, ·)"""
-    if softcap is not None or position_bias is not None or attention_mask is None or attention_mask.shape[1] != 1:
-        raise NotImplementedError("its attention has a soft cap, a position bias or a mask of its own")
+    """query (B, Q, tokens, D), key and value (B, G, L, ·), mask bool (B, 1, tokens, L) -> (B, tokens, Q, ·)
+    indices: (B, tokens, ·), the slots that an indexer chose; no others are attended to."""
+    if attention_mask is None:
+        raise NotImplementedError("its attention takes no mask")
+    if indices is not None:
+        chosen = torch.zeros_like(attention_mask, dtype=torch.bool).scatter(-1, indices.long()[:, None], True)
+        attention_mask = _both(attention_mask, chosen)
+    if attention_mask.dtype != torch.bool or attention_mask.shape[1] != 1 or _has_more(more):
+        return _by_the_model(module, query, key, value, attention_mask, scaling, s_aux, more), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1 and query.is_cuda:
         out = torch.ops.amoeba.decode_attention(query[:, :, 0], key, value, attention_mask[:, 0, 0], scaling, s_aux)
         return out[:, None], None
     return _by_torch(query, key, value, attention_mask, scaling, s_aux).transpose(1, 2).contiguous(), None
+
+
+def _both(mask: Tensor, chosen: Tensor) -> Tensor:
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def _has_more(given: dict[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in ("softcap", "position_bias", "sinks"))
+
+
+def _by_the_model(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    sink_Q: Tensor | None,
+    more: dict[str, Any],
+) -> Tensor:
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise NotImplementedError("its attention has a soft cap, a position bias or a mask of its own")
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    if sink_Q is not None:
+        more = {**more, "s_aux": sink_Q}
+    return own(module, query, key, value, mask, scaling=scaling, **more)[0]
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, sink_Q: Tensor | None) -> Tensor:

@@ -26,10 +26,12 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value, one_line
 from amoeba.core.graph_replays import CannotCapture, Member, replays_of
-from amoeba.decoding.cache import FixedCache, why_not_fixed
+from amoeba.decoding.cache import cache_of, why_more_than_keys, why_not_fixed
 from amoeba.decoding.fused_layers import reads_documents
+from amoeba.decoding.rotations import Rotations
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Choose, Rows, Step, replays_in
+from amoeba.decoding.trial import is_promised, raise_if_wrong
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import why_waits
 from amoeba.integrations.experts_module import experts_modules, placed_in
@@ -71,8 +73,8 @@ class Decoder:
     ) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         self.capture = self.device.type == "cuda" if capture is None else capture
-        self.cache = FixedCache(model.config, cache_length(length), self.device)
-        self._rows = Rows(self.cache, batch, self.device)
+        self.cache = cache_of(model, cache_length(length), self.device)
+        self._rows = Rows(model, self.cache, batch, self.device)
         vocabulary = text_config(model.config).vocab_size
         self._sampling = sampling or Sampling()
         self._sampler = Sampler(batch, vocabulary, self.device)
@@ -83,7 +85,7 @@ class Decoder:
         self._step = Step(model, self._rows, self._choose, compiled=compiled)
         self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for
         self._prompt_steps: dict[int, Step] = {}
-        self._prepared = False
+        self._prepared = self._is_trial = False
 
     def prepare(self, prompt_tokens: int) -> None:
         """For prompts as long as this. What `generate` would otherwise do before its first token."""
@@ -107,6 +109,14 @@ class Decoder:
         self.prepare(prompt_BL.shape[1])
         self._begin(prompts, pad_B, seed)
         return self._tokens(prompt_BL, pad_B, max_new_tokens)
+
+    def plain_step(self, prompt: Sequence[int]) -> Callable[[], None]:
+        """A step after this prompt, as it is: not captured."""
+        prompt_BL, pad_B = self._checked([prompt], 2)
+        self._begin([prompt], pad_B, seed=0)
+        self._read_as_it_is(prompt_BL, torch.arange(len(prompt), dtype=torch.int64, device=self.device)[None])
+        self._rows.rotations.reach(len(prompt) + 1)
+        return Step(self.model, self._rows, self._choose)
 
     def read(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Outlet:
         """The prompts, once it is prepared; the first tokens are on their way."""
@@ -142,14 +152,21 @@ class Decoder:
     def _tokens(self, prompt_BL: Tensor, pad_B: Tensor, count: int) -> Iterator[list[int]]:
         out, ahead = Outlet(self._rows.token_B1), AHEAD if self.capture else 0
         self._read_prompts(prompt_BL, pad_B)
+        length = prompt_BL.shape[1]
         out.send()
         for _ in range(count - 1):
             if len(out) > ahead:
                 yield self._received(out)
-            self._step()
+            length += 1
+            self._step_at(length)
             out.send()
         while len(out):
             yield self._received(out)
+
+    def _step_at(self, tokens: int) -> None:
+        """The step whose token is this one of the longest row."""
+        self._rows.rotations.reach(tokens)
+        self._step()
 
     def _received(self, out: Outlet) -> list[int]:
         tokens = out.receive()
@@ -172,7 +189,8 @@ class Decoder:
         return prompt_BL, pad_B
 
     def _begin(self, prompts: Sequence[Sequence[int]], pad_B: Tensor, seed: int) -> None:
-        self.cache.slot.zero_()
+        self.cache.begin()
+        self._rows.rotations.reach(1)  # transformers would keep what a longer text before this one left
         slots = torch.arange(self.cache.length, dtype=torch.int64, device=self.device)
         self._rows.live_BL.copy_(slots[None] >= pad_B[:, None])
         for row, ids in enumerate(prompts):
@@ -186,8 +204,13 @@ class Decoder:
             step.ids_BC[:, :tokens] = prompt_BL
             step.position_BC[:, :tokens] = position_BL
             step.last.fill_(tokens - 1)
+            self._rows.rotations.reach(tokens)
             step()
             return
+        self._read_as_it_is(prompt_BL, position_BL, known)
+
+    def _read_as_it_is(self, prompt_BL: Tensor, position_BL: Tensor, known: int = 0) -> None:
+        tokens = prompt_BL.shape[1]
         logits_BV = self._read_in_pieces(prompt_BL, position_BL, known)
         self.cache.slot.fill_(tokens)
         self._rows.position_B1.copy_(position_BL[:, -1:] + 1)
@@ -196,7 +219,8 @@ class Decoder:
     @torch.no_grad()
     def _read_in_pieces(self, prompt_BL: Tensor, position_BL: Tensor, known: int = 0) -> Tensor:
         """known: tokens whose keys and values the cache has already."""
-        size, tokens = max(1, PIECE // self.batch), prompt_BL.shape[1]
+        tokens = prompt_BL.shape[1]
+        size = tokens if self.cache.states else max(1, PIECE // self.batch)
         for first in range(known, tokens, size):
             end = min(first + size, tokens)
             self.cache.filled = first
@@ -211,8 +235,8 @@ class Decoder:
         return out.logits[:, -1]
 
     def _captures_prompt(self, tokens: int) -> bool:
-        if not self.capture or self._waits_for_experts:
-            return False
+        if not self.capture or self._waits_for_experts or self.cache.states:
+            return False  # a state would take in what comes after the prompt
         most = CAPTURED_PROMPT if self._reads_documents else CAPTURED_WITH_MASK
         return prompt_length(tokens) * self.batch <= most
 
@@ -223,6 +247,10 @@ class Decoder:
     def _prepare_steps(self) -> None:
         if not self._prepared:
             self._prepared = True
+            if self.capture and not self._is_trial and not is_promised(self.model):
+                trial = Decoder(self.model, length=SHORTEST_CACHE, capture=True)
+                trial._is_trial = True
+                raise_if_wrong(self.model, trial)
             self._step.prepare(self.capture)
 
     def _prompt_step(self, tokens: int) -> Step:
@@ -266,6 +294,8 @@ class InterleavedDecoder:
         replays = replays_in(model)
         if replays is None:
             raise CannotCapture("all experts are resident, so no step waits for them")
+        if Rotations(model):
+            raise CannotCapture("its rotary embedding changes with the length")
         self._replays, self.batch = replays, batch
         self._sizes = [batch // groups + (number < batch % groups) for number in range(groups)]
         options: dict[str, Any] = {"length": length, "sampling": sampling, "compiled": compiled}
@@ -344,8 +374,6 @@ def _power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-# Their tables of angles are computed anew, by a decision of the host, when a text gets longer
-_ROTATIONS_BY_LENGTH = ("dynamic", "longrope")
 # What `Sampler` computes
 _PROCESSORS = frozenset({"RepetitionPenalty", "Temperature", "TopK", "TopP"})
 # What a generation_config may ask of the loop itself, apart from processing logits
@@ -353,18 +381,18 @@ _OF_THE_LOOP = ("min_new_tokens", "stop_strings", "max_time", "prompt_lookup_num
 
 
 def why_not(model: Any) -> str | None:
-    """None, or why the steps of this model are no fixed sequence of kernels."""
-    kind = type(model)
-    if (reason := why_no_slots(model)) is not None:
+    """None, or why the steps of this model are no fixed sequence of kernels. Where transformers does not promise that
+    they are, `Decoder.prepare` tries some, and raises CannotCapture if they are not."""
+    if (reason := _why_unknown(model)) is not None:
         return reason
     if (reason := why_waits(model)) is not None:
         return reason
     if len({parameter.device for parameter in model.parameters()}) > 1 or getattr(model, "hf_device_map", None):
         return "its parameters are on several devices"
-    if not getattr(model, "_can_compile_fullgraph", False):
-        return f"transformers does not guarantee that a step of {kind.__name__} needs no decision by the host"
     if len(replays_of(placed_in(module) for module in experts_modules(model).values())) > 1:
         return "its experts are streamed through several memories, which would wait for each other"
+    if (reason := why_not_fixed(model.config)) is not None:
+        return reason
     try:
         decoder_layers(model)
     except NotImplementedError as error:
@@ -374,16 +402,19 @@ def why_not(model: Any) -> str | None:
 
 def why_no_slots(model: Any) -> str | None:
     """None, or why texts of different lengths cannot be the rows of one cache."""
+    if (reason := _why_unknown(model) or why_more_than_keys(model.config)) is not None:
+        return reason
+    if Rotations(model):
+        return "its rotary embedding changes with the length"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention is not dispatched by transformers"
+    return None
+
+
+def _why_unknown(model: Any) -> str | None:
     kind = type(model)
     if not kind.__module__.startswith("transformers."):
         return f"{kind.__name__} is not a class of transformers, so its steps are unknown"
-    if (reason := why_not_fixed(model.config)) is not None:
-        return reason
-    kinds = _rotations(getattr(text_config(model.config), "rope_parameters", None))
-    if by_length := sorted(kinds & set(_ROTATIONS_BY_LENGTH)):
-        return f"its rotary embedding changes with the length ({', '.join(by_length)})"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention is not dispatched by transformers"
     return None
 
 
@@ -406,10 +437,3 @@ def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSO
     return (
         f"its generation_config asks for {', '.join(others)}, which captured steps do not support" if others else None
     )
-
-
-def _rotations(parameters: Any) -> set[str]:
-    if not isinstance(parameters, dict):
-        return set()
-    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
-    return own.union(*(_rotations(each) for each in parameters.values()))

@@ -26,7 +26,9 @@ from transformers.cache_utils import StaticLayer
 from amoeba.core.errors import one_line
 from amoeba.decoding.cache import FixedCache, FixedLayer
 from amoeba.decoding.decoder import Decoder, cache_length, why_no_slots, why_not
+from amoeba.decoding.rotations import Rotations
 from amoeba.decoding.step import Rows, Step
+from amoeba.decoding.trial import is_promised
 from amoeba.integrations.text_model import text_config
 
 logger = logging.getLogger("amoeba")
@@ -49,6 +51,10 @@ class Slots:
     def __init__(self, model: Any, batch: int, length: int, capture: bool) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         reason = why_not(model) if capture else "the model is not on a GPU"
+        if reason is None and not is_promised(model):
+            reason = (
+                f"transformers does not guarantee that a step of {type(model).__name__} needs no decision by the host"
+            )
         self.captured = reason is None
         self.kind, self.reason = ("captured", "steps are CUDA graphs") if self.captured else ("plain", str(reason))
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
@@ -154,6 +160,7 @@ class Slots:
         cache = SlotCache(self._keys, self._values, self._slot_B, size)
         rows = Rows.__new__(Rows)
         rows.cache, rows.live_BL, rows.graph_memory = cache, None, self._memory
+        rows.rotations = Rotations(self.model)
         rows.token_B1, rows.position_B1 = self.token_B1[:size], self._position_B1[:size]
 
         def keep(logits_NV: Tensor) -> Tensor:
@@ -185,11 +192,14 @@ class SlotCache(FixedCache):
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], slot_B: Tensor, rows: int) -> None:
         self.length = self.seen = keys[0].shape[2]
-        self.filled = None
+        self.filled, self.states = None, []
         self.slot = slot_B[:rows]
         self.row = torch.arange(rows, dtype=torch.int64, device=slot_B.device)
         pairs = zip(keys, values, strict=True)
         Cache.__init__(self, layers=[SlotLayer(self, key[:rows], value[:rows]) for key, value in pairs])
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.slot
 
 
 class SlotLayer(FixedLayer):
@@ -208,9 +218,6 @@ class SlotLayer(FixedLayer):
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return self.cache.seen, 0
-
-    def get_seq_length(self, *args: Any) -> Any:
-        return self.slot
 
 
 class RowByRow:

@@ -2,7 +2,7 @@
 
 B rows · C tokens of a row at once · L slots of the cache
 
-    row = Rows(cache, batch, live_BL)             # where the rows stand: their last token, its position
+    rows = Rows(model, cache, batch, device)      # where the rows stand: their last token, its position
     step = Step(model, rows, choose, tokens=1)    # reads rows.token_B1, writes choose(logits_BV) there
     step.prepare(capture=True)                    # compiles and captures; changes the rows
     step()
@@ -27,22 +27,25 @@ from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.cache_attention import NAME, attention_configs, decoding_attention
 from amoeba.decoding.compiled_layers import compiled_layers
 from amoeba.decoding.fused_layers import fused_layers, join_projections
+from amoeba.decoding.rotations import Rotations
 from amoeba.integrations import fused_attention
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
 
 Choose = Callable[[Tensor], Tensor]  # the next token of each row from its logits, on the device
+_PROMPT = 16  # longer than any convolution's state
 
 
 class Rows:
     """live_BL: which slots hold something to attend to; slots to come count, the mask of a step is causal. None: all.
     graph_memory: of all steps of these rows, which never run at once and keep nothing there."""
 
-    def __init__(self, cache: FixedCache, batch: int, device: torch.device) -> None:
+    def __init__(self, model: Any, cache: FixedCache, batch: int, device: torch.device) -> None:
         self.cache = cache
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.live_BL: Any = torch.ones(batch, cache.length, dtype=torch.bool, device=device)
+        self.rotations = Rotations(model)
         self.graph_memory: Any = None
 
 
@@ -66,7 +69,7 @@ class Step:
         if not capture:
             return
         join_projections(self.model)
-        self.rows.cache.slot.zero_()
+        self._begin_states()
         if self.compiled and not all(layer.is_initialized for layer in self.rows.cache.layers):
             with ExitStack() as stack:  # as it is: a compiled layer writes into keys and values that are there
                 self._enter(stack, compiled=False)
@@ -87,9 +90,21 @@ class Step:
                 self._run()
         self._graph, self.rows.graph_memory = graph, memory or graph.pool()
 
+    @torch.no_grad()
+    def _begin_states(self) -> None:
+        """A step goes on from states that are there; without them layers run other code, for a prompt."""
+        cache, batch = self.rows.cache, self.rows.token_B1.shape[0]
+        cache.begin()
+        if cache.states:
+            cache.filled = 0
+            position = torch.arange(_PROMPT, dtype=torch.int64, device=cache.slot.device).expand(batch, -1)
+            ids = torch.zeros_like(position)
+            self.model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
     def rehearse(self) -> None:
         """Runs it as `prepare` does before it captures."""
         join_projections(self.model)
+        self._begin_states()
         with ExitStack() as stack:
             self._enter(stack, compiled=False, fused=True)
             self._run()
@@ -126,6 +141,7 @@ class Step:
         """fused: by our kernels, for which a model is looked through; compiled layers need our routers alone."""
         self.rows.cache.filled = None if self.tokens == 1 else 0
         stack.enter_context(torch.no_grad())
+        stack.enter_context(self.rows.rotations.fixed())
         self._by_documents = False
         if fused:
             stack.enter_context(fused_routers(self.model))
@@ -172,6 +188,8 @@ class Step:
             logits_to_keep=keep,
             **more,
         )
+        if isinstance(keep, Tensor) and out.logits.shape[1] == self.tokens:  # some models do not know `logits_to_keep`
+            return out.logits.index_select(1, keep)[:, 0]
         return out.logits[:, -1]
 
 

@@ -188,11 +188,11 @@ class _Run:
         yield from self._padded(loaded.model, rows, size, compile)
 
     def _padded(self, model: Any, rows: Sequence[Row], size: int, compile: bool | None) -> Iterator[Answer]:
-        from amoeba.decoding.cache import why_not_fixed
+        from amoeba.decoding.cache import has_states
 
         assert self.seed is not None
         # a state of another kind than keys and values may take in what a mask hides
-        cut = batches_of(rows, size, equal_lengths=why_not_fixed(model.config) is not None)
+        cut = batches_of(rows, size, equal_lengths=has_states(model.config))
         longest, most = len(cut[0][0].ids), max(row.most for row in rows)
         tokens = {"batch": size, "prompt_tokens": longest, "new_tokens": most, "steps": most * len(cut)}
         steps = choose_steps(model, self.sampling, **tokens, compile=compile)

@@ -89,8 +89,11 @@ def why_no_graphs(device: torch.device) -> str | None:
 def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -> list[tuple[bool, str]]:
     """Compiled or not with the reason, the first choice first."""
     from amoeba.decoding import compiled_layers
+    from amoeba.decoding.cache import why_more_than_keys
     from amoeba.decoding.decoder import cache_length
 
+    if (refused := why_more_than_keys(model.config)) is not None:
+        return [(False, f"not compiled: {refused}")]
     if asked is not None:
         return [(True, "as requested"), (False, "")] if asked else [(False, "not compiled: as requested")]
     known = compiled_layers.is_there(model, batch, cache_length(length))

@@ -1,0 +1,61 @@
+"""A CUDA graph without a GPU: the operators of one step are recorded, and later run again without any Python.
+
+    with Recorded() as recorded:
+        step()
+    recorded.replay()               # the same operators on the same memory
+    recorded.decisions              # where the host looked at a number: what no graph can hold
+
+What Python decided while the step was recorded stays decided: a counter in a cache, a length, a tensor that is replaced
+instead of written to. A model whose tokens are right under `replay` depends on none of these.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from amoeba.decoding.trial import where_the_host_looks
+
+
+class Recorded(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decisions: list[str] = []
+        self._operators: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (decision := where_the_host_looks(operator, args, kwargs)) is not None:
+            self.decisions.append(decision)
+        out = operator(*args, **kwargs)
+        self._operators.append((operator, args, kwargs, out))  # which also keeps every id in use
+        return out
+
+    def replay(self) -> None:
+        made: dict[int, Tensor] = {}
+
+        def current(tensor: Tensor) -> Tensor:
+            return made.get(id(tensor), tensor)
+
+        for operator, args, kwargs, out in self._operators:
+            new = operator(*tree_map_only(Tensor, current, args), **tree_map_only(Tensor, current, kwargs))
+            for before, after in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
+                if isinstance(before, Tensor):
+                    made[id(before)] = after
+
+
+def replayed(step: Any) -> Recorded:
+    """Records the next call of a `Step`, whose later calls replay it."""
+    recorded = Recorded()
+    own = step._run
+
+    def run() -> None:
+        if recorded._operators:
+            recorded.replay()
+            return
+        with recorded:
+            own()
+
+    step._run = run
+    return recorded
