@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from amoeba.integrations.precision import set_precision as set_precision
     from amoeba.layer import MoE
     from amoeba.placements import register_placement
+    from amoeba.plan.taking import adapt as adapt
     from amoeba.precision.recipes import with_precision
     from amoeba.routing.router import Routing, route
 
-# Without place_experts and set_precision: they need transformers, and `from amoeba import *` should need torch alone.
+# Without adapt, place_experts and set_precision: they need transformers, and `from amoeba import *` should need torch
+# alone.
 __all__ = [
     "Activation",
     "Backend",
@@ -62,6 +64,7 @@ wait_passively()
 
 _HOME = {
     "Activation": "amoeba.core.config",
+    "adapt": "amoeba.plan.taking",
     "Backend": "amoeba.backends.backend",
     "ExpertWeights": "amoeba.core.weights",
     "LoraFactors": "amoeba.core.weights",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,7 +53,7 @@ def chat(
     with usage():
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
         with loading():
-            from amoeba.jobs.generate.chat import open_chat
+            from amoeba.jobs.generate.chat import DEFAULT_CONTEXT, open_chat
             from amoeba.jobs.generate.options import GenerationOptions
 
         def say(text: str) -> None:
@@ -61,6 +61,10 @@ def chat(
 
         hide_loading_bars(model, output)
         options = GenerationOptions(max_new_tokens, **vars(sampling), chat=True, **computing.told())
+        taken = computing.take_plan(model, context or DEFAULT_CONTEXT, batch=1)
+        options = replace(options, **taken.options)
+        if taken.words is not None:
+            say(taken.words)
         if output.on_terminal:
             say(f"loading {model}")
         try:
@@ -76,7 +80,14 @@ def chat(
                 "seed": opened.seed,
                 **opened.loaded.facts(),
             }
+            document["plan"] = taken.compared(_as_measured(answers) | document)
     finish(output, document, True, json)
+
+
+def _as_measured(answers: list[Answer]) -> dict[str, Any]:
+    """The speed of the longest answer."""
+    longest = max(answers, key=lambda answer: answer.generated_tokens, default=None)
+    return {} if longest is None else {"generation_tokens_per_second": longest.tokens_per_second}
 
 
 def _talk(chat: Chat, output: Output) -> list[Answer]:

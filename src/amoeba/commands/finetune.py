@@ -22,6 +22,7 @@ from amoeba.commands.options import (
     speaks,
 )
 from amoeba.commands.output import Output
+from amoeba.commands.run_plan import compared, with_plan
 from amoeba.commands.start import start
 from amoeba.jobs.compile_beside import Work, compiling_beside
 from amoeba.system.fast_imports import loading
@@ -85,9 +86,11 @@ def finetune(own: FinetuneOptions, shared: RunOptions, json: Json = False, verbo
             from amoeba.jobs.train.resume import settings_of
 
         settings = settings_of(FinetuneSettings, shared.resume, shared.config, shared.given(own.given()))
+        settings, taken = with_plan("finetune", settings, shared, output)
         streamed = settings.ram is not None or settings.vram is not None
         compiler.begin(None if streamed else Work.of_run("finetune", settings))
         document = run(settings, shared, output)
+        document["plan"] = compared(taken, document, output)
     finish(output, document, True, json and speaks())
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])

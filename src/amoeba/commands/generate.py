@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from amoeba.commands.options import (
     FrozenPrecision,
     Json,
     ModelArgument,
+    PlanFile,
     Ram,
     TrustRemoteCode,
     Verbose,
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
     from amoeba.jobs.generate.generate_prompts import PromptsReport
     from amoeba.jobs.generate.options import GenerationOptions
     from amoeba.parallel.rank_zero import RankZero
+    from amoeba.plan.taking import Taken
 
+# Characters of a prompt for a token of it, at least, and tokens of a prompt in a file: they are read later.
+_CHARACTERS, _FILE_PROMPT = 3, 512
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 
 
@@ -102,6 +106,7 @@ class Computing:
     precision: FrozenPrecision = None
     ram: Ram = None
     vram: Vram = None
+    plan: PlanFile = None
     miss: Annotated[
         str,
         typer.Option(
@@ -130,8 +135,27 @@ class Computing:
             "record": None if self.record is None else str(self.record),
             "trace": None if self.trace is None else str(self.trace),
         }
-        del given["precision"]
+        del given["precision"], given["plan"]
         return given
+
+    def take_plan(self, model: str, context: int, batch: int, prompt: int | None = None) -> Taken:
+        """Where the experts go: as a file says, or the best way that fits, unless the options say where."""
+        from amoeba.plan.memory import Work
+        from amoeba.plan.taking import Taken, take_plan
+
+        defaults = {"experts": "auto", "precision": None, "ram": None, "vram": None}
+        given = {name: value for name, value in vars(self).items() if defaults.get(name, value) != value}
+        if launched_processes() > 1:
+            return Taken()
+        return take_plan(
+            model,
+            Work("generate", context, batch, prompt=prompt),
+            file=self.plan,
+            given=given,
+            gpu=self.device != "cpu",
+            dtype=parse_dtype(self.dtype),
+            trust_remote_code=self.trust_remote_code,
+        )
 
 
 def generate(
@@ -168,6 +192,10 @@ def generate(
         many.check(prompt)
         hide_loading_bars(model, output)
         options = GenerationOptions(max_new_tokens, **vars(sampling), chat=chat, **computing.told())
+        taken = _taken(model, prompt, many, max_new_tokens, computing)
+        options = replace(options, **taken.options)
+        if taken.words is not None:
+            output.progress(f"amoeba: {taken.words}")
         if output.on_terminal and speaks():
             output.progress(f"amoeba: loading {model}")
         with loading():
@@ -186,14 +214,39 @@ def generate(
                 _check_ranks(options.experts, rank_zero)
                 if many.prompts is None:
                     assert prompt is not None
-                    report = _one(model, prompt, options, adapter, output, rank_zero)
+                    report = _one(model, prompt, options, adapter, output, rank_zero, taken)
                 else:
                     report = _many(model, many, options, adapter, output, rank_zero)
         except KeyboardInterrupt:
             raise interrupted("before the first token") from None
-    finish(output, {"document": "amoeba generate", **asdict(report)}, True, json and speaks())
+    document = {"document": "amoeba generate", **asdict(report), "plan": _compared(taken, report)}
+    finish(output, document, True, json and speaks())
     if report.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _taken(model: str, prompt: str | None, many: ManyPrompts, max_new_tokens: int, computing: Computing) -> Taken:
+    import torch
+
+    from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
+
+    tokens, batch = _FILE_PROMPT, 1
+    if prompt is not None:
+        tokens = _FILE_PROMPT if prompt == "-" else len(prompt) // _CHARACTERS + 1
+    else:
+        on_gpu = torch.cuda.is_available() and computing.device != "cpu"
+        batch = many.batch_size or (GPU_BATCH if on_gpu else CPU_BATCH)
+    return computing.take_plan(model, tokens + max_new_tokens, batch, tokens)
+
+
+def _compared(taken: Taken, report: Any) -> dict[str, Any] | None:
+    """What was planned, next to what one prompt took."""
+    from amoeba.jobs.generate.generate import GenerationReport
+
+    if not isinstance(report, GenerationReport) or report.generated_tokens < 1:
+        return None
+    tokens = report.prompt_tokens + report.generated_tokens
+    return taken.compared(asdict(report), prompt=report.prompt_tokens, context=tokens)
 
 
 def _check_ranks(experts: str, rank_zero: RankZero) -> None:
@@ -203,7 +256,13 @@ def _check_ranks(experts: str, rank_zero: RankZero) -> None:
 
 
 def _one(
-    model: str, prompt: str, options: GenerationOptions, adapter: str | None, output: Output, rank_zero: RankZero
+    model: str,
+    prompt: str,
+    options: GenerationOptions,
+    adapter: str | None,
+    output: Output,
+    rank_zero: RankZero,
+    taken: Taken,
 ) -> GenerationReport:
     with loading():
         from amoeba.jobs.generate.generate import generate as generate_text
@@ -216,7 +275,7 @@ def _one(
     )
     if not report.text.endswith("\n"):
         write("\n")
-    output.progress(summary(report))
+    output.progress(summary(report) + planned_words(_compared(taken, report)))
     _say_streaming(report, output)
     return report
 
@@ -289,6 +348,14 @@ def summary(report: GenerationReport) -> str:
     if report.peak_memory_bytes is not None:
         parts.append(f"peak {report.peak_memory_bytes / 2**20:.0f} MiB")
     return f"amoeba: {', '.join(parts)}; stopped: {report.stopped}"
+
+
+def planned_words(compared: dict[str, Any] | None) -> str:
+    """The end of a summary: nothing where speeds were not known beforehand."""
+    speed = None if compared is None else compared["predicted"].get("generation_tokens_per_second")
+    if compared is None or speed is None:
+        return ""
+    return f"; planned {speed:.1f}/s, {compared['predicted']['peak_memory_bytes'] / 2**20:.0f} MiB"
 
 
 def summary_of_prompts(report: PromptsReport) -> str:

@@ -65,10 +65,17 @@ Vram = Annotated[
 ]
 
 
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--plan", help="Use the best of this plan, from `amoeba plan --out` (default: plan now)."),
+]
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """What `train` and `finetune` have in common. Fields are named as those of `RunSettings`. None: the default."""
 
+    plan: PlanFile = None
     config: Annotated[str | None, typer.Option(help="YAML file with any of these settings. Options override it.")] = (
         None
     )
@@ -104,7 +111,7 @@ class RunOptions:
     def given(self, own: dict[str, Any]) -> dict[str, Any]:
         """The settings that were given, with a command's `own` options; flags that are not set are left out."""
         told = own | vars(self) | {"held_out": share_or_file(self.held_out)}
-        others = ("config", "resume", "start_from", "trust_remote_code")
+        others = ("plan", "config", "resume", "start_from", "trust_remote_code")
         return {
             name: value
             for name, value in told.items()

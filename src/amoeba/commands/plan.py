@@ -124,7 +124,6 @@ def _machine(options: PlanOptions) -> Machine:
     if options.machine is not None:
         return described_machine(options.machine).within(vram, ram, disk)
     found = measured_machine(gpu=vram != 0)
-    assert found is not None
     if vram and found.gpu is None:
         remedy = "leave it out, or describe one: --machine 4090"
         raise bad_value("--vram", "a machine with a GPU", "none here", remedy)

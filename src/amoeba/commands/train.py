@@ -10,6 +10,7 @@ import typer
 from amoeba.commands.exits import TRAINER, finish, need, usage
 from amoeba.commands.options import Json, RunOptions, Verbose, launched_processes, speaks
 from amoeba.commands.output import Output
+from amoeba.commands.run_plan import compared, with_plan
 from amoeba.commands.start import start
 from amoeba.jobs.compile_beside import Work, compiling_beside
 from amoeba.system.fast_imports import loading
@@ -59,8 +60,10 @@ def train(own: TrainOptions, shared: RunOptions, json: Json = False, verbose: Ve
             from amoeba.jobs.train.resume import settings_of
 
         settings = settings_of(TrainSettings, shared.resume, shared.config, shared.given(vars(own)))
+        settings, taken = with_plan("train", settings, shared, output)
         compiler.begin(None if settings.experts == "ranks" else Work.of_run("train", settings))
         document = run(settings, shared, output)
+        document["plan"] = compared(taken, document, output)
     finish(output, document, True, json and speaks())
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])

@@ -69,6 +69,11 @@ class Machine:
     assumed: list[str] = field(default_factory=list)  # names of what was neither measured nor given
 
     @property
+    def is_measured(self) -> bool:
+        """Whether its speeds are its own."""
+        return self.source == "measured" and not {*_RATES["cpu"], *_RATES["cuda"]} & {*self.assumed}
+
+    @property
     def device(self) -> str:
         return "cpu" if self.gpu is None else "cuda"
 
@@ -156,13 +161,22 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine | None:
-    """This one. measure: False for what is known already; None where rates are not. gpu: False to plan without it."""
+_RATES = {"cpu": ("cpu_flops", "cpu_bandwidth", "disk"), "cuda": ("gpu_flops", "gpu_bandwidth", "link")}
+
+
+def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine:
+    """This one. measure: False to take what was measured before, and assumptions for the rest, at once. gpu: False to
+    plan without it."""
     device = torch.device("cuda") if gpu and torch.cuda.is_available() else CPU
-    rates = [_rates(each, measure) for each in dict.fromkeys((CPU, device))]
-    if any(each is None for each in rates):
-        return None
-    told: dict[str, Any] = {name: rate for each in rates if each is not None for name, rate in each.items()}
+    told: dict[str, Any] = {}
+    assumed = ["peer", "network"] if device.type == "cuda" else []
+    for each in dict.fromkeys((CPU, device)):
+        rates = _rates(each, measure)
+        if rates is None:
+            card = CARDS["h200"] if each.type == "cuda" else _AROUND
+            rates = {name: card[name] for name in _RATES[each.type]}
+            assumed += rates
+        told |= rates
     if device.type == "cuda":
         told |= {
             "gpu": torch.cuda.get_device_name(device),
@@ -177,7 +191,7 @@ def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine | Non
         ram_bytes=total,
         ram_free=available_memory(CPU) or total,
         cores=usable_cores(),
-        assumed=["peer", "network"] if device.type == "cuda" else [],
+        assumed=assumed,
         **told,
     )
 
@@ -190,7 +204,7 @@ def _rates(device: torch.device, measure: bool) -> dict[str, float] | None:
         "torch": str(torch.__version__),
         "host": socket.gethostname(),
     }
-    names = ("gpu_flops", "gpu_bandwidth", "link") if device.type == "cuda" else ("cpu_flops", "cpu_bandwidth", "disk")
+    names = _RATES[device.type]
     found = kept("machine", about) or {}
     if all(isinstance(found.get(name), float) and found[name] > 0 for name in names):
         return {name: found[name] for name in names}

@@ -32,10 +32,13 @@ CUDA, HOST = "cuda", "cpu"
 
 # Measured with `python -m benchmarks plan` on a 2-core Neoverse-N1: a process with torch, transformers and a tokenizer,
 # and what allocator and threads keep on top of what is asked for.
-_PROCESS_BYTES = 480 << 20
-_CPU_SLACK = 32 << 20
+_PROCESS_BYTES = 452 << 20
+_CPU_SLACK, _CPU_SLACK_SHARE = 12 << 20, 0.05
 # On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own.
 _GPU_WORKSPACE = 96 << 20
+
+
+_PROCESS = "Python and libraries"
 
 
 class Line(NamedTuple):
@@ -56,6 +59,8 @@ class Work:
     rank:    of LoRA factors on all experts; finetune alone.
     moments: bytes of AdamW's two moments, per number.
     prompt:  tokens of it that are read before the first new one; None: half of the context.
+    checkpointing: of activations in training; None to choose.
+    precision: of experts that train, see `amoeba.precision.recipes`.
     """
 
     purpose: Purpose
@@ -64,6 +69,7 @@ class Work:
     rank: int = 16
     moments: int = 8
     prompt: int | None = None
+    checkpointing: bool | None = None
     precision: str = "bf16"
     ranks: int = 1
     nodes: int = 1
@@ -114,7 +120,7 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
     dtype = choice.dtype or facts.dtype
     here, share = choice.device, work.ranks if choice.placement == "ranks" else 1
     rest = facts.rest_numbers * dtype.itemsize
-    lines = [Line("weights", rest, here), Line("Python and libraries", _PROCESS_BYTES, HOST)]
+    lines = [Line("weights", rest, here), Line(_PROCESS, _PROCESS_BYTES, HOST)]
     lines += _experts(facts, choice, work, dtype, share)
     if not work.trains:
         length = cache_length(work.context) if here == CUDA else work.context
@@ -122,7 +128,8 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
         lines.append(Line("activations", _forward_bytes(facts, work, dtype, choice), here, "running"))
     else:
         lines += _training(facts, choice, work, dtype, share)
-    workspace = _GPU_WORKSPACE if here == CUDA else _CPU_SLACK
+    held = sum(line.bytes for line in lines if line.when != "running" and line.name != _PROCESS)
+    workspace = _GPU_WORKSPACE if here == CUDA else _CPU_SLACK + int(_CPU_SLACK_SHARE * held)
     return tuple(line for line in (*lines, Line("workspace", workspace, here)) if line.bytes)
 
 

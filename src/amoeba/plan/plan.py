@@ -68,6 +68,7 @@ class Candidate:
     is_default: bool = False
     rejected: str | None = None
     first: str | None = None
+    choice: Choice | None = None
 
     @property
     def gpu_bytes(self) -> int:
@@ -103,8 +104,11 @@ class Plan:
         return next((each for each in self.candidates if each.rejected is None), None)
 
 
-def make_plan(facts: ModelFacts, machine: Machine, work: Work, *, helps: bool = True) -> Plan:
-    found = sorted(_candidates(facts, machine, work), key=_order)
+def make_plan(
+    facts: ModelFacts, machine: Machine, work: Work, *, dtype: torch.dtype | None = None, helps: bool = True
+) -> Plan:
+    """dtype: in which the model is to compute; None to choose it as the commands do."""
+    found = sorted(_candidates(facts, machine, work, dtype), key=_order)
     plan = Plan(facts.name, facts.family, machine, work, tuple(found))
     return replace(plan, helps=tuple(_what_helps(facts, plan))) if helps else plan
 
@@ -114,11 +118,11 @@ def _order(candidate: Candidate) -> tuple:
     return candidate.rejected is not None, rounds, not candidate.is_default, -candidate.speed.score
 
 
-def _candidates(facts: ModelFacts, machine: Machine, work: Work) -> Iterator[Candidate]:
-    device = machine.device
-    dtype = _computed_in(facts, machine)
+def _candidates(facts: ModelFacts, machine: Machine, work: Work, dtype: torch.dtype | None) -> Iterator[Candidate]:
+    device, dtype = machine.device, dtype or _computed_in(facts, machine, work)
     default = _default_placement(facts, machine, work)
-    for checkpointing in (False, True) if work.trains else (False,):
+    either = (False, True) if work.checkpointing is None else (work.checkpointing,)
+    for checkpointing in either if work.trains else (False,):
         base = Choice(RESIDENT, device, dtype, checkpointing)
         if work.ranks > 1:
             yield _judged(facts, replace(base, placement=RANKS), machine, work, {"experts": RANKS}, is_default=True)
@@ -156,8 +160,11 @@ def _resident(facts: ModelFacts, base: Choice, machine: Machine, work: Work, def
         yield _judged(facts, choice, machine, work, {"optimizer_states": "bfloat16"})
 
 
-def _computed_in(facts: ModelFacts, machine: Machine) -> torch.dtype | None:
-    """As `jobs.cpu_dtype.dtype_to_load` chooses it: None for the checkpoint's own."""
+def _computed_in(facts: ModelFacts, machine: Machine, work: Work) -> torch.dtype | None:
+    """As `jobs.cpu_dtype.dtype_to_load` chooses it, None for the checkpoint's own; parameters that train are bf16 on a
+    GPU and fp32 on a CPU."""
+    if work.purpose == "train":
+        return torch.bfloat16 if machine.device == CUDA else torch.float32
     if machine.device != "cpu" or facts.dtype not in (torch.bfloat16, torch.float16):
         return None
     return torch.float32 if machine.source == "measured" and not has_bf16_instructions() else None
@@ -207,8 +214,9 @@ def _judged(
         error=error,
         checkpointing=choice.checkpointing,
         slots=slots,
-        is_default=is_default and not choice.checkpointing,
+        is_default=is_default and choice.checkpointing == bool(work.checkpointing),
         rejected=rejected,
+        choice=choice,
     )
 
 
@@ -319,7 +327,7 @@ def as_document(plan: Plan) -> dict[str, Any]:
         "machine": asdict(plan.machine),
         "best": None if best is None else plan.candidates.index(best),
         "candidates": [
-            asdict(each)
+            asdict(replace(each, choice=None))
             | {
                 "lines": [line._asdict() for line in each.lines],
                 "gpu_bytes": each.gpu_bytes,

@@ -42,7 +42,7 @@ class Console:
     def step(self, line: dict[str, Any], total: int) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunReport:
     """How a run ended."""
 
@@ -57,6 +57,7 @@ class RunReport:
     seconds: float
     interrupted: bool
     exit_code: int  # of the command: 0, or 128 and the number of the signal that interrupted it
+    peak_memory_bytes: int | None = None  # allocated on the GPU, or resident in this process; None if unknown
 
     def losses(self) -> str:
         """Of the held-out data, from the first to the last."""

@@ -52,6 +52,7 @@ from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import ALONE
 from amoeba.parallel.shards import local_part
 from amoeba.system.files import replace_folder, shell_command, shell_words
+from amoeba.system.machine import peak_memory
 
 if TYPE_CHECKING:
     from amoeba.jobs.train.metrics import RunLog
@@ -419,6 +420,7 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         seconds=time.monotonic() - began,
         interrupted=log.stopped_by is not None,
         exit_code=0 if log.stopped_by is None else 128 + log.stopped_by,
+        peak_memory_bytes=peak_memory(trainer.args.device),
     )
     return report, str(result)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor
 
 from amoeba.stream.store.buffers import Memory, aligned_buffer
-from amoeba.stream.store.layers import BLOCK
+from amoeba.stream.store.layers import BLOCK, LayerEntry
 from amoeba.stream.store.mapping import map_experts
 from amoeba.stream.store.reading import THREADS, Range, Reader
 from amoeba.stream.store.store import Store
-from amoeba.stream.store.tensor_files import checkpoint_tensors
+from amoeba.stream.store.tensor_files import Piece, TensorEntry, checkpoint_tensors
 
 SAMPLE = 2048  # bytes at each end of a tensor that `holds` compares, or a row where that is longer
 
@@ -24,13 +28,8 @@ class FolderStore(Store):
         self, folder: str | Path, *, threads: int = THREADS, direct: bool = True, trust_remote_code: bool = False
     ) -> None:
         self.folder = Path(folder).expanduser()
-        tensors = checkpoint_tensors(self.folder)
-        mapped, self.rest = map_experts(self.folder, tensors, trust_remote_code=trust_remote_code)
-        self.layers = tuple(layer.entry for layer in mapped)
-        self.pieces = tuple(layer.pieces for layer in mapped)
-        taken = {id(tensor) for pieces in self.pieces for piece in pieces for tensor in piece.tensors}
-        taken |= {id(tensor) for tensor in self.rest.values()}
-        self.left_out = tuple(name for name, tensor in tensors.items() if id(tensor) not in taken)
+        found = _headers(self.folder, _stamps(self.folder), trust_remote_code)
+        self.layers, self.pieces, self.rest, self.left_out = found
         self._reader = Reader(threads=threads, direct=direct)
         self._scratch: deque[Tensor] = deque()  # as many as threads ever read at the same time
 
@@ -86,6 +85,32 @@ class FolderStore(Store):
                 return aligned_buffer(size)
             if len(found) >= size:
                 return found
+
+
+class _Headers(NamedTuple):
+    layers: tuple[LayerEntry, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    rest: Mapping[str, TensorEntry]
+    left_out: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=1)
+def _headers(folder: Path, stamps: tuple, trust_remote_code: bool) -> _Headers:
+    """Of 18,000 tensors they take a second or two: a plan reads them first, and then the model that is loaded."""
+    tensors = checkpoint_tensors(folder)
+    mapped, rest = map_experts(folder, tensors, trust_remote_code=trust_remote_code)
+    pieces = tuple(tuple(layer.pieces) for layer in mapped)
+    taken = {id(tensor) for each in pieces for piece in each for tensor in piece.tensors}
+    taken |= {id(tensor) for tensor in rest.values()}
+    left_out = tuple(name for name, tensor in tensors.items() if id(tensor) not in taken)
+    return _Headers(tuple(layer.entry for layer in mapped), pieces, MappingProxyType(rest), left_out)
+
+
+def _stamps(folder: Path) -> tuple:
+    """What changes where a file of the folder does."""
+    files = sorted(path for pattern in ("*.json", "*.safetensors", "*.py") for path in folder.glob(pattern))
+    found = ((path.name, path.stat()) for path in files)
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found)
 
 
 def _blocks(size: int) -> int:

@@ -1,0 +1,80 @@
+"""How `train` and `finetune` take a plan, and compare what it predicted with what the run took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from amoeba.commands.options import RunOptions, launched_processes
+from amoeba.commands.output import Output
+from amoeba.core.errors import bad_value
+from amoeba.system.fast_imports import loading
+
+if TYPE_CHECKING:
+    from amoeba.jobs.settings import RunSettings
+    from amoeba.plan.memory import Purpose
+    from amoeba.plan.taking import Taken
+
+    Settings = TypeVar("Settings", bound=RunSettings)
+else:
+    Settings = TypeVar("Settings")
+
+# Settings that say where experts go, and what they are where nothing is said.
+_DEFAULTS = {"experts": ("auto", "resident"), "ram": (None,), "vram": (None,)}
+
+
+def with_plan(
+    purpose: Purpose, settings: Settings, shared: RunOptions, output: Output
+) -> tuple[Settings, Taken | None]:
+    """The settings with the best of the plan, unless they say where experts go. A run that is resumed keeps its own."""
+    with loading():
+        from amoeba.plan.memory import Work
+        from amoeba.plan.taking import take_plan
+
+    if shared.resume is not None and shared.plan is not None:
+        raise bad_value("--plan", "a new run", "--resume", "leave it out: the run keeps its placement")
+    if shared.resume is not None or launched_processes() > 1:
+        return settings, None
+    told = {name: getattr(settings, name, None) for name in _DEFAULTS}
+    given = {name: value for name, value in told.items() if value not in (*_DEFAULTS[name], None)}
+    if getattr(settings, "gradient_checkpointing", False):
+        given |= {"gradient_checkpointing": True} if shared.plan is not None else {}
+    work = Work(
+        purpose,
+        context=settings.sequence_length,
+        batch=settings.batch_size,
+        rank=getattr(settings, "r", 0) if "experts" in getattr(settings, "targets", ()) else 0,
+        moments=8 if settings.optimizer_states == "float32" else 4,
+        checkpointing=True if settings.gradient_checkpointing else None,
+        precision=getattr(settings, "precision", "bf16"),
+    )
+    taken = take_plan(
+        settings.model,
+        work,
+        file=shared.plan,
+        given=given,
+        config=_config_of(settings),
+        trust_remote_code=shared.trust_remote_code,
+    )
+    if taken.words is not None:
+        output.progress(f"amoeba: {taken.words}")
+    return replace(settings, **taken.options), taken
+
+
+def _config_of(settings: RunSettings) -> Any:
+    """Of a preset, which has no folder."""
+    from amoeba.jobs.presets import PRESETS
+
+    preset = PRESETS.get(settings.model) if hasattr(settings, "vocab_size") else None
+    return None if preset is None else preset.build(settings.vocab_size, settings.sequence_length)  # type: ignore[attr-defined]
+
+
+def compared(taken: Taken | None, document: dict[str, Any], output: Output) -> dict[str, Any] | None:
+    """What was predicted next to what was measured, for people too where the machine's speeds are known."""
+    found = None if taken is None or not document.get("steps") else taken.compared(document)
+    if found is not None and "tokens_per_second" in found["predicted"]:
+        predicted, measured = found["predicted"], found["measured"]
+        peak = "" if not measured["peak_memory_bytes"] else f", peak {measured['peak_memory_bytes'] / 2**30:.2f} GiB"
+        planned = f"{predicted['tokens_per_second']:,.0f} tokens/s, {predicted['peak_memory_bytes'] / 2**30:.2f} GiB"
+        output.facts([("planned", f"{planned}; measured {measured['tokens_per_second']:,.0f}{peak}")])
+    return found
