@@ -108,7 +108,7 @@ def test_doctor_describes_the_machine_and_every_backend():
     taken = [dtype for row in document["backends"] if row["device"] == "cpu" for dtype in row["auto"]]
     assert sorted(taken) == ["bfloat16", "float16", "float32", "float64"]
     in_fp8 = {row["name"]: row["backend"] for row in document["precisions"] if row["device"] == "cpu"}
-    assert "never fp8, which needs a Hopper GPU" in in_fp8.pop("auto")
+    assert "never fp8, which needs a GPU with fp8" in in_fp8.pop("auto")
     assert in_fp8.keys() == {"fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4"} and all(
         "plain torch" in backend for backend in in_fp8.values()
     )

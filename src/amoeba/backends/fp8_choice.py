@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from amoeba.backends.backend import Request
-from amoeba.backends.fp8_triton import BACKEND, why_not_sized, why_not_there
+from amoeba.backends.fp8_triton import BACKEND, takes_plain_triton, why_not_sized, why_not_there
 from amoeba.backends.triton import DECODE_TOKENS
 from amoeba.core.problem import Problem, Save
 from amoeba.core.weights import AnyExperts
@@ -76,7 +76,7 @@ def why_not(request: Request, rows: int | None = None, experts: int | None = Non
     """Why "auto" leaves these experts in their own dtype; or None."""
     if (reason := BACKEND.why_not(request)) is not None:
         return reason
-    if (reason := too_small(request.weights)) is not None:
+    if (reason := too_small(request.weights) or not_measured(request.weights.device)) is not None:
         return reason
     rows = request.routing.expert_TK.numel() if rows is None else rows
     experts = request.weights.num_experts if experts is None else experts
@@ -137,6 +137,13 @@ def with_products_for(problem: Problem, gradient: bool) -> Problem:
     if not gradient or problem.weights.products == UNCHANGED:
         return problem
     return problem._replace(weights=problem.weights.with_products(UNCHANGED))
+
+
+def not_measured(device: torch.device) -> str | None:
+    """Why "auto" does not take fp8 on this GPU; or None."""
+    if takes_plain_triton(device, RECIPE):
+        return "fp8 was measured on Hopper GPUs alone; ask for it by name on others"
+    return None
 
 
 def too_small(weights: AnyExperts) -> str | None:

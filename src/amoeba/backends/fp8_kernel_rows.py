@@ -1,4 +1,5 @@
-"""Sorted rows in fp8 by our own kernels: those of `triton` on Hopper, with products in e4m3.
+"""Sorted rows in fp8 by our own kernels: those of `triton` on Hopper, with products in e4m3; by plain Triton on other
+GPUs, and in mxfp8 and nvfp4.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 
@@ -17,17 +18,19 @@ import torch
 from torch import Tensor
 
 from amoeba.backends import fp8_saved
-from amoeba.backends.fp8_weights import codes_of
+from amoeba.backends.fp8_weights import WeightCodes, codes_of
 from amoeba.backends.low_rank import ByToken, Rows
 from amoeba.backends.sorted_rows import ActivationGradients
-from amoeba.backends.triton_rows import HopperRows, in_whole_pieces, sorted_maps, with_plain_rows
+from amoeba.backends.triton_rows import HopperRows, TritonRows, in_whole_pieces, sorted_maps, with_plain_rows
 from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
+from amoeba.kernels import quantise, scaled_gemm
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
-from amoeba.kernels.quantise import RowBlocks, empty_rows, quantise_rows, row_blocks, transpose_rows, transpose_tokens
-from amoeba.precision.formats import FP8_128_ROWS, FP8_TRAINING_ROWS
-from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.kernels.quantise import RowBlocks, empty_rows, row_blocks, transpose_rows, transpose_tokens
+from amoeba.kernels.quantise_blocks import activate_and_quantise, quantise_rows
+from amoeba.precision.formats import FP8_128_ROWS, FP8_TRAINING_ROWS, Format
+from amoeba.precision.quantised import QuantisedMatrix, empty_quantised
 from amoeba.precision.quantised_experts import ReadInBlocks
 
 
@@ -40,11 +43,16 @@ class StraightThroughKernelRows(HopperRows):
         kept = saved[1:] if saved else sorted_maps(problem)
         return cls(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
 
+    products: Any = fp8_gemm
+
     def hidden(self) -> Tensor:
+        return self._hidden(self.goes_back)
+
+    def _hidden(self, both: bool) -> Tensor:
         weights, top_k = self.problem.weights, self.top_k
-        h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), self.written(weights.gate_up_EJH, self.goes_back)
+        h_NJ, gate_up = self.new_rows(weights.gate_up_EJH.shape[1]), self.written(weights.gate_up_EJH, both)
         bias_EJ = weights.gate_up_bias_EJ
-        fp8_gemm.multiply(
+        self.products.multiply(
             self.quantised_x, gate_up, self.table, h_NJ, order_N=self.order_N, top_k=top_k, bias_EO=bias_EJ
         )
         return h_NJ
@@ -52,7 +60,7 @@ class StraightThroughKernelRows(HopperRows):
     def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
         weights = self.problem.weights
         h_NJ = self._room_for_h() if want_h else None
-        a_NI = empty_rows(self.rows, weights.intermediate, weights.device, self.row_format)
+        a_NI = self._room_for_a()
         both = want_h and self.goes_back
         gate_up = self.written(weights.gate_up_EJH, both)
         self.written(weights.down_EHI, both)
@@ -72,7 +80,7 @@ class StraightThroughKernelRows(HopperRows):
     @property
     def quantised_x(self) -> QuantisedMatrix:
         x = self.problem.quantised_x
-        return quantise_rows(self.problem.x_TH, format=self.row_format) if x is None else x
+        return quantise_rows(self.problem.x_TH, self.row_format) if x is None else x
 
     @property
     def rows(self) -> int:
@@ -82,6 +90,10 @@ class StraightThroughKernelRows(HopperRows):
     def _room_for_h(self) -> Any:
         return self.new_rows(self.problem.weights.gate_up_EJH.shape[1])
 
+    def _room_for_a(self) -> QuantisedMatrix:
+        weights = self.problem.weights
+        return empty_quantised((self.rows, weights.intermediate), self.row_format, device=weights.device)
+
     @property
     def _has_whole_blocks(self) -> bool:
         return has_whole_blocks(self.problem.weights.activation, self.problem.weights.intermediate)
@@ -89,21 +101,28 @@ class StraightThroughKernelRows(HopperRows):
     def down(self, a_NI: QuantisedMatrix) -> Tensor:
         weights = self.problem.weights
         y_NH = self.new_rows(weights.hidden)
-        fp8_gemm.multiply(a_NI, self.codes(weights.down_EHI), self.table, y_NH, bias_EO=weights.down_bias_EH)
+        self.products.multiply(a_NI, self.codes(weights.down_EHI), self.table, y_NH, bias_EO=weights.down_bias_EH)
         return y_NH
 
     def written(self, weight_EOI: Any, both: bool) -> QuantisedMatrix:
         """Codes of the weight as it is now. both: the transposed ones, too, for a backward pass to come."""
-        kept = codes_of(weight_EOI)
+        kept = self.kept(weight_EOI)
         kept.write(weight_EOI, both=both)
         return kept.matrix
 
     def codes(self, weight_EOI: Any) -> QuantisedMatrix:
         """As they were written last."""
-        return codes_of(weight_EOI).matrix
+        return self.kept(weight_EOI).matrix
+
+    def kept(self, weight_EOI: Tensor) -> WeightCodes:
+        return codes_of(weight_EOI, self.problem.weights.weight_format)
 
     goes_back = False  # whether backward multiplies by codes
-    row_format = FP8_TRAINING_ROWS  # of x and a
+
+    @property
+    def row_format(self) -> Format:
+        """Of x and a, and of dO and dh where backward multiplies by codes."""
+        return self.problem.weights.row_format
 
 
 class W8a8KernelRows(StraightThroughKernelRows):
@@ -132,10 +151,11 @@ class Fp8KernelRows(StraightThroughKernelRows):
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Any, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
         problem, weights = self.problem, self.problem.weights
         da_NI = self.new_rows(weights.intermediate)
-        down = codes_of(weights.down_EHI).transposed(weights.down_EHI)
-        fp8_gemm.multiply(quantise_rows(dy_TH), down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
+        down = self.kept(weights.down_EHI).transposed(weights.down_EHI)
+        dy = quantise_rows(dy_TH, self.row_format)
+        self.products.multiply(dy, down, self.table, da_NI, order_N=self.order_N, top_k=self.top_k)
         scaled_a_NI = da_NI if needs.scaled_a else None
-        fused = needs.x and self._has_whole_blocks
+        fused = needs.x and self._has_whole_blocks and self.row_format == FP8_TRAINING_ROWS
         self._dh = empty_rows(self.rows, dh_NJ.shape[1], dh_NJ.device) if fused else None
         ds_N = activate_backward(
             da_NI,
@@ -154,10 +174,10 @@ class Fp8KernelRows(StraightThroughKernelRows):
         if not needs.x:
             return None, {}
         weights, dh, self._dh = self.problem.weights, self._dh, None
-        dh = quantise_rows(dh_NJ) if dh is None else dh
+        dh = quantise_rows(dh_NJ, self.row_format) if dh is None else dh
         dx_NH = self.new_rows(weights.hidden)
-        gate_up = codes_of(weights.gate_up_EJH).transposed(weights.gate_up_EJH)
-        fp8_gemm.multiply(dh, gate_up, self.table, dx_NH)
+        gate_up = self.kept(weights.gate_up_EJH).transposed(weights.gate_up_EJH)
+        self.products.multiply(dh, gate_up, self.table, dx_NH)
         return dx_NH, {}
 
 
@@ -174,7 +194,7 @@ class SavedInFp8KernelRows(Fp8KernelRows):
 
     def save(self, h_NJ: QuantisedMatrix | Tensor) -> Saved:
         if not isinstance(h_NJ, QuantisedMatrix):
-            quantise_rows(h_NJ, self._room_to_save())
+            quantise.quantise_rows(h_NJ, self._room_to_save())
         return fp8_saved.save(self.problem, self._saved, (self.order_N, self.slot_row_N, self.offs_E))
 
     def activation_backward(self, dy: Rows, h_NJ: Tensor, needs: Needs, *, overwrite_h: bool) -> ActivationGradients:
@@ -182,7 +202,7 @@ class SavedInFp8KernelRows(Fp8KernelRows):
         assert isinstance(dy, ByToken)
         width = self.problem.weights.gate_up_EJH.shape[1]
         is_saved = h_NJ.dtype == torch.uint8
-        kept = fp8_saved.saved_rows(h_NJ, self.rows, width) if is_saved else quantise_rows(h_NJ)
+        kept = fp8_saved.saved_rows(h_NJ, self.rows, width) if is_saved else quantise_rows(h_NJ, self.row_format)
         return self._activation_backward(dy.rows_TW, kept, self.new_rows(width), needs)
 
 
@@ -211,6 +231,47 @@ ROWS = {
     "fp8-ste": StraightThroughKernelRows,
     fp8_saved.RECIPE: SavedInFp8KernelRows,
     "fp8-all": AllInFp8KernelRows,
+}
+
+
+class _PlainTriton(StraightThroughKernelRows):
+    """The same without Gluon: for GPUs that have fp8 and are not Hopper. Never run on one, see
+    `amoeba.kernels.scaled_gemm`."""
+
+    products = scaled_gemm
+    _multiply = TritonRows._multiply
+    weight_gradient = TritonRows.weight_gradient
+
+    @property
+    def table(self) -> Tensor:
+        return self.offs_E
+
+    def up(self, want_h: bool) -> tuple[Any, QuantisedMatrix]:
+        weights, a_NI, both = self.problem.weights, self._room_for_a(), want_h and self.goes_back
+        h_NJ = self._hidden(both)
+        self.written(weights.down_EHI, both)
+        activate_and_quantise(h_NJ, weights.activation, a_NI, self.offs_E)
+        return h_NJ if want_h else None, a_NI
+
+
+class PlainStraightThroughRows(_PlainTriton):
+    """fp8-ste."""
+
+
+class PlainFp8Rows(_PlainTriton, Fp8KernelRows):
+    """fp8, mxfp8 and nvfp4."""
+
+
+class PlainSavedInFp8Rows(_PlainTriton, SavedInFp8KernelRows):
+    """fp8-saved."""
+
+
+PLAIN_ROWS = {
+    "fp8": PlainFp8Rows,
+    "fp8-ste": PlainStraightThroughRows,
+    fp8_saved.RECIPE: PlainSavedInFp8Rows,
+    "mxfp8": PlainFp8Rows,
+    "nvfp4": PlainFp8Rows,
 }
 
 

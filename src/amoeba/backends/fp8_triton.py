@@ -1,4 +1,5 @@
-"""`triton` for experts that train in fp8: our kernels for Hopper, forward and backward without a host synchronisation.
+"""`triton` for experts that train in 8 or 4 bits: our kernels for Hopper, and plain Triton for other GPUs with fp8 and
+for mxfp8 and nvfp4; forward and backward without a host synchronisation.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I or I
 """
@@ -17,7 +18,7 @@ from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
 from amoeba.cpu.pointers import place_of
 from amoeba.precision.formats import Format
-from amoeba.precision.recipes import Fp8Experts
+from amoeba.precision.recipes import AUTO, W8A8, Fp8Experts
 
 if TYPE_CHECKING:
     from amoeba.backends.fp8_kernel_rows import StraightThroughKernelRows
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
 # What H and I have to be multiples of: half of the numbers that share a scale.
 WIDTH = 64
+# What plain Triton has kernels for (fp8-all and w8a8 need those of Hopper), and on which GPUs.
+PLAIN_TRITON = ("fp8", "fp8-ste", "fp8-saved", "mxfp8", "nvfp4")
+FIRST_WITH_FP8 = (8, 9)
 
 
 class Fp8TritonBackend(PassesBackend):
     """Importing this file does not import Triton: the first pass does."""
 
-    name, summary, kinds = "triton", "products in fp8 by our kernels for Hopper", (Fp8Experts,)
+    name, summary, kinds = "triton", "products of quantised operands by our kernels", (Fp8Experts,)
     operator_name = "fp8_triton"
     traced = SavedRows(map_dtype=torch.int32, h=fp8_saved.fake_h)
     overlaps = True  # sums leave early; rows are waited for
@@ -43,6 +47,7 @@ class Fp8TritonBackend(PassesBackend):
         reason = fp8.BACKEND.why_not(request)
         if reason is not None:
             return reason
+        assert isinstance(weights, Fp8Experts)
         return why_not_on(weights.device, weights, weights.recipe)
 
     def row_format(self, request: Request) -> Format | None:
@@ -50,9 +55,9 @@ class Fp8TritonBackend(PassesBackend):
 
     def rows(self, weights: Fp8Experts) -> type[StraightThroughKernelRows]:
         """By which `amoeba.proof.conformance` proves one product after the other."""
-        from amoeba.backends.fp8_kernel_rows import ROWS
+        from amoeba.backends.fp8_kernel_rows import PLAIN_ROWS, ROWS
 
-        return ROWS[weights.recipe]
+        return (PLAIN_ROWS if takes_plain_triton(weights.device, weights.recipe) else ROWS)[weights.recipe]
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         rows = self.rows(problem.weights)
@@ -105,26 +110,35 @@ def _with_rows_here(problem: Problem) -> Problem:
 def _codes(problem: Problem) -> list[tuple[Tensor, WeightCodes]]:
     from amoeba.backends.fp8_weights import codes_of
 
-    return [(weight, codes_of(weight)) for weight in (problem.weights.gate_up_EJH, problem.weights.down_EHI)]
+    weights = problem.weights
+    return [(weight, codes_of(weight, weights.weight_format)) for weight in (weights.gate_up_EJH, weights.down_EHI)]
 
 
 def _constants(problem: Problem) -> tuple:
     """What a pass depends on besides its tensors."""
-    return "fp8", problem.weights.recipe, *triton.pass_constants(problem)
+    weights = problem.weights
+    return "fp8", weights.recipe, takes_plain_triton(weights.device, weights.recipe), *triton.pass_constants(problem)
 
 
 def why_not_on(device: torch.device, weights: Any, recipe: str = "fp8") -> str | None:
     """Why the kernels do not take these experts, once they are there; or None."""
-    if recipe in ("mxfp8", "nvfp4"):
-        return f"has no kernels for {recipe}"
-    return why_not_there(device, weights) or why_not_shaped(weights)
+    return why_not_there(device, weights, recipe) or why_not_shaped(weights)
 
 
-def why_not_there(device: torch.device, weights: Any) -> str | None:
+def why_not_there(device: torch.device, weights: Any, recipe: str = W8A8) -> str | None:
     """... whatever their sizes and layout are."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return f"needs a Hopper GPU (compute capability 9.0); these weights are on {device}"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability[0] != 9 and recipe not in PLAIN_TRITON and recipe != AUTO:
+        return f"needs a Hopper GPU (compute capability 9.0) for {recipe}; these weights are on {device}"
+    if capability < FIRST_WITH_FP8:
+        return f"needs a GPU with fp8 (compute capability 8.9 or later); these weights are on {device}"
     return triton.why_not_on(device, weights.dtype)
+
+
+def takes_plain_triton(device: torch.device, recipe: str) -> bool:
+    if recipe in ("mxfp8", "nvfp4"):
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9
 
 
 def why_not_shaped(weights: Any) -> str | None:

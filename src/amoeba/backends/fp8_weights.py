@@ -2,7 +2,7 @@
 
 E experts · O out · I in
 
-    codes = codes_of(gate_up_EJH)
+    codes = codes_of(gate_up_EJH, FP8_TRAINING)
     codes.write(gate_up_EJH, both=True)        # in forward: as the weight is now, in both orientations from one read
     codes.matrix, codes.transposed(gate_up_EJH)    # (E, J, H), and (E, H, J) for backward
 
@@ -15,23 +15,24 @@ others that. They stay where they are in memory.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amoeba.cpu.pointers import place_of
-from amoeba.kernels.quantise import empty_weights, quantise_weights
-from amoeba.precision.quantised import QuantisedMatrix
+from amoeba.kernels.quantise_blocks import quantise_weights
+from amoeba.precision.formats import FP8_TRAINING, Format
+from amoeba.precision.quantised import QuantisedMatrix, empty_quantised
 from amoeba.precision.unchanged_weights import UnchangedWeights, promise
 
 
 class WeightCodes:
     """matrix: of a weight (E, O, I), as it was when it was written last."""
 
-    def __init__(self, weight_EOI: Tensor) -> None:
-        experts, height, width = weight_EOI.shape
-        self.matrix = empty_weights(experts, height, width, weight_EOI.device)
+    def __init__(self, weight_EOI: Tensor, format: Format) -> None:
+        self.matrix = empty_quantised(tuple(weight_EOI.shape), format, device=weight_EOI.device)
         self._transposed: QuantisedMatrix | None = None
         self._transposed_of: tuple | None = None  # the state of the weight that it is of; None: of an earlier pass
         self._written_under: tuple[UnchangedWeights, tuple] | None = None
@@ -49,8 +50,8 @@ class WeightCodes:
         if promised is not None and self._written_under == (promised, state) and has_all and not _captures():
             return False
         if both and self._transposed is None:
-            experts, height, width = weight_EOI.shape
-            self._transposed = empty_weights(experts, width, height, weight_EOI.device)
+            found = empty_quantised(tuple(weight_EOI.mT.shape), self.matrix.format, device=weight_EOI.device)
+            self._transposed = replace(found, matrix_scale=self.matrix.matrix_scale)  # the same of both
         return True
 
     def wrote(self, weight_EOI: Tensor, *, both: bool) -> None:
@@ -73,17 +74,20 @@ class WeightCodes:
     def tensors(self) -> tuple[Tensor, ...]:
         """All that there is room in."""
         made = (self.matrix,) if self._transposed is None else (self.matrix, self._transposed)
-        return tuple(tensor for matrix in made for tensor in (matrix.data, matrix.scales))
+        shared = () if self.matrix.matrix_scale is None else (self.matrix.matrix_scale,)
+        return (*shared, *(tensor for matrix in made for tensor in (matrix.data, matrix.scales)))
 
 
-def codes_of(weight_EOI: Tensor) -> WeightCodes:
+def codes_of(weight_EOI: Tensor, format: Format = FP8_TRAINING) -> WeightCodes:
+    """format: with square blocks."""
     # A module that stores (E, in, out) makes a view for each call; what it is a view of stays.
     owner = weight_EOI if weight_EOI._base is None else weight_EOI._base
-    form = (weight_EOI.storage_offset(), weight_EOI.shape, weight_EOI.stride(), weight_EOI.dtype, weight_EOI.device)
+    place = weight_EOI.storage_offset(), weight_EOI.shape, weight_EOI.stride()
+    form = (*place, weight_EOI.dtype, weight_EOI.device, format)
     with _lock:
         kept: dict[tuple, WeightCodes] = _kept.setdefault(owner, {})
         if form not in kept:
-            kept[form] = WeightCodes(weight_EOI)
+            kept[form] = WeightCodes(weight_EOI, format)
         return kept[form]
 
 

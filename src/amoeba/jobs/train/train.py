@@ -270,7 +270,7 @@ def _why_not(device: torch.device, weights: Any, precision: str) -> str | None:
     """Why the kernels do not take a layer, or None."""
     if (reason := fp8_triton.why_not_on(device, weights, precision)) is not None:
         return f"{fp8_triton.BACKEND.name} {reason}"
-    return fp8_choice.too_small(weights) if precision == AUTO else None
+    return (fp8_choice.too_small(weights) or fp8_choice.not_measured(device)) if precision == AUTO else None
 
 
 def _backends(refused: list[str | None], precision: str) -> str:
