@@ -1,25 +1,20 @@
 """`python -m benchmarks cache` as a user meets it."""
 
-import json
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from amoeba.stream.cache.trace import LayerShape, TraceWriter
 from benchmarks.__main__ import app
 from benchmarks.stream.cache import replay, slots_of_share
 from benchmarks.stream.synthetic import Locality, synthetic_trace
+from called import Called, call
 
 SMALL = "layers=2,tokens=60"
 
 
-def simulate(*words: object):
-    return CliRunner().invoke(app, ["cache", *map(str, words)])
-
-
-def results(result) -> list[dict]:
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])["results"]
+def simulate(*words: object, **options: Any) -> Called:
+    return call("cache", *words, app=app, **options)
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def trace(tmp_path):
 
 def test_budgets_are_replayed_and_printed():
     result = simulate("--synthetic", SMALL, "--json")
-    found = results(result)
+    found = result.document["results"]
     assert [row["budget"] for row in found] == ["10%", "25%", "50%"]
     assert "45 % of its selections repeat at the next token, 80 % within 8" in result.stdout
     for column in ("budget", "hits %", "from memory MB/token", "floor ms/token"):
@@ -47,7 +42,7 @@ def test_budgets_are_replayed_and_printed():
 
 def test_a_recorded_trace_gives_what_the_library_gives(trace):
     path, found = trace
-    (row,) = results(simulate(path, "--budget", "25%", "--json"))
+    (row,) = simulate(path, "--budget", "25%", "--json").document["results"]
     expected = replay(found, slots_of_share(found.layers, 0.25))
     assert row["hit_rate"] == expected.top_hit_rate and row["misses_of_layer"] == expected.misses_of_layer
     assert row["top_slots"] == [16, 8]
@@ -55,13 +50,13 @@ def test_a_recorded_trace_gives_what_the_library_gives(trace):
 
 def test_bytes_are_given_by_vram_and_ram_over_a_disk():
     words = ("--synthetic", SMALL, "--json")
-    both = results(simulate(*words, "--vram", "576MiB", "--ram", "576MiB", "--disk", 2))[0]
+    both = simulate(*words, "--vram", "576MiB", "--ram", "576MiB", "--disk", 2).document["results"][0]
     assert both["top_slots"] == both["host_slots"] == [32, 32]
     assert both["floor_seconds_per_token"] == pytest.approx(both["disk_bytes_per_token"] / 2e9)
-    in_memory = results(simulate(*words, "--vram", "576MiB"))[0]
+    in_memory = simulate(*words, "--vram", "576MiB").document["results"][0]
     assert in_memory["host_slots"] is None and in_memory["disk_bytes_per_token"] == 0
     assert in_memory["hit_rate"] == both["hit_rate"]
-    no_gpu = results(simulate(*words, "--ram", "576MiB", "--disk", "200"))[0]
+    no_gpu = simulate(*words, "--ram", "576MiB", "--disk", "200").document["results"][0]
     assert no_gpu["host_bytes_per_token"] == 0 and no_gpu["hit_rate"] == both["hit_rate"]
     assert no_gpu["floor_seconds_per_token"] == pytest.approx(no_gpu["disk_bytes_per_token"] / 200e9)
 
@@ -71,7 +66,7 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
     for _ in range(20):
         writer.add(0, [1, 2])
     result = simulate(tmp_path / "open", "--json")
-    assert results(result) and "is incomplete" in result.stderr
+    assert result.document["results"] and "is incomplete" in result.stderr
     assert "20 tokens in 20 passes" in result.stdout
     writer.close()
 
@@ -97,14 +92,14 @@ def test_a_trace_that_nobody_closed_is_replayed_with_a_warning(tmp_path):
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(words, said):
-    result = simulate(*words)
-    assert result.exit_code == 2 and said in result.stderr, result.output
+    result = simulate(*words, code=2)
+    assert said in result.stderr, result.output
     assert not result.stdout, "before anything is replayed"
 
 
 def test_bytes_of_a_trace_that_does_not_know_them_are_asked_for(trace, tmp_path):
-    result = simulate(trace[0], "--vram", "1GiB")
-    assert result.exit_code == 2 and "Give --expert-size, or use --budget 25%" in result.stderr
-    assert results(simulate(trace[0], "--vram", "1GiB", "--expert-size", "9MiB", "--json"))
+    result = simulate(trace[0], "--vram", "1GiB", code=2)
+    assert "Give --expert-size, or use --budget 25%" in result.stderr
+    assert simulate(trace[0], "--vram", "1GiB", "--expert-size", "9MiB", "--json").document["results"]
     TraceWriter(tmp_path / "empty", [LayerShape(8, 2)]).close()
-    assert "expected a trace with at least one pass" in simulate(tmp_path / "empty").stderr
+    assert "expected a trace with at least one pass" in simulate(tmp_path / "empty", code=2).stderr

@@ -2,9 +2,9 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from amoeba.tasks.graph import Graph, Kind
 from amoeba.tasks.sizes import Sizes, Tiling
@@ -14,23 +14,19 @@ from benchmarks.schedules.computation import OrderOnly
 from benchmarks.schedules.simulator import Pace, Script
 from benchmarks.schedules.simulator import simulate as run_schedule
 from benchmarks.tasks import microseconds
+from called import Called, call
 
 SMALL = ("--shape", "9,8,6,4,2", "--schedules", "3")
 TIMED = ("--timing", "--shape", "512,1024,512,16,4", "--passes", 1)
 
 
-def simulate(*words: object):
-    return CliRunner().invoke(app, ["tasks", *map(str, words)])
-
-
-def document(result) -> dict:
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
+def simulate(*words: object, **options: Any) -> Called:
+    return call("tasks", *words, app=app, **options)
 
 
 def test_schedules_are_run_and_told():
     result = simulate(*SMALL, "--ranks", 2, "--json")
-    found = document(result)
+    found = result.document
     assert found["ok"] and found["fault"] is None and found["schedules"] == 3
     assert set(found["errors"]) == {"x", "weight", "gate", "gate_up", "down", "gate_up_bias", "down_bias"}
     for words in (
@@ -48,20 +44,19 @@ def test_schedules_are_run_and_told():
 
 
 def test_remote_ranks_return_their_sums():
-    assert document(simulate(*SMALL, "--ranks", 3, "--remote", "0,2", "--json"))["kinds"]["return"]["tasks"] > 0
+    assert simulate(*SMALL, "--ranks", 3, "--remote", "0,2", "--json").document["kinds"]["return"]["tasks"] > 0
 
 
 def test_a_fault_is_shown_and_fails(monkeypatch):
     monkeypatch.setattr(Graph, "activated", property(lambda self: self.down_tiles))
-    result = simulate(*SMALL, "--json")
-    assert result.exit_code == 1
+    result = simulate(*SMALL, "--json", code=1)
     assert "FAILED, schedule 0: read too early" in result.stdout
-    assert not json.loads(result.stdout.splitlines()[-1])["ok"]
+    assert not result.document["ok"]
 
 
 def test_a_layer_of_real_size_is_estimated_without_tensors():
     result = simulate(*TIMED, "--ranks", 1, "--json")
-    found = document(result)
+    found = result.document
     assert found["workers"] == 132 and found["kinds"]["down"]["tasks"] >= 2 * 512 * 4 / 128
     assert "errors" not in found and "travelled" not in found
     assert f"{found['span'] / 1e3:.2f} ms per pass: an estimate" in result.stdout and "waited us each" in result.stdout
@@ -69,7 +64,7 @@ def test_a_layer_of_real_size_is_estimated_without_tensors():
 
 def test_an_estimate_over_ranks_tells_how_much_of_the_exchange_is_hidden():
     result = simulate(*TIMED, "--ranks", 2, "--json")
-    travelled = document(result)["travelled"]
+    travelled = result.document["travelled"]
     assert travelled["time"] > 0 and 0 <= travelled["hidden"] <= 1
     assert f"dy from other ranks was in transit for {travelled['time']:.1f} us" in result.stdout
 
@@ -77,13 +72,13 @@ def test_an_estimate_over_ranks_tells_how_much_of_the_exchange_is_hidden():
 def test_small_layers_are_estimated_in_their_own_order():
     """Bundles of tiles in one task, which only one rank has."""
     words = ("--timing", "--shape", "256,1024,256,64,4", "--passes", 1, "--json")
-    alone, shared = (document(simulate(*words, "--ranks", ranks))["kinds"]["up_weights"]["tasks"] for ranks in (1, 2))
+    alone, shared = (simulate(*words, "--ranks", ranks).document["kinds"]["up_weights"]["tasks"] for ranks in (1, 2))
     assert 2 * alone <= shared == 64 * (512 // 128) * (1024 // 256)
 
 
 def test_a_trace_opens_in_perfetto(tmp_path):
     path = tmp_path / "new" / "tasks.json"
-    found = document(simulate(*SMALL, "--ranks", 2, "--workers", 3, "--trace", path, "--json"))
+    found = simulate(*SMALL, "--ranks", 2, "--workers", 3, "--trace", path, "--json").document
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
     assert {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"} == {
@@ -105,7 +100,7 @@ def test_a_trace_opens_in_perfetto(tmp_path):
 
 def test_a_schedule_is_drawn(tmp_path):
     path = tmp_path / "tasks.svg"
-    assert document(simulate(*SMALL, "--picture", path, "--json"))["picture"] == str(path)
+    assert simulate(*SMALL, "--picture", path, "--json").document["picture"] == str(path)
     assert "T=9 H=8 I=6 E=4 K=2, simulated" in path.read_text()
 
 
@@ -123,8 +118,8 @@ def test_a_schedule_is_drawn(tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(words, said):
-    result = simulate(*words)
-    assert result.exit_code == 2 and said in result.output
+    result = simulate(*words, code=2)
+    assert said in result.output
 
 
 @pytest.mark.parametrize("remote", [frozenset(), frozenset((1,))])

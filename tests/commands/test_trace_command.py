@@ -1,27 +1,26 @@
 """`amoeba trace` as a user meets it: in Triton's interpreter here, where one program does everything."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("triton")
-from amoeba.cli import app
 from amoeba.commands.trace import INTERPRETED_SHAPE
+from called import Called, call
 
 KINDS = {"down", "activate", "up", "down_weights", "up_weights", "combine"}
 
 
-def trace(*words: object):
-    return CliRunner().invoke(app, ["trace", *map(str, words)])
+def trace(*words: object, **options: Any) -> Called:
+    return call("trace", *words, **options)
 
 
 def test_a_backward_is_traced_printed_and_written(tmp_path):
     path = tmp_path / "trace.json"
     result = trace("--shape", INTERPRETED_SHAPE, "--out", path, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = result.document
     assert set(found["kinds"]) == KINDS and found["trace"] == str(path)
     assert found["tasks"] == sum(kind["tasks"] for kind in found["kinds"].values())
     assert found["busy"] + found["waited"] + found["idle"] == pytest.approx(1)
@@ -47,29 +46,29 @@ def test_a_backward_is_traced_printed_and_written(tmp_path):
     ids=["shape", "dtype", "device", "a dtype without kernels"],
 )
 def test_what_cannot_be_traced_is_refused_in_a_sentence(words, said, tmp_path):
-    result = trace(*words, "--out", tmp_path / "trace.json")
-    assert result.exit_code == 2 and said in result.output and "Traceback" not in result.output
+    result = trace(*words, "--out", tmp_path / "trace.json", code=2)
+    assert said in result.output and "Traceback" not in result.output
 
 
 def test_without_the_interpreter_a_cpu_is_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    result = trace("--device", "cpu", "--out", tmp_path / "trace.json")
-    assert result.exit_code == 2 and "TRITON_INTERPRET=1" in result.output
+    result = trace("--device", "cpu", "--out", tmp_path / "trace.json", code=2)
+    assert "TRITON_INTERPRET=1" in result.output
     assert not (tmp_path / "trace.json").exists()
 
 
 def test_a_folder_is_no_file_and_one_file_is_not_two(tmp_path):
     for words in (("--out", tmp_path), ("--out", tmp_path / "trace.json", "--picture", tmp_path)):
-        result = trace(*words)
-        assert result.exit_code == 2 and "a folder" in result.output
-    assert "a file other than --out" in trace("--out", tmp_path / "trace.svg").output
+        result = trace(*words, code=2)
+        assert "a folder" in result.output
+    assert "a file other than --out" in trace("--out", tmp_path / "trace.svg", code=2).output
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_each_multiprocessor_is_a_thread_of_the_trace(tmp_path):
     path = tmp_path / "trace.json"
     result = trace("--shape", "1024,256,128,16,4", "--out", path)
-    assert result.exit_code == 0 and "tensor cores: " in result.stdout
+    assert "tensor cores: " in result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     places = {event["tid"] for event in events if event["ph"] == "X"}
     assert 1 < len(places) <= torch.cuda.get_device_properties(0).multi_processor_count
@@ -96,6 +95,6 @@ def test_bad_input_is_refused_before_anything_is_computed(words, said, tmp_path,
     (tmp_path / "file").write_text("kept")
     option, value = words
     value = str(value).replace("FOLDER", str(tmp_path)).replace("FILE", str(tmp_path / "file"))
-    result = trace("--shape", INTERPRETED_SHAPE, "--out", tmp_path / "trace.json", option, value)
-    assert result.exit_code == 2 and said in result.output
+    result = trace("--shape", INTERPRETED_SHAPE, "--out", tmp_path / "trace.json", option, value, code=2)
+    assert said in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"

@@ -7,10 +7,10 @@ from argparse import Namespace
 import pytest
 from few_cases import all_commands
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from amoeba.cli import app
 from amoeba.commands.over_ranks import _with_torchrun
+from called import call
 
 OVER_RANKS = ("train", "finetune", "generate")
 OPTIONS = [
@@ -63,7 +63,7 @@ def test_a_command_for_one_process_is_refused_once(words: str, rank: str, monkey
     monkeypatch.setenv("RANK", rank)
     needed = [parameter for parameter in FOR_ONE_PROCESS[words].params if parameter.required]
     given = [word for each in needed for word in (*each.opts[:1], "1")[each.param_type_name == "argument" :]]
-    result = CliRunner().invoke(app, [*words.split(), *given])
-    assert result.exit_code == 2 and result.stdout == ""
+    result = call(*words.split(), *given, code=2)
+    assert result.stdout == ""
     said = "torchrun: expected train, finetune or generate; got 2 processes of another command"
     assert (said in result.stderr) == (rank == "0")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from amoeba.commands.chat import chat as command
-from amoeba.commands.typer_app import Typer
 from amoeba.jobs.generate import token_steps
 from amoeba.jobs.generate.chat import Chat, TooLong, open_chat
 from amoeba.jobs.generate.options import GenerationOptions
+from called import Called, call
 from tiny_models import build, save_byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -113,16 +112,14 @@ def test_a_conversation_that_is_full_says_so_and_stays_as_it_was(folder):
         assert chat.messages == before
 
 
-def invoke(*words: object, input: str):
-    app = Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, [str(word) for word in words], input=input)
+def invoke(*words: object, **options: Any) -> Called:
+    return call("chat", *words, **options)
 
 
 def test_lines_of_a_pipe_are_messages_and_commands(folder, tmp_path):
     typed = f"Once\\\nmore\n\n/retry\n/system Be brief.\nOnce\n/save {tmp_path / 'saved.jsonl'}\n/exit\nnever read\n"
     result = invoke(folder, "--max-new-tokens", 5, "--temperature", 0, "--json", input=typed)
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = result.document
     assert result.exit_code == 0 and len(document["answers"]) == 3
     assert [message["content"] for message in document["messages"][:2]] == ["Be brief.", "Once"]
     assert json.loads((tmp_path / "saved.jsonl").read_text()) == {"messages": document["messages"]}
@@ -140,11 +137,11 @@ def test_lines_of_a_pipe_are_messages_and_commands(folder, tmp_path):
 )
 def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(folder, typed, expected):
     result = invoke(folder, "--max-new-tokens", 2, input=f"{typed}Once\n")
-    assert result.exit_code == 0 and expected in result.output and "2 tokens" in result.output
+    assert expected in result.output and "2 tokens" in result.output
 
 
 def test_bad_values_are_refused(folder, tmp_path):
-    assert "--context: expected 2 to 200" in invoke(folder, "--context", 201, input="").output
+    assert "--context: expected 2 to 200" in invoke(folder, "--context", 201, input="", code=2).output
     build("qwen3_moe", vocab_size=257).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
-    assert "a tokenizer with a chat template" in invoke(tmp_path, input="").output
+    assert "a tokenizer with a chat template" in invoke(tmp_path, input="", code=2).output

@@ -15,10 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from amoeba import lora
-from amoeba.cli import app
 from amoeba.cpu import placements as cpu_placements
 from amoeba.cpu import planner as planner_module
 from amoeba.cpu.build import CoreUnavailable
@@ -37,6 +35,7 @@ from amoeba.jobs.train.training_loop import Rows, make_trainer
 from amoeba.observe.run_log import read_run
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
+from called import call
 from selection import quick
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
 from tiny_runs import Quiet
@@ -202,11 +201,10 @@ def test_the_merged_folder_gives_the_adapted_logits_in_plain_transformers(finish
 
 def test_merge_as_a_command_of_its_own(finished: tuple[Path, Any, Quiet], base: Path, tmp_path: Path) -> None:
     command = ["merge", str(base), "--adapter", str(finished[0]), "--json"]
-    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "merged")])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout.splitlines()[-1])["model"] == str(tmp_path / "merged")
+    done = call(*command, "--out", tmp_path / "merged")
+    assert done.document["model"] == str(tmp_path / "merged")
     assert "2 layers of experts and 2 linear layers changed" in done.stdout
-    assert "--out: expected a folder; got none" in CliRunner().invoke(app, command).output
+    assert "--out: expected a folder; got none" in call(*command, code=2).output
 
 
 def test_a_merge_that_is_interrupted_says_so_and_leaves_nothing(finished, base, tmp_path, monkeypatch):
@@ -215,29 +213,27 @@ def test_a_merge_that_is_interrupted_says_so_and_leaves_nothing(finished, base, 
 
     monkeypatch.setattr("amoeba.jobs.convert.merge.note_merged", interrupt)
     words = ["merge", str(base), "--adapter", str(finished[0]), "--out", str(tmp_path / "merged")]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 130 and "interrupted: nothing was written" in done.output
+    done = call(*words, code=130)
+    assert "interrupted: nothing was written" in done.output
     assert not list(tmp_path.iterdir())
 
 
 def test_generate_takes_the_adapter_and_its_chat_template(finished, base, tmp_path):
     folder, *_ = finished
     words = ["What is 1 plus 2?", "--chat", "--max-new-tokens=8", "--temperature=0", "--json"]
-    result = CliRunner().invoke(app, ["generate", str(base), *words, "--adapter", str(folder)])
-    assert result.exit_code == 0, result.output
+    result = call("generate", base, *words, "--adapter", folder)
     merge(base, folder, tmp_path / "merged")
-    same = CliRunner().invoke(app, ["generate", str(tmp_path / "merged"), *words])
-    without = CliRunner().invoke(app, ["generate", str(base), "What is 1 plus 2?", *words[2:]])
-    ids = [json.loads(answer.stdout.splitlines()[-1])["generated_ids"] for answer in (result, same, without)]
+    same = call("generate", tmp_path / "merged", *words)
+    without = call("generate", base, "What is 1 plus 2?", *words[2:])
+    ids = [answer.document["generated_ids"] for answer in (result, same, without)]
     assert ids[0] == ids[1] != ids[2]
 
 
 @needs_engine
 def test_generate_takes_the_adapter_beside_packed_experts(finished: tuple[Path, Any, Quiet], base: Path) -> None:
     words = ["generate", str(base), "What is 1 plus 2?", "--max-new-tokens=3", "--adapter", str(finished[0]), "--json"]
-    result = CliRunner().invoke(app, [*words, "--experts=cpu-bf16"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    result = call(*words, "--experts=cpu-bf16")
+    document = result.document
     assert (document["placement"], document["backend"]) == ("cpu-bf16", "cpu")
 
 
@@ -298,8 +294,7 @@ def test_checkpoints_hold_the_adapter_and_not_the_model(finished: tuple[Path, An
 
 
 def refused(*words: str) -> str:
-    result = CliRunner().invoke(app, ["finetune", *words])
-    assert result.exit_code == 2, result.output
+    result = call("finetune", *words, code=2)
     assert "Traceback" not in result.output
     return result.output
 
@@ -380,11 +375,9 @@ def test_an_adapter_of_another_model_is_refused(finished: tuple[Path, Any, Quiet
     build("mixtral", vocab_size=320).save_pretrained(tmp_path / "other")
     for words in (["generate", "{}", "Hello"], ["merge", "{}", "--out", str(tmp_path / "merged")]):
         filled = [word.format(tmp_path / "other") for word in words]
-        result = CliRunner().invoke(app, [*filled, "--adapter", str(finished[0])])
-        assert result.exit_code == 2, result.output
+        result = call(*filled, "--adapter", finished[0], code=2)
         assert "6 experts of hidden 32 and intermediate 48" in result.output
-    result = CliRunner().invoke(app, ["generate", str(base), "Hello", "--adapter", str(tmp_path)])
-    assert result.exit_code == 2
+    result = call("generate", base, "Hello", "--adapter", tmp_path, code=2)
     assert "--adapter: expected a folder with adapter_config.json" in result.output
 
 
@@ -400,8 +393,7 @@ def test_a_run_of_train_is_not_taken_for_one_of_finetune(base: Path, tmp_path: P
 def test_a_missing_package_is_a_sentence(command, tmp_path, base, data, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
-    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
-    assert done.exit_code == 2
+    done = call(*words, "--out", tmp_path / "run", code=2)
     assert "tokenizers" in done.stderr and "nstall" in done.stderr
 
 
@@ -451,11 +443,9 @@ def test_without_a_compiler_packing_is_refused_and_auto_stays_resident(monkeypat
 @needs_engine
 def test_memory_that_will_not_do_is_foreseen_before_anything_is_packed(base, data, tmp_path, monkeypatch):
     monkeypatch.setattr(planner_module, "available_memory", lambda device: 1000)
-    result = CliRunner().invoke(
-        app, ["finetune", str(base), "--data", data, "--out", str(tmp_path / "run"), "--experts", "cpu-int8"]
-    )
+    result = call("finetune", base, "--data", data, "--out", tmp_path / "run", "--experts", "cpu-int8", code=None)
     assert result.exit_code != 0
-    text = " ".join(result.output.split())
+    text = result.said
     assert "to be free for what follows; got" in text and "Place them as cpu-int8" in text and "packed Wᵀ" in text
     assert "Traceback" not in result.output
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from typer.testing import CliRunner
 
 from amoeba.backends.registry import backends_of
-from amoeba.commands import generate as command
-from amoeba.commands.typer_app import Typer
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import placements as cpu_placements
 from amoeba.decoding import Decoder
@@ -32,6 +30,7 @@ from amoeba.jobs import cpu_dtype
 from amoeba.jobs.generate import token_steps
 from amoeba.jobs.generate.generate import GenerationOptions, GenerationReport, TokenStream, generate
 from amoeba.jobs.generate.options import sampling_of
+from called import Called, call
 from planted_backend import Planted, plant
 from tiny_models import byte_tokenizer, randomise, save_byte_tokenizer, tiny_config
 
@@ -87,10 +86,8 @@ def run(folder: Path, prompt: str = "Once", options: GenerationOptions = GREEDY)
     return generate(folder, prompt, options, lambda text: None)
 
 
-def invoke(*words: object, input: str | None = None):
-    app = Typer()
-    app.command()(command.generate)
-    return CliRunner().invoke(app, [str(word) for word in words], input=input)
+def invoke(*words: object, **options: Any) -> Called:
+    return call("generate", *words, **options)
 
 
 def streamed(tokenizer, ids: list[int], prompt: int = 3) -> tuple[list[str], str]:
@@ -364,7 +361,7 @@ def test_a_step_that_cannot_be_captured_is_told_and_does_not_change_the_text(fol
     expected = run(folder)
     monkeypatch.setattr(Decoder, "prepare", prepare)
     result = invoke(folder, "Once", "--max-new-tokens", 17, "--temperature", 0, "--json")
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = result.document
     assert document["generated_ids"] == expected.generated_ids
     assert (document["steps"], document["steps_reason"]) == (
         "plain",
@@ -380,7 +377,7 @@ def test_the_compile_flag_reaches_the_steps(folder, by_decoder, monkeypatch):
     monkeypatch.setattr(Decoder, "prepare", lambda self, tokens: asked.append(self._step.compiled))
     monkeypatch.setattr(Decoder, "generate", lambda self, *_: iter([[65]]))
     for flags in ((), ("--compile",), ("--no-compile",)):
-        assert invoke(folder, "Once", *flags).exit_code == 0
+        invoke(folder, "Once", *flags)
     assert asked == [False, True, False]
 
 
@@ -409,8 +406,7 @@ def test_options_out_of_range_are_refused(options, words):
 
 def refusal(*words: object) -> str:
     """What the command says, in one line on stderr, before it exits with 2."""
-    result = invoke(*words)
-    assert result.exit_code == 2, result.output
+    result = invoke(*words, code=2)
     assert result.stdout == ""
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("amoeba: "))
     return line
@@ -477,7 +473,7 @@ def test_a_hub_name_goes_to_transformers_as_it_is(monkeypatch):
 @pytest.mark.parametrize(("precision", "placed"), [("mxfp4", "mxfp4-weights"), ("bf16", "resident")])
 def test_a_precision_is_that_of_the_experts(folder, precision, placed):
     result = invoke(folder, "Once", "--max-new-tokens", 1, "--precision", precision, "--json")
-    assert json.loads(result.stdout.splitlines()[-1])["placement"] == placed
+    assert result.document["placement"] == placed
 
 
 # The command
@@ -485,7 +481,6 @@ def test_a_precision_is_that_of_the_experts(folder, precision, placed):
 
 def test_the_last_line_is_a_complete_document_and_the_text_comes_before_it(folder):
     result = invoke(folder, "Once", "--max-new-tokens", 17, "--temperature", 0, "--seed", 4, "--json")
-    assert result.exit_code == 0, result.output
     text, line = result.stdout.rstrip("\n").rsplit("\n", 1)
     document = json.loads(line)
     expected = run(folder)
@@ -522,7 +517,7 @@ def test_stderr_has_decisions_and_results_and_verbose_adds_reasons(folder):
 
 def test_the_prompt_may_come_from_stdin(folder):
     result = invoke(folder, "-", "--max-new-tokens", 17, "--temperature", 0, "--json", input="Once\n")
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = result.document
     assert document["prompt_tokens"] == 4
     assert document["generated_ids"] == run(folder).generated_ids
 
@@ -536,9 +531,8 @@ def test_ctrl_c_ends_with_the_report_and_130(folder, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TokenStream, "put", put)
-    result = invoke(folder, "Once", "--temperature", 0, "--json")
-    assert result.exit_code == 130
-    document = json.loads(result.stdout.splitlines()[-1])
+    result = invoke(folder, "Once", "--temperature", 0, "--json", code=130)
+    document = result.document
     assert (document["stopped"], document["generated_tokens"]) == ("interrupted", 5)
     assert "stopped: interrupted" in result.stderr
 
@@ -548,14 +542,13 @@ def test_ctrl_c_while_loading_is_130_too(folder, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("amoeba.jobs.generate.loaded_model.load_placed", interrupted)
-    result = invoke(folder, "Once")
-    assert result.exit_code == 130
+    result = invoke(folder, "Once", code=130)
     assert "interrupted: before the first token" in result.stderr
 
 
 def test_device_and_dtype_flags_reach_the_job(folder):
     result = invoke(folder, "Once", "--max-new-tokens", 1, "--device", "cpu", "--dtype", "bf16", "--json")
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = result.document
     assert (document["device"], document["dtype"]) == ("cpu", "bfloat16")
 
 

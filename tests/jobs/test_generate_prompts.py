@@ -3,19 +3,18 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from typer.testing import CliRunner
 
-from amoeba.commands import generate as command
-from amoeba.commands.typer_app import Typer
 from amoeba.data.sources import Prompt
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate import prompt_batches, token_steps
 from amoeba.jobs.generate.generate import GenerationOptions, generate
 from amoeba.jobs.generate.prompt_batches import Row, batches_of
+from called import Called, call
 from tiny_models import byte_tokenizer, randomise, tiny_config
 
 TEXTS = ["Once upon a time", "x", "", "The end of it", "Ab"]  # the third line is blank
@@ -50,11 +49,9 @@ def prompts(tmp_path) -> Path:
     return path
 
 
-def invoke(folder: Path, *words: object):
-    app = Typer()
-    app.command()(command.generate)
-    fixed = ("--max-new-tokens", TOKENS, "--temperature", 0, "--device", "cpu")
-    return CliRunner().invoke(app, [str(word) for word in (folder, *words, *fixed)])
+def invoke(folder: Path, *words: object, device: str = "cpu", **options: Any) -> Called:
+    fixed = ("--max-new-tokens", TOKENS, "--temperature", 0, "--device", device)
+    return call("generate", folder, *words, *fixed, **options)
 
 
 def records(text: str) -> dict[int, dict]:
@@ -64,15 +61,13 @@ def records(text: str) -> dict[int, dict]:
 
 
 def refusal(*words: object) -> str:
-    result = invoke(*words)
-    assert result.exit_code == 2, result.output
+    result = invoke(*words, code=2)
     return result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("size", [1, 3, None])
 def test_each_prompt_gets_the_text_that_it_gets_alone(folder, prompts, alone, size):
     result = invoke(folder, "--prompts", prompts, *([] if size is None else ["--batch-size", size]))
-    assert result.exit_code == 0, result.output
     found = records(result.stdout)
     assert sorted(found) == LINES
     for record in found.values():
@@ -113,8 +108,7 @@ def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, a
         return original(*given)
 
     monkeypatch.setattr(prompt_batches, "_by_transformers", interrupted)
-    result = invoke(folder, "--prompts", prompts, "--out", out, "--batch-size", 2)
-    assert result.exit_code == 130
+    result = invoke(folder, "--prompts", prompts, "--out", out, "--batch-size", 2, code=130)
     assert "2 prompts answered, 14 generated" in result.stderr
     assert sorted(records(out.read_text())) == [1, 4]  # the longest first
     with out.open("a") as file:
@@ -284,8 +278,5 @@ def test_batches_draw_different_numbers_and_a_run_repeats_its_own():
 @pytest.mark.gpu
 @pytest.mark.parametrize("batching", ["continuous", "padded"])
 def test_on_a_gpu(folder, prompts, alone, batching):
-    app = Typer()
-    app.command()(command.generate)
-    words = ("--prompts", prompts, "--batching", batching, "--max-new-tokens", TOKENS, "--temperature", 0)
-    result = CliRunner().invoke(app, [str(word) for word in (folder, *words, "--device", "cuda")])
+    result = invoke(folder, "--prompts", prompts, "--batching", batching, device="cuda")
     assert {record["prompt"]: record["text"] for record in records(result.stdout).values()} == alone

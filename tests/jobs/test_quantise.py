@@ -13,16 +13,15 @@ from packaging.version import InvalidVersion
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import amoeba
-from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, place, placed_in
 from amoeba.integrations.model_folder import check_model
 from amoeba.jobs.convert import quantise as job
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.placements import placement_named
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
+from called import call
 from selection import each_value_once, quick
 from tiny_models import build, randomise, save_byte_tokenizer, token_ids
 
@@ -139,21 +138,16 @@ def test_an_interrupted_run_goes_on_and_leaves_no_model_before(format, models, t
 
 
 def test_the_command(models: dict[str, Path], tmp_path: Path) -> None:
-    def invoke(*words: str):
-        return CliRunner().invoke(app, ["quantise", *words])
-
-    result = invoke(str(models["gpt_oss"]), "--format", "mxfp4", "--out", str(tmp_path / "out"), "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    words = ("--format", "mxfp4", "--out", tmp_path / "out", "--json")
+    document = call("quantise", models["gpt_oss"], *words).document
     assert document["document"] == "amoeba quantise" and document["read_by_transformers"]
     assert document["bytes_per_parameter"] <= 0.55
     for words, said in (
-        ((str(models["gpt_oss"]), "--format", "int3"), "one of fp8, mxfp8, mxfp4, nvfp4"),
-        ((str(tmp_path / "nowhere"),), "which is not here"),
-        ((str(tmp_path / "out"), "--format", "fp8"), "got mxfp4"),
+        ((models["gpt_oss"], "--format", "int3"), "one of fp8, mxfp8, mxfp4, nvfp4"),
+        ((tmp_path / "nowhere",), "which is not here"),
+        ((tmp_path / "out", "--format", "fp8"), "got mxfp4"),
     ):
-        result = invoke(*words)
-        assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
+        assert said in call("quantise", *words, code=2).said
 
 
 @pytest.mark.parametrize(
@@ -180,8 +174,8 @@ def test_a_checkpoint_that_is_not_finite_is_refused_by_its_tensor(
     with pytest.raises(ValueError, match=rf"expected finite numbers, which {format} can hold; got .* in {name}"):
         quantise_folder(folder, out, format)
     assert out.exists() == made_before and not list(tmp_path.glob("out/*"))
-    result = CliRunner().invoke(app, ["quantise", str(folder), "--format", format, "--out", str(out)])
-    assert result.exit_code == 2 and name in "".join(result.output.split())
+    result = call("quantise", folder, "--format", format, "--out", out, code=2)
+    assert name in "".join(result.output.split())
 
 
 def test_placing_is_the_same_by_either_name() -> None:

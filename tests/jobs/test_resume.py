@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from amoeba.cli import app
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Text
 from amoeba.jobs.settings import AT_RESUME
@@ -24,6 +22,7 @@ from amoeba.jobs.train.metrics import RunLog
 from amoeba.jobs.train.resume import Earlier, began_with, check_data, settings_of
 from amoeba.jobs.train.run_folder import checkpoints, remove_unfinished, run_folder
 from amoeba.jobs.train.training_loop import WatchedTrainer
+from called import call
 from selection import each_value_once, quick
 from tiny_runs import KEPT, KINDS, WEIGHTS, Quiet, kept_weights, tiny_run, tiny_settings
 
@@ -171,10 +170,9 @@ def test_an_unknown_checkpoint_is_refused(run: Path, command: str) -> None:
 def test_a_finished_run_says_so_and_is_left_alone(whole: tuple[Path, Any], command: str) -> None:
     folder, report = whole
     before = contents(folder)
-    result = CliRunner().invoke(app, [command, "--resume", str(folder), "--json"])
-    assert result.exit_code == 0, result.output
+    result = call(command, "--resume", folder, "--json")
     assert "already finished after 12 steps" in result.output
-    assert json.loads(result.stdout.splitlines()[-1]) == dataclasses.asdict(report)
+    assert result.document == dataclasses.asdict(report)
     assert contents(folder) == before
 
 
@@ -301,9 +299,8 @@ def test_a_config_file_and_out_are_not_ignored(run: Path, command: str, tmp_path
         ("--out", str(tmp_path / "elsewhere")): "--out: expected the folder of --resume",
         ("--seed", "3"): "--seed: expected 0, as in the run in",
     }.items():
-        result = CliRunner().invoke(app, [command, "--resume", str(run), *words])
-        assert result.exit_code == 2, result.output
-        assert said in " ".join(result.output.split())
+        result = call(command, "--resume", run, *words, code=2)
+        assert said in result.said
     assert contents(run) == before
 
 
@@ -313,9 +310,8 @@ def test_a_damaged_record_of_the_settings_is_named(how: str, run: Path, command:
     path = run / "config.json"
     text = path.read_text()
     path.write_text({"truncated": text[:50], "flipped": text.replace("0.01", "0.02"), "empty": ""}[how])
-    result = CliRunner().invoke(app, [command, "--resume", str(run)])
-    assert result.exit_code == 2, result.output
-    assert "config.json: expected the settings" in " ".join(result.output.split())
+    result = call(command, "--resume", run, code=2)
+    assert "config.json: expected the settings" in result.said
 
 
 # --- damaged checkpoints
@@ -420,8 +416,8 @@ def test_a_diverging_run_stops_and_keeps_what_was_good(inputs: Path, tmp_path: P
     told = tiny_settings(command, folder, inputs, learning_rate=1e30, steps=60, log_every=60, save_every=2)
     words = [command] + ([told.model] if command == "finetune" else ["--model", told.model])
     words += ["--data", str(told.data), "--out", str(folder), "--learning-rate=1e30", "--steps=60", "--log-every=60"]
-    result = CliRunner().invoke(app, [*words, "--save-every=2", "--batch-size=2", "--sequence-length=32"])
-    said = " ".join(result.output.split())
+    result = call(*words, "--save-every=2", "--batch-size=2", "--sequence-length=32", code=None)
+    said = result.said
     assert result.exit_code not in (0, 130, 143)
     assert "training: expected finite numbers" in said and "lower --learning-rate (it is 1e+30)" in said.lower()
     assert "Traceback" not in said
@@ -546,4 +542,4 @@ def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones(command: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["identical"] == {command: 1}
+    assert done.document["identical"] == {command: 1}

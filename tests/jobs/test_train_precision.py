@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from amoeba.backends import fp8_choice
-from amoeba.cli import app
 from amoeba.commands.run_console import describe
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs.settings import TrainSettings
@@ -17,6 +15,7 @@ from amoeba.jobs.train.train import RunPrecision, run_precision
 from amoeba.jobs.train.training_loop import WatchedTrainer
 from amoeba.observe.report import page_data
 from amoeba.observe.run_log import read_run
+from called import call
 from quantised_checkpoints import write_fp8
 from selection import quick
 from tiny_models import build
@@ -140,9 +139,8 @@ def test_what_computes_each_layer_is_said_and_why_it_is_slow(gpu_of, monkeypatch
 def test_a_quantised_checkpoint_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     """Its experts would stay as they are, and what was trained beside them could not be saved."""
     write_fp8(tmp_path / "model")
-    result = CliRunner().invoke(app, ["train", "--model", str(tmp_path / "model"), "--sequence-length", "64"])
-    assert result.exit_code == 2
-    said = " ".join(result.output.split())
+    result = call("train", "--model", tmp_path / "model", "--sequence-length", "64", code=2)
+    said = result.said
     assert "whose parameters can all be trained; got one quantised by fp8" in said and "amoeba finetune" in said
     assert "rows of" not in said
 
@@ -155,9 +153,8 @@ def test_bad_settings_are_refused() -> None:
         TrainSettings(precision="fp4")
     with pytest.raises(ValueError, match=r"single rows, with --experts ranks; got fp8-all\. Use fp8"):
         TrainSettings(precision="fp8-all", experts="ranks")
-    result = CliRunner().invoke(app, ["train", "--precision", "fp4"])
-    assert result.exit_code == 2
+    result = call("train", "--precision", "fp4", code=2)
     assert (
         "precision: expected one of bf16, fp8, fp8-ste, fp8-saved, fp8-all, mxfp8, nvfp4, auto; got 'fp4'"
-        in " ".join(result.output.split())
+        in result.said
     )

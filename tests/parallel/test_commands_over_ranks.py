@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import rank_jobs
-from amoeba.cli import app
 from amoeba.jobs.sharded_model import load_share
 from amoeba.jobs.train.run_folder import checkpoints
 from amoeba.parallel import Ranks
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.rank_zero import RankZero
 from amoeba.stream.store import Store
+from called import call
 from same_runs import check_same_run, weights
 from selection import quick
 from tiny_models import EXPERTS, LAYERS, build
@@ -84,7 +83,7 @@ def test_a_command_over_ranks_with_no_expert_on_one_and_no_row_on_another(proces
         shutil.copy(path, base)
     words = ["train", "--model", str(base), "--data", str(inputs / "train.jsonl"), "--steps", "20", "--batch-size", "3"]
     words += ["--sequence-length", "32", "--balance", "bias", "--learning-rate", "1e-2", "--log-every", "10", "--json"]
-    assert CliRunner().invoke(app, [*words, "--out", str(tmp_path / "alone")]).exit_code == 0
+    call(*words, "--out", tmp_path / "alone")
     ranked = [*words, "--out", str(tmp_path / "ranks"), "--experts", "ranks"]
     found = processes.run(rank_jobs.run_command, [(rank, 4, ranked) for rank in range(4)])
     assert [code for code, *_ in found] == [0] * 4
@@ -96,7 +95,7 @@ def test_a_command_over_ranks_with_no_expert_on_one_and_no_row_on_another(proces
     assert any("e_score_correction_bias" in name for name in weights(tmp_path / "ranks" / "model"))
 
     asked = ["generate", str(tmp_path / "ranks" / "model"), "In one", "--max-new-tokens", "8", "--temperature", "0.8"]
-    expected = CliRunner().invoke(app, [*asked, "--seed", "3"])
+    expected = call(*asked, "--seed", "3")
     found = processes.run(
         rank_jobs.run_command, [(rank, 4, [*asked, "--seed", "3", "--experts", "ranks"]) for rank in range(4)]
     )
@@ -114,7 +113,7 @@ def test_a_command_over_ranks_with_no_expert_on_one_and_no_row_on_another(proces
         "--seed",
         "1",
     ]
-    expected = CliRunner().invoke(app, asked)
+    expected = call(*asked)
     found = processes.run(rank_jobs.run_command, [(rank, 4, [*asked, "--experts", "ranks"]) for rank in range(4)])
     assert found[0][1] == expected.stdout and found[1][1] == ""
 
@@ -164,8 +163,8 @@ def test_loading_reads_the_experts_that_a_rank_owns_and_no_other(inputs: Path, m
 class TestWithoutOthers:
     def test_a_process_alone_is_told_how_to_start_several(self, inputs: Path, tmp_path: Path) -> None:
         words = ["train", "--model", str(inputs / "base"), "--out", str(tmp_path / "run"), "--experts", "ranks"]
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 2 and not (tmp_path / "run").exists()
+        result = call(*words, code=2)
+        assert not (tmp_path / "run").exists()
         assert "--experts ranks: expected several processes, started by torchrun; got a single process" in result.stderr
         assert "torchrun --nproc-per-node 2 -m amoeba" in result.stderr
 
@@ -173,11 +172,11 @@ class TestWithoutOthers:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "1")
         words = ["generate", str(inputs / "base"), "In", "--max-new-tokens", "2", "--experts", "ranks"]
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0 and "this single process has all experts" in result.stderr
+        result = call(*words)
+        assert "this single process has all experts" in result.stderr
 
     def test_a_deadline_that_is_none_is_refused(self, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("AMOEBA_DEADLINE", "soon")):
             monkeypatch.setenv(name, value)
-        result = CliRunner().invoke(app, ["generate", str(inputs / "base"), "In", "--experts", "ranks"])
-        assert result.exit_code == 2 and "AMOEBA_DEADLINE: expected seconds, more than 0; got 'soon'" in result.stderr
+        result = call("generate", inputs / "base", "In", "--experts", "ranks", code=2)
+        assert "AMOEBA_DEADLINE: expected seconds, more than 0; got 'soon'" in result.stderr

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
-from amoeba.cli import app
 from amoeba.jobs.train.run_folder import checkpoints, run_folder
 from amoeba.parallel.launcher import _own_part
+from called import call
 from tiny_runs import kept_weights, make_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -167,23 +166,23 @@ def test_the_same_command_resumes_where_torchrun_may_restart_it(command, inputs,
     words = ["train", "--model"] if command == "train" else ["finetune", "--lora-rank", "2"]
     words += [str(inputs / "base"), "--data", str(inputs / f"{command}.jsonl"), "--dtype", "float32"]
     words += ["--steps", "4", "--save-every", "2", "--sequence-length", "32", "--out", str(tmp_path / "run")]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    call(*words)
     weights = kept_weights(tmp_path / "run", command)
-    refused = CliRunner().invoke(app, words)
-    assert refused.exit_code == 2 and "--out: expected a folder without a run" in refused.stderr
+    refused = call(*words, code=2)
+    assert "--out: expected a folder without a run" in refused.stderr
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    ended = CliRunner().invoke(app, words)
-    assert ended.exit_code == 0 and "already finished after 4 steps" in ended.stderr
+    ended = call(*words)
+    assert "already finished after 4 steps" in ended.stderr
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"final"' not in line))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-4")  # as if it had been killed before that one
-    resumed = CliRunner().invoke(app, words)
-    assert resumed.exit_code == 0 and "resuming from checkpoint-2" in resumed.stderr
+    resumed = call(*words)
+    assert "resuming from checkpoint-2" in resumed.stderr
     assert kept_weights(tmp_path / "run", command) == weights
-    other = CliRunner().invoke(app, [*words, "--learning-rate", "1"])
-    assert other.exit_code == 2 and "--learning-rate: expected 0.00" in other.stderr
-    chosen = CliRunner().invoke(app, [command, "--resume", str(tmp_path / "run"), "--from", "2"])
-    assert chosen.exit_code == 2 and "--from: expected torchrun without --max-restarts" in chosen.stderr
+    other = call(*words, "--learning-rate", "1", code=2)
+    assert "--learning-rate: expected 0.00" in other.stderr
+    chosen = call(command, "--resume", tmp_path / "run", "--from", "2", code=2)
+    assert "--from: expected torchrun without --max-restarts" in chosen.stderr
 
 
 def test_a_restarted_run_waits_until_the_ended_one_lets_go_of_its_folder(tmp_path, monkeypatch):

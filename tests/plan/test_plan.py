@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from amoeba.cli import app
 from amoeba.plan import Work, described_machine, make_plan, read_facts, read_plan, write_plan
 from amoeba.plan.memory import total
 from amoeba.plan.plan import ERRORS
 from amoeba.plan.speed import hit_rate
 from amoeba.stream.store.reading import Reader
+from called import call
 from sparse_models import qwen3_30b, sparse_model
 
 GIB = 2**30
@@ -33,8 +32,8 @@ def facts(folder):
 
 
 def plan_json(*words):
-    result = CliRunner().invoke(app, ["plan", *map(str, words), "--json"])
-    return result, json.loads(result.stdout.splitlines()[-1])
+    result = call("plan", *words, "--json", code=None)
+    return result, result.document
 
 
 class TestTheModel:
@@ -194,8 +193,8 @@ class TestTheCommand:
         ],
     )
     def test_bad_options_are_refused_in_a_sentence(self, folder, words, said):
-        result = CliRunner().invoke(app, ["plan", str(folder), *words])
-        assert result.exit_code == 2 and said in result.stderr
+        result = call("plan", folder, *words, code=2)
+        assert said in result.stderr
 
     def test_a_preset_is_planned_before_it_has_files(self):
         result, document = plan_json("demo", "--for", "train", "--machine", "4090")

@@ -14,10 +14,8 @@ import torch
 from safetensors.torch import load_file
 from simulated_device import SimulatedDevice
 from torch import Tensor
-from typer.testing import CliRunner
 
 from amoeba import lora
-from amoeba.cli import app
 from amoeba.jobs.finetune import finetune as finetune_job
 from amoeba.jobs.finetune.finetune import FinetuneReport, finetune
 from amoeba.jobs.settings import FinetuneSettings, load_settings
@@ -26,6 +24,7 @@ from amoeba.stream import attaching
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
+from called import call
 from selection import without_a_gpu_thorough
 from tiny_models import EXPERTS, build
 from tiny_runs import Quiet, make_inputs
@@ -149,9 +148,8 @@ def test_captured_passes_of_resident_experts_train_alike(streamed, inputs, tmp_p
 def test_a_run_that_goes_on_with_another_budget_ends_as_it_would_have(streamed, inputs, tmp_path) -> None:
     run, attaching = tmp_path / "run", ["--vram", vram(inputs, EXPERTS), "--ram", "1MiB"]
     shutil.copytree(streamed.folder, run)
-    done = CliRunner().invoke(app, ["finetune", "--resume", str(run), "--from", "checkpoint-1", *attaching])
-    assert done.exit_code == 0, done.output
-    assert " ".join(attaching) in " ".join(done.output.split())  # where it says how to try the adapter
+    done = call("finetune", "--resume", run, "--from", "checkpoint-1", *attaching)
+    assert " ".join(attaching) in done.said  # where it says how to try the adapter
     assert json.loads((run / "config.json").read_text())["vram"] == vram(inputs, EXPERTS)
     assert losses(run).tolist() == losses(streamed.folder).tolist()
     expected = adapter(Path(streamed.report.adapter))
@@ -164,9 +162,8 @@ def test_the_adapter_serves_streamed_and_resident_experts(streamed, inputs) -> N
     def generated(model: str, *more: str) -> list[int]:
         asked = ["generate", str(inputs / model), "In one words", "--adapter", streamed.report.adapter]
         asked += ["--max-new-tokens", "3", "--temperature", "0", "--json", *more]
-        done = CliRunner().invoke(app, asked)
-        assert done.exit_code == 0, done.output
-        return json.loads(done.stdout.strip().splitlines()[-1])["generated_ids"]
+        done = call(*asked)
+        return done.document["generated_ids"]
 
     assert generated("store", "--vram", vram(inputs, 3), "--ram", "64KiB") == generated("base")
 

@@ -4,7 +4,6 @@ On a machine without a GPU a simulated device stands for it (see simulated_devic
 the experts; the rest of the model is then on the CPU.
 """
 
-import json
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,8 @@ from simulated_device import LiveDevice, LiveGraph, SimulatedDevice
 from stored_models import SIZES, TOP_K, outcome_of, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import amoeba
-from amoeba.cli import app
 from amoeba.decoding.decoder import Outlet, why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
@@ -30,6 +27,7 @@ from amoeba.stream.gpu.fast_path import serving_library
 from amoeba.stream.gpu.tiers import LayerTiers
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
+from called import call
 from selection import quick, without_a_gpu_thorough
 from tiny_models import EXPERTS, LAYERS, lora_gradients
 
@@ -122,9 +120,8 @@ def test_generate_says_what_it_chose_and_gives_the_resident_tokens(stores, tmp_p
 
     def generated(path: Path, *more: str) -> dict[str, Any]:
         asked = ["generate", str(path), "abc", "--max-new-tokens", "4", "--temperature", "0", "--json", *more]
-        done = CliRunner().invoke(app, asked)
-        assert done.exit_code == 0, done.output
-        return json.loads(done.stdout.strip().splitlines()[-1])
+        done = call(*asked)
+        return done.document
 
     expected = generated(folder)
     trace = tmp_path / "routing.trace"
@@ -279,8 +276,8 @@ def test_ways_to_serve_misses_that_are_not_there_are_refused(given: dict, said: 
     _, packed = stores[torch.float32]
     with pytest.raises(ValueError, match=f"miss: expected .*{said}"):
         amoeba.stream.attach(packed, ram="1MiB", **given)
-    found = CliRunner().invoke(app, ["generate", str(packed), "a", "--ram", "1MiB", "--miss", given["miss"]])
-    assert found.exit_code == 2 and "miss" in found.output
+    found = call("generate", packed, "a", "--ram", "1MiB", "--miss", given["miss"], code=2)
+    assert "miss" in found.output
 
 
 def test_budgets_that_are_too_small_are_refused_with_what_is_enough(stores, monkeypatch) -> None:

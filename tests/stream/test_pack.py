@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import torch
 from stored_models import check_experts, save
-from typer.testing import CliRunner
 
-from amoeba.cli import app
 from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, open_store, packing
 from amoeba.stream.store.packing import pack
 from amoeba.stream.store.tensor_files import TensorEntry
+from called import call
 from hostile_folders import change_json, save_model
 from selection import each_value_once, quick
 
@@ -284,34 +283,31 @@ def test_a_source_that_is_written_while_it_is_packed_is_refused(model, tmp_path)
 
 def test_the_command_packs_checks_and_names_what_is_damaged(tmp_path):
     model = save(tmp_path / "model", "gpt_oss")
-    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--json"])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout.splitlines()[-1])
+    done = call("pack", tmp_path / "model", "--json")
+    document = done.document
     store = Path(document["store"])
     assert store == tmp_path / "model.store"
     assert (document["layers"], document["experts"]) == (2, 12)
     assert "GB/s" in done.stderr
-    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model"), "--check", "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout.splitlines()[-1])["damaged"] == []
+    done = call("pack", tmp_path / "model", "--check", "--json")
+    assert done.document["damaged"] == []
     assert "all checksums match" in done.stdout
     with open_store(store) as opened:
         check_experts(opened, model)
-    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model")])
+    done = call("pack", tmp_path / "model")
     assert "2 of 2 layers were already packed" in done.stdout
     for name in ("experts/00001.bin", "rest.safetensors"):
         data = bytearray((store / name).read_bytes())
         data[-1] ^= 128
         (store / name).write_bytes(data)
-    done = CliRunner().invoke(app, ["pack", str(store), "--check", "--json"])
-    assert done.exit_code == 1
-    damaged = json.loads(done.stdout.splitlines()[-1])["damaged"]
+    done = call("pack", store, "--check", "--json", code=1)
+    damaged = done.document["damaged"]
     assert len(damaged) == 2
     assert "00001.bin (model.layers.1.mlp.experts, expert 5)" in damaged[0]
     assert "rest.safetensors" in damaged[1] and "they have changed" in damaged[1]
-    done = CliRunner().invoke(app, ["pack", str(tmp_path / "model")])
+    done = call("pack", tmp_path / "model")
     assert "repaired: experts/00001.bin, rest.safetensors" in done.stdout
-    assert CliRunner().invoke(app, ["pack", str(store), "--check"]).exit_code == 0
+    call("pack", store, "--check")
 
 
 @pytest.mark.parametrize(
@@ -325,15 +321,13 @@ def test_the_command_packs_checks_and_names_what_is_damaged(tmp_path):
 def test_the_command_says_what_it_takes(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    done = CliRunner().invoke(app, ["pack", *words])
-    assert done.exit_code == 2
+    done = call("pack", *words, code=2)
     assert said in done.stderr
 
 
 def test_a_store_is_not_packed_again(model, tmp_path):
     pack(model, tmp_path / "store")
-    done = CliRunner().invoke(app, ["pack", str(tmp_path / "store")])
-    assert done.exit_code == 2
+    done = call("pack", tmp_path / "store", code=2)
     assert "which is a store already. Add --check" in done.stderr
 
 
@@ -346,10 +340,9 @@ def test_interrupted_the_command_keeps_what_is_whole(model, tmp_path, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(command._Lines, "show", interrupt)
-        done = CliRunner().invoke(app, ["pack", str(model), "--out", str(tmp_path / "store")])
-    assert done.exit_code == 130
+        done = call("pack", model, "--out", tmp_path / "store", code=130)
     assert "run the same command again" in done.stderr
-    done = CliRunner().invoke(app, ["pack", str(model), "--out", str(tmp_path / "store")])
+    done = call("pack", model, "--out", tmp_path / "store")
     assert "1 of 2 layers were already packed" in done.stdout
 
 
@@ -378,10 +371,9 @@ def test_small_files_that_have_changed_are_updated(model, tmp_path):
     change_json(folder / "tokenizer_config.json", model_max_length=77)
     (folder / "chat_template.jinja").write_text("{{ messages[0] }}")
     (folder / "old.json").unlink()
-    done = CliRunner().invoke(app, ["pack", str(folder), "--out", str(store), "--json"])
-    assert done.exit_code == 0, done.output
+    done = call("pack", folder, "--out", store, "--json")
     changed = ["chat_template.jinja", "config.json", "generation_config.json", "old.json", "tokenizer_config.json"]
-    assert json.loads(done.stdout.splitlines()[-1])["updated"] == changed
+    assert done.document["updated"] == changed
     assert "updated from the model's folder: chat_template.jinja, config.json" in done.stdout
     assert "2 of 2 layers were already packed" in done.stdout
     there = contents(store)
@@ -510,17 +502,15 @@ def test_nothing_of_the_work_stays_behind_with_a_relative_out(model, undisturbed
 
 def test_check_only_checks(model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
-    done = CliRunner().invoke(app, ["pack", str(folder), "--check"])
-    assert done.exit_code == 2
+    done = call("pack", folder, "--check", code=2)
     assert "model.store', which is not a store. Pack the model first" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     pack(folder, tmp_path / "model.store")
     flip(tmp_path / "model.store" / "config.json", 3)
     (tmp_path / "model.store" / "experts" / "00000.bin").unlink()
     before = contents(tmp_path / "model.store")
-    done = CliRunner().invoke(app, ["pack", str(folder), "--check", "--json"])
-    assert done.exit_code == 1
-    damaged = json.loads(done.stdout.splitlines()[-1])["damaged"]
+    done = call("pack", folder, "--check", "--json", code=1)
+    damaged = done.document["damaged"]
     assert ["00000.bin" in damaged[0], "config.json" in damaged[1]] == [True, True]
     assert contents(tmp_path / "model.store") == before
 
@@ -529,8 +519,7 @@ def test_check_only_checks(model, tmp_path):
 def test_an_unfinished_store_is_called_one(command, model, tmp_path):
     assert killed_at(12, model, tmp_path / "store")
     more = {"generate": ["hello"], "finetune": ["--data", str(model / "config.json")], "pack": []}[command]
-    done = CliRunner().invoke(app, [command, str(tmp_path / "store"), *more])
-    assert done.exit_code == 2
+    done = call(command, tmp_path / "store", *more, code=2)
     assert "pack has not finished" in done.stderr or "an unfinished store" in done.stderr
     assert "config.json" not in done.stderr
 

@@ -17,6 +17,7 @@ from amoeba.integrations.model_folder import load_tokenizer
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.stream.store import StoreError
 from amoeba.stream.store.packing import pack
+from called import call
 from hostile_folders import byte_tokenizer, change_json
 from selection import quick
 
@@ -131,14 +132,10 @@ def test_a_store_with_a_foreign_file_is_refused_and_can_be_repaired(kind, name, 
 
 @quick(lambda stores: stores == "plain")
 def test_a_damaged_store_is_refused_by_the_command(stores: Stores, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from amoeba.cli import app
 
     store = tmp_path / "store"
     shutil.copytree(stores.store, store)
     spoil("changed", "rest.safetensors", store, stores)
-    done = CliRunner().invoke(app, ["generate", str(store), "hello", "--json"])
-    assert done.exit_code == 2
+    done = call("generate", store, "hello", "--json", code=2)
     assert "rest.safetensors" in done.stderr and "they have changed" in done.stderr
     assert not any("tokens" in json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))

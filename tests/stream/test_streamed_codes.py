@@ -13,10 +13,8 @@ from safetensors.torch import load_file, save_file
 from stored_models import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import amoeba
-from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.jobs.convert import quantise as quantising
 from amoeba.jobs.convert.quantise import quantise_folder
@@ -26,6 +24,7 @@ from amoeba.stream import attaching
 from amoeba.stream.cpu.memory import READS
 from amoeba.stream.store import StoreError, aligned_buffer, index, open_store
 from amoeba.stream.store.packing import Progress, pack
+from called import call
 from quantised_checkpoints import write_fp8, write_mxfp4
 from selection import quick
 from tiny_models import EXPERTS, LAYERS, lora_gradients, token_ids
@@ -179,9 +178,8 @@ GREEDY = ("Once", "--max-new-tokens", "6", "--temperature", "0", "--device", "cp
 
 def invoke(*words: str) -> tuple[dict[str, Any], str]:
     """The last line as a document, and all that was said."""
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1]), " ".join(result.output.split())
+    result = call(*words)
+    return result.document, result.said
 
 
 def test_commands_pack_check_and_generate_from_codes(stored, tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ import torch
 from stored_models import SIZES, TOP_K, outcome_of, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import amoeba
 from amoeba import ExpertWeights
-from amoeba.cli import app
 from amoeba.integrations.experts_module import experts_modules, hand_over, leave_shapes
 from amoeba.stream.cache.trace import read_trace
 from amoeba.stream.cpu.memory import READS
@@ -24,6 +22,7 @@ from amoeba.stream.store import StoreError, aligned_buffer, open_store, reading
 from amoeba.stream.store.packing import pack
 from benchmarks.__main__ import app as benchmarks
 from benchmarks.stream.cache import replay
+from called import call
 from selection import quick
 from tiny_models import EXPERTS, LAYERS, lora_gradients
 
@@ -303,7 +302,7 @@ def test_what_does_not_go_together_is_refused(stored) -> None:
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["generate", *map(str, arguments)])
+    return call("generate", *arguments, code=None)
 
 
 GREEDY = ("Once", "--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json", "--device", "cpu")
@@ -311,7 +310,7 @@ GREEDY = ("Once", "--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json", 
 
 def document(result: Any) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
+    return result.document
 
 
 def test_the_command_generates_the_same_and_tells_what_it_read(stored, tmp_path) -> None:
@@ -346,8 +345,8 @@ def test_the_command_generates_the_same_and_tells_what_it_read(stored, tmp_path)
         found["requested"], found["hits"], found["read_bytes"],
     )  # fmt: skip
     budget = 2 * sum(layer.expert_bytes for layer in recorded.layers)
-    told = CliRunner().invoke(benchmarks, ["cache", str(trace), "--ram", f"{budget}B", "--json"])
-    assert json.loads(told.stdout.splitlines()[-1])["results"][0]["hit_rate"] == found["hit_rate"]
+    told = call("cache", trace, "--ram", f"{budget}B", "--json", app=benchmarks)
+    assert told.document["results"][0]["hit_rate"] == found["hit_rate"]
 
 
 def answers(result: Any) -> dict[str, str]:

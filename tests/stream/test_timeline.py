@@ -12,15 +12,14 @@ import torch
 from simulated_device import SimulatedDevice
 from stored_models import SIZES, TOP_K, save
 from test_gpu_streamed_models import RepeatedSteps, vram
-from typer.testing import CliRunner
 
 import amoeba
-from amoeba.cli import app
 from amoeba.jobs.generate import token_steps
 from amoeba.stream import attaching, timeline
 from amoeba.stream.store import StoreError, open_store, reading
 from amoeba.stream.store.packing import pack
 from amoeba.stream.timeline import GpuSpans, Timeline
+from called import call
 from selection import without_a_gpu_thorough
 from tiny_models import LAYERS
 
@@ -102,9 +101,8 @@ def test_a_timeline_that_grows_too_long_ends_and_says_so(tmp_path, monkeypatch, 
 
 def generated(packed: Path, *options: str) -> dict[str, Any]:
     asked = ["generate", str(packed), "abc", "--max-new-tokens", "3", "--temperature", "0", "--json", *options]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    done = call(*asked)
+    return done.document
 
 
 @without_a_gpu_thorough

@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from amoeba.cli import app
 from amoeba.cpu import build
 from amoeba.cpu.weights import Path, load_packed
 from amoeba.system import cpu_features, machine
+from called import call
 
 _AVX2 = {"sse2", "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
@@ -93,8 +92,8 @@ def test_a_level_that_the_cpu_does_not_contain_is_refused(stand, architecture, f
     stand(architecture, flags, level)
     with pytest.raises(ValueError, match=rf"AMOEBA_CPU_FEATURES: expected .*\({here}\); got '{level}'.*Unset it"):
         cpu_features.cpu_flags()
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 2 and "AMOEBA_CPU_FEATURES: expected" in result.output
+    result = call("doctor", code=2)
+    assert "AMOEBA_CPU_FEATURES: expected" in result.output
 
 
 def test_an_empty_name_hides_nothing(stand: Stand) -> None:
@@ -136,9 +135,8 @@ def test_the_compiled_path_is_one_that_the_flags_admit() -> None:
 def test_doctor_shows_the_override_and_the_compiled_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     (oldest, *_) = cpu_features.levels_here() or pytest.skip("no kind of CPU is known here")
     monkeypatch.setattr(machine, "features_override", lambda: oldest)
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
+    result = call("doctor")
+    text = result.said
     assert f"stands for a CPU with {oldest.name} at best: AMOEBA_CPU_FEATURES={oldest.name}" in text
     assert "compiled libraries folder" in text
     for name in build.LIBRARIES:

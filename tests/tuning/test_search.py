@@ -6,16 +6,15 @@ import math
 import pytest
 import torch
 from forgetting import forget
-from typer.testing import CliRunner
 
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.bench.workload import Shape
-from amoeba.cli import app
 from amoeba.commands import tune
 from amoeba.commands.output import Output
 from amoeba.system import tuned
 from amoeba.tuning.search import Search, find_best, median_ms
 from amoeba.tuning.searches import searches
+from called import call
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # else in Triton's interpreter
@@ -215,8 +214,7 @@ def test_after_the_time_is_over_the_next_call_goes_on():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_without_a_gpu_it_says_so():
-    result = CliRunner().invoke(app, ["tune", "--shape", "small"])
-    assert result.exit_code == 2
+    result = call("tune", "--shape", "small", code=2)
     assert "a CUDA device" in result.output and "GPU" in result.output
 
 
@@ -224,9 +222,8 @@ def test_the_command_searches_keeps_and_returns_a_document(monkeypatch):
     monkeypatch.setattr(tune, "check_device", lambda: DEVICE)
     monkeypatch.setattr("amoeba.tuning.search.median_ms", lambda run: 1.0)
     words = ("--shape", "2,32,16,4,2", "--dtype", "float32", "--dtype", "fp32", "--minutes", "0.0001", "--json")
-    result = CliRunner().invoke(app, ["tune", *words])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    result = call("tune", *words)
+    document = result.document
     assert document["document"] == "amoeba tune" and document["finished"]
     (row,) = document["kernels"]
     assert row["key"].startswith("decode float32 tokens=2") and row["tried"] == 1
@@ -247,9 +244,8 @@ def test_the_command_searches_keeps_and_returns_a_document(monkeypatch):
 )
 def test_what_a_user_gets_wrong_is_said(words, said, monkeypatch):
     monkeypatch.setattr(tune, "check_device", lambda: CPU)
-    result = CliRunner().invoke(app, ["tune", *words])
-    assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    result = call("tune", *words, code=2)
+    assert said in result.said
 
 
 def test_the_layers_of_a_model_are_found():
