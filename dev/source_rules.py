@@ -3,7 +3,8 @@
     python dev/source_rules.py
 
 Every allocation names dtype and device, addresses are taken in one place, private names of torch are used in one file,
-products in kernels say their precision, no assert guards a caller, test files have names of their own.
+products in kernels say their precision, no assert guards a caller, test files have names of their own, and names of
+tests fit a line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "amoeba"
 Rule = Callable[[ast.AST], Iterator[tuple[int, str]]]
+LONGEST_NAME = 75
 
 # These take dtype or device from torch's defaults, which belong to the user. `*_like` and `new_*` take both from
 # a tensor. The rest of torch's constructors (windows, frequencies, sparse and quantised tensors) is not used here.
@@ -51,11 +53,19 @@ def rules() -> dict[Rule, list[Path]]:
             path for path in (SOURCE / "kernels").rglob("*.py") if path.parent != serves_halves_alone
         ],
         asserts_that_guard: files,
+        long_names_of_tests: sorted((ROOT / "tests").rglob("test_*.py")),
     }
 
 
 def broken(path: Path, rule: Rule) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in rule(parsed(path))]
+
+
+def long_names_of_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """So that `def`, the name and its arguments are one line, and so is what pytest says of it."""
+    for node in nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > LONGEST_NAME:
+            yield node.lineno, f"a name of {len(node.name)} characters, more than {LONGEST_NAME}"
 
 
 def repeated_names(tests: Path) -> list[str]:

@@ -8,6 +8,7 @@ from source_rules import (
     addresses_outside_the_accessor,
     allocations_without_dtype_or_device,
     asserts_that_guard,
+    long_names_of_tests,
     private_names_of_torch,
     products_in_unsaid_precision,
 )
@@ -16,6 +17,7 @@ from source_rules import (
 @pytest.mark.parametrize(
     ("rule", "code"),
     [
+        (long_names_of_tests, f"def test_{'a' * 71}(): pass"),
         (allocations_without_dtype_or_device, "torch.empty(3)"),
         (allocations_without_dtype_or_device, "torch.empty(3, dtype=d)"),
         (allocations_without_dtype_or_device, "y = f(torch.zeros((3, 4), device=d).sum())"),

@@ -221,7 +221,7 @@ def test_requests_from_many_threads_with_cancellations_leave_nothing_behind():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps_of_rows_that_come_and_go_give_the_tokens_of_plain_generate(family):
+def test_captured_steps_of_rows_that_come_and_go_give_plain_tokens(family):
     model = build(family, max_position_embeddings=128)
     model.set_experts_implementation("amoeba")
     model.generation_config.eos_token_id = None

@@ -81,7 +81,7 @@ def test_a_model_that_cannot_be_planned_runs_all_the_same(folder, monkeypatch):
     assert document["placement"] == "resident" and document["plan"] is None
 
 
-def test_predicted_speeds_stand_next_to_measured_ones_where_the_machine_is_known(folder, monkeypatch):
+def test_predicted_speeds_stand_next_to_measured_ones(folder, monkeypatch):
     from dataclasses import replace
 
     here = replace(measured_machine(measure=False, gpu=False), assumed=[])
