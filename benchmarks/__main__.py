@@ -214,6 +214,31 @@ def roads(
 
 
 @app.command()
+def plan(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="tiny, middle, 1b or qwen3_30b (four layers).")
+    ] = None,
+    passes: Annotated[list[str] | None, typer.Option("--pass", help="generate, finetune or train.")] = None,
+    place: Annotated[list[str] | None, typer.Option("--place", help="Only experts resident, streamed, ...")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Begin no cell after this many.")] = 1e9,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Keep the models here (default: nowhere).")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the JSON document.")] = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """What `amoeba plan` predicts, next to the memory and speed of the commands."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        import torch
+
+        from benchmarks.plan import choose_cells, run
+
+        cells = choose_cells(shape or [], passes or [], place or [], torch.cuda.is_available())
+    finish(output, *run(cells, folder, seconds, out, output), json)
+
+
+@app.command()
 def tasks(
     shape: Annotated[
         str | None,

@@ -1,0 +1,275 @@
+"""`python -m benchmarks plan`: what `amoeba plan` predicts, next to what the commands measure.
+
+    cells = choose_cells(["qwen3_30b"], ["generate"], ["resident", "streamed"])
+    for found in measure(cells, folder): ...
+
+A cell is a model, a purpose, a budget and one candidate of its plan, which the command then runs with the options that
+the plan gives. Peak memory must not be above the plan, nor 8 % below it; speeds within 25 %.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amoeba.commands.bench_run import three_digits
+from amoeba.commands.output import Output
+from amoeba.core.errors import bad_value
+from amoeba.plan import Candidate, Machine, Work, make_plan, measured_machine, read_facts
+from amoeba.plan.memory import memory_of, total
+from amoeba.plan.plan import STREAMED
+from amoeba.plan.taking import Taken
+from amoeba.stream.attaching import Budgets
+from benchmarks.roads import SIZES, Size, prepare, run_command
+
+MOST_BELOW, MOST_SLOWER = 0.08, 0.25  # of the peak, and of a speed
+_WORDS = "expert router token gate layer sum row weight"
+_MIDDLE = {
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 512,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+_OF_1B = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 12}
+MODELS: dict[str, Size] = {
+    "tiny": SIZES["tiny"],
+    "middle": replace(SIZES["tiny"], name="middle", config={**_MIDDLE, "num_hidden_layers": 4}, texts=200),
+    "1b": replace(
+        SIZES["tiny"],
+        name="1b",
+        config={**_MIDDLE, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 12},
+        texts=900,
+    ),
+    "qwen3_30b": replace(
+        SIZES["qwen3_30b"], name="qwen3_30b", config={**SIZES["qwen3_30b"].config, "num_hidden_layers": 4}
+    ),
+}
+PLACES = ("resident", "streamed", "mxfp4-weights", "fp8-weights", "cpu-bf16", "cpu-int8")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """share: of the experts, that the budget has room for, where they are streamed. prompt: words of it."""
+
+    model: str
+    purpose: str
+    place: str
+    share: float = 0.5
+    repeats: int = 16  # of eight words in a prompt
+    new_tokens: int = 64
+    batch: int = 2
+    length: int = 512
+    steps: int = 8
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        more = f" {100 * self.share:.0f} %" if self.place == STREAMED else ""
+        size = f"{self.repeats * 8} words" if self.purpose == "generate" else f"{self.batch} x {self.length}"
+        return f"{self.model} {self.purpose} {self.place}{more} {size}{' checkpointing' if self.checkpointing else ''}"
+
+
+@dataclass(frozen=True)
+class Found:
+    cell: Cell
+    predicted: dict[str, Any]
+    measured: dict[str, Any]
+    error: str | None = None
+    seconds: float = 0.0
+
+    def ratio(self, name: str) -> float | None:
+        """Measured over predicted."""
+        planned, seen = self.predicted.get(name), self.measured.get(name)
+        return seen / planned if planned and seen else None
+
+    @property
+    def is_right(self) -> bool:
+        peak = self.ratio("peak_memory_bytes")
+        return self.error is None and peak is not None and 1 - MOST_BELOW <= peak <= 1
+
+
+def choose_cells(models: Sequence[str], purposes: Sequence[str], places: Sequence[str], gpu: bool) -> list[Cell]:
+    for option, given, known in (
+        ("--shape", models, (*MODELS,)),
+        ("--pass", purposes, ("generate", "finetune", "train")),
+        ("--place", places, PLACES),
+    ):
+        if unknown := [each for each in given if each not in known]:
+            raise bad_value(option, f"one of {', '.join(known)}", ", ".join(unknown), "leave it out for all")
+    chosen = models or (["1b", "qwen3_30b"] if gpu else ["middle"])
+    cells = []
+    small = {} if gpu else {"batch": 2, "length": 128, "steps": 3}
+    for model in chosen:
+        for place in places or PLACES:  # the most telling ones first, where time is short
+            for purpose in purposes or ("generate", "finetune"):
+                if purpose == "train" and place != "resident":
+                    continue
+                cells.append(Cell(model, purpose, place, **small))
+                if gpu and place == "resident":
+                    cells.append(replace(cells[-1], repeats=250, checkpointing=purpose != "generate"))
+    return cells
+
+
+def measure(cells: Sequence[Cell], folder: Path, gpu: bool, seconds: float = 1e9) -> Iterator[Found]:
+    """In this process on a GPU, in one each on a CPU, whose peak is that of a process."""
+    machine, ends = measured_machine(gpu=gpu), time.monotonic() + seconds
+    for name in dict.fromkeys(cell.model for cell in cells):
+        if not (folder / name / "bf16").exists():
+            prepare(folder / name, MODELS[name], ["bf16"], torch.device("cuda" if gpu else "cpu"))
+        gc.collect()
+        for cell in cells:
+            if cell.model == name and time.monotonic() < ends:
+                began = time.monotonic()
+                found = _measured(cell, folder / name, machine, gpu)
+                yield replace(found, seconds=time.monotonic() - began)
+
+
+def _measured(cell: Cell, folder: Path, machine: Machine, gpu: bool) -> Found:
+    facts = read_facts(str(folder / "bf16"))
+    work = _work(cell)
+    if gpu:
+        machine = replace(machine, vram_free=torch.cuda.mem_get_info()[0])
+    if cell.place == STREAMED:
+        machine = _with_share(facts, machine, work, cell.share)
+    candidate = _candidate(make_plan(facts, machine, work, helps=False).candidates, cell)
+    if candidate is None or (candidate.rejected and cell.place == STREAMED):
+        return Found(cell, {}, {}, "no such candidate" if candidate is None else candidate.rejected)
+    code, document, said = _run(_words(cell, folder, candidate), gpu)
+    if code != 0:
+        return Found(cell, {}, {}, said.strip().splitlines()[-1] if said.strip() else f"exit {code}")
+    if cell.purpose == "generate":
+        work = replace(work, prompt=document["prompt_tokens"], context=document["prompt_tokens"] + cell.new_tokens)
+    compared = Taken(candidate=candidate, facts=facts, machine=replace(machine, assumed=[]), work=work).compared(
+        document
+    )
+    assert compared is not None
+    streaming = document.get("streaming")
+    measured = compared["measured"] | ({"hit_rate": _decode_hits(streaming)} if streaming else {})
+    lines = {line.name: line.bytes for line in candidate.lines if line.where == candidate.device}
+    return Found(cell, compared["predicted"] | {"hit_rate": candidate.speed.hit_rate, "lines": lines}, measured)
+
+
+def _decode_hits(streaming: dict[str, Any]) -> float:
+    parts = [part for part in streaming["parts"] if part["name"] == "decode"] or [streaming]
+    return float(parts[0]["hit_rate"])
+
+
+def _work(cell: Cell) -> Work:
+    if cell.purpose == "generate":
+        tokens = cell.repeats * 13
+        return Work("generate", tokens + cell.new_tokens, 1, prompt=tokens)
+    return Work(cell.purpose, cell.length, cell.batch, rank=8, checkpointing=cell.checkpointing)  # type: ignore[arg-type]
+
+
+def _with_share(facts: Any, machine: Machine, work: Work, share: float) -> Machine:
+    """With a budget in which this share of the experts has a slot."""
+    none = [0] * len(facts.entries)
+    resident = next(each for each in make_plan(facts, machine, work, helps=False).candidates if each.choice is not None)
+    assert resident.choice is not None
+    empty = replace(resident.choice, placement=STREAMED, slots=tuple(none), checkpointing=bool(work.checkpointing))
+    if machine.gpu is not None:
+        empty = replace(empty, budgets=Budgets(0, 0, none, none))
+    needed = total(memory_of(facts, empty, work), empty.device) + int(share * facts.expert_bytes("resident"))
+    if machine.gpu is None:
+        return machine.within(None, int(needed / 0.9))
+    return machine.within(int(needed / 0.97), None)
+
+
+def _candidate(candidates: Sequence[Candidate], cell: Cell) -> Candidate | None:
+    fit = (each for each in candidates if each.placement == cell.place and each.checkpointing == cell.checkpointing)
+    return next((each for each in fit if each.first is None and "optimizer_states" not in each.options), None)
+
+
+def _words(cell: Cell, folder: Path, candidate: Candidate) -> list[str]:
+    options = ["--experts", cell.place] if cell.place != STREAMED else []
+    for name in ("vram", "ram"):
+        options += [f"--{name}", candidate.options[name]] if name in candidate.options else []
+    options += ["--gradient-checkpointing"] if cell.checkpointing else []
+    if cell.purpose == "generate":
+        prompt = " ".join([_WORDS] * cell.repeats)
+        most = ["--max-new-tokens", str(cell.new_tokens), "--temperature", "0"]
+        return ["generate", str(folder / "bf16"), prompt, *most, *options, "--json"]
+    out = folder / "runs" / cell.name.replace(" ", "-").replace("/", "-").replace("%", "")
+    shutil.rmtree(out, ignore_errors=True)
+    trains = cell.purpose == "train"
+    begin = ["train", "--model"] if trains else ["finetune", "--lora-rank", "8"]
+    sizes = {
+        "--data": folder / f"{cell.purpose}.jsonl",
+        "--out": out,
+        "--steps": cell.steps,
+        "--batch-size": cell.batch,
+        "--sequence-length": cell.length,
+        "--save-every": 1000,
+        "--eval-every": 1000,
+        "--log-every": 2,
+        "--held-out": 0.02,
+    }
+    return [*begin, str(folder / "bf16"), *(str(word) for pair in sizes.items() for word in pair), *options, "--json"]
+
+
+def _run(words: list[str], gpu: bool) -> tuple[int, dict[str, Any], str]:
+    if gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return run_command(words, 1)
+    # a shell in between: the peak of a process begins with what its parent holds
+    command = shlex.join([sys.executable, "-m", "amoeba", *words]) + "; exit $?"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    try:
+        document = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        document = {}
+    return done.returncode, document, done.stderr
+
+
+def run(
+    cells: Sequence[Cell], folder: Path | None, seconds: float, path: Path | None, output: Output
+) -> tuple[dict[str, Any], bool]:
+    gpu = torch.cuda.is_available()
+    rows, found = [], []
+    document: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for each in measure(cells, folder or Path(temporary), gpu, seconds):
+            found.append(each)
+            rows.append(_row(each))
+            output.progress("  ".join(rows[-1]))
+            document = {"document": "benchmarks plan", "cells": [asdict(one) for one in found]}
+            if path is not None:
+                path.write_text(json.dumps(document, indent=1) + "\n")
+    columns = ["cell", "peak MiB", "planned", "ratio", "prompt or step /s", "ratio", "decode /s", "ratio", "hits", "s"]
+    output.table("the plan against what was measured", columns, rows)
+    return document, all(each.is_right for each in found)
+
+
+def _row(found: Found) -> list[str]:
+    if found.error is not None:
+        return [found.cell.name, "-", "-", "-", "-", "-", "-", "-", found.error[:60], f"{found.seconds:.1f}"]
+
+    def pair(name: str) -> list[str]:
+        ratio, seen = found.ratio(name), found.measured.get(name)
+        return ["-" if seen is None else three_digits(seen), "-" if ratio is None else f"{ratio:.2f}"]
+
+    peak, planned = (each["peak_memory_bytes"] / 2**20 for each in (found.measured, found.predicted))
+    first = "prompt_tokens_per_second" if found.cell.purpose == "generate" else "tokens_per_second"
+    hits = found.measured.get("hit_rate"), found.predicted.get("hit_rate")
+    shown = "-" if None in hits else f"{hits[0]:.2f} ({hits[1]:.2f})"
+    memory = [f"{peak:.0f}", f"{planned:.0f}", f"{peak / planned:.3f}"]
+    speeds = [*pair(first), *pair("generation_tokens_per_second")]
+    return [found.cell.name, *memory, *speeds, shown, f"{found.seconds:.1f}"]
