@@ -58,7 +58,8 @@ def prompt_length(tokens: int) -> int:
 class Decoder:
     """capture: steps as CUDA graphs; where the model is on a GPU if nothing is said.
     compiled: decoder layers through torch.compile, which takes a minute the first time.
-    choose: another choice of tokens than by `sampling`."""
+    choose: another choice of tokens than by `sampling`.
+    prompt_sizes: tokens that captured prompts are filled up to, ascending; None: to one of `prompt_length`."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Decoder:
         capture: bool | None = None,
         compiled: bool = False,
         choose: Choose | None = None,
+        prompt_sizes: Sequence[int] | None = None,
     ) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         self.capture = self.device.type == "cuda" if capture is None else capture
@@ -85,13 +87,13 @@ class Decoder:
         self._step = Step(model, self._rows, self._choose, compiled=compiled)
         self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for
         self._prompt_steps: dict[int, Step] = {}
+        self._prompt_sizes = prompt_sizes
         self._prepared = self._is_trial = False
 
     def prepare(self, prompt_tokens: int) -> None:
         """For prompts as long as this. What `generate` would otherwise do before its first token."""
         self._prepare_steps()
-        if self._captures_prompt(prompt_tokens):
-            self._prompt_step(prompt_tokens)
+        self.prepare_prompt(prompt_tokens)
 
     def rehearse(self, prompt_tokens: int = 0) -> None:
         """Launches all that reading such a prompt does, or a step without one, and captures nothing."""
@@ -127,12 +129,15 @@ class Decoder:
         out.send()
         return out
 
-    def read_one(self, prompt: Sequence[int], known: int = 0) -> None:
-        """A prompt, of which the cache has the first `known` tokens, with a Decoder of one row: `choose` is given what
-        comes after it."""
-        prompt_BL, pad_B = self._checked([prompt], 1)
-        self._begin([prompt], pad_B, 0)
+    def read_all(self, prompts: Sequence[Sequence[int]], known: int = 0) -> None:
+        """Prompts, of which the cache has the first `known` tokens: `choose` is given the logits after them."""
+        prompt_BL, pad_B = self._checked(prompts, 1)
+        self._begin(prompts, pad_B, 0)
         self._read_prompts(prompt_BL, pad_B, known)
+
+    def prepare_prompt(self, tokens: int) -> None:
+        if self._captures_prompt(tokens):
+            self._prompt_step(tokens)
 
     def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
         return self._step.member(stream, behind)
@@ -238,7 +243,9 @@ class Decoder:
         if not self.capture or self._waits_for_experts or self.cache.states:
             return False  # a state would take in what comes after the prompt
         most = CAPTURED_PROMPT if self._reads_documents else CAPTURED_WITH_MASK
-        return prompt_length(tokens) * self.batch <= most
+        if self._prompt_sizes is not None and tokens > self._prompt_sizes[-1]:
+            return False
+        return self._filled_up(tokens) * self.batch <= most
 
     @functools.cached_property
     def _reads_documents(self) -> bool:
@@ -265,7 +272,12 @@ class Decoder:
         return Step(self.model, self._rows, self._choose, tokens=self._prompt_size(tokens))
 
     def _prompt_size(self, tokens: int) -> int:
-        return min(prompt_length(tokens), self.cache.length)
+        return min(self._filled_up(tokens), self.cache.length)
+
+    def _filled_up(self, tokens: int) -> int:
+        if self._prompt_sizes is None:
+            return prompt_length(tokens)
+        return next(size for size in self._prompt_sizes if size >= tokens)
 
 
 class InterleavedDecoder:

@@ -26,7 +26,7 @@ from torch import Tensor
 from amoeba.core.errors import one_line
 from amoeba.decoding.decoder import AHEAD, Outlet
 from amoeba.decoding.sampling import Sampler, Sampling, Uses
-from amoeba.decoding.slots import make_slots
+from amoeba.decoding.slots import READ_TOGETHER, make_slots
 
 logger = logging.getLogger("amoeba")
 
@@ -96,9 +96,12 @@ class Engine:
         length: int,
         lanes: dict[str, Callable[[], object]] | None = None,
         capture: bool | None = None,
+        reads_together: bool = False,
     ) -> None:
-        """length: tokens of a text at most, with its prompt. lanes: what makes the model the version of that name."""
-        self.counts, self.broken = Counts(), ""
+        """length: tokens of a text at most, with its prompt. lanes: what makes the model the version of that name.
+        reads_together: prompts that wait are read in one pass, which pays where experts are streamed."""
+        self.counts, self.failure = Counts(), None
+        self._reads_together = reads_together
         self._choose = lanes or {"": lambda: None}
         self._chosen: str | None = None
         self._lanes: dict[str, _Lane] = {}
@@ -111,6 +114,13 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._changed = threading.Condition()
         self._stopping = False
+
+    failure: Exception | None
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be answered any more."""
+        return "" if self.failure is None else one_line(self.failure)[:300] or type(self.failure).__name__
 
     @property
     def waiting(self) -> int:
@@ -166,8 +176,8 @@ class Engine:
                 elif lane.sent:
                     self.counts.generated_tokens += lane.deliver(leave=0)
         except Exception as error:  # memory, a lost device, a bug: the requests in it cannot go on
-            logger.exception("the engine failed")
-            self.broken = one_line(error)[:300]
+            logger.debug("the engine failed", exc_info=True)
+            self.failure = error
             self._fail(self.broken)
 
     def abandon(self, reason: str) -> None:
@@ -196,21 +206,28 @@ class Engine:
         tokens = 0
         for request in list(self._waiting):
             lane = self._lanes[request.lane]
-            if not lane.has_room:
+            if not lane.room:
                 continue
             if tokens and tokens + len(request.ids) > PROMPT_TOKENS:
                 return
+            group = [request]
+            if self._reads_together and not tokens:
+                others = [other for other in self._waiting if other.lane == request.lane and other is not request]
+                group += others[: min(lane.room, READ_TOGETHER) - 1]
             with self._changed:
-                self._waiting.remove(request)
+                for each in group:
+                    self._waiting.remove(each)
             self._switch(request.lane)
             began = time.perf_counter()
-            lane.read(request)
+            lane.read(group)
             if not lane.ahead:
                 self.counts.generated_tokens += lane.deliver(leave=0)
             self.counts.prompt_seconds += time.perf_counter() - began
-            self.counts.prompt_tokens += len(request.ids)
-            self.counts.shared_tokens += request.shared
-            tokens += len(request.ids)
+            self.counts.prompt_tokens += sum(len(each.ids) for each in group)
+            self.counts.shared_tokens += sum(each.shared for each in group)
+            tokens += sum(len(each.ids) for each in group)
+            if len(group) > 1:
+                return
 
     def _fail(self, reason: str) -> None:
         with self._changed:
@@ -245,13 +262,21 @@ class _Lane:
         return sum(owner is not None for owner in self.owners)
 
     @property
-    def has_room(self) -> bool:
-        return None in self.owners
+    def room(self) -> int:
+        return self.owners.count(None)
 
-    def read(self, request: Request) -> None:
-        row = self.owners.index(None)
-        self.owners[row] = request
-        request.shared = self.rows.read(row, request.ids)
+    def read(self, group: Sequence[Request]) -> None:
+        rows = [row for row, owner in enumerate(self.owners) if owner is None][: len(group)]
+        for row, request in zip(rows, group, strict=True):
+            self.owners[row] = request
+        if len(group) == 1:
+            group[0].shared = self.rows.read(rows[0], group[0].ids)
+        else:
+            self.rows.read_together(rows, [request.ids for request in group])
+        for row, request in zip(rows, group, strict=True):
+            self._choose_first(row, request)
+
+    def _choose_first(self, row: int, request: Request) -> None:
         self._sampler.begin(row, request.sampling, request.seed, request.ids)
         if request.grammar is not None:
             self._sampler.allow(row, request.grammar.allowed())

@@ -34,6 +34,8 @@ from amoeba.integrations.text_model import text_config
 logger = logging.getLogger("amoeba")
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of captured steps: a third of the rows is idle at most
+PROMPT_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # of captured prompts: few, since all are captured before the first
+READ_TOGETHER = 8  # prompts whose experts are streamed: each layer's experts then come once for all of them
 SHARED_PREFIX = 32  # tokens that are worth a copy from another row. On a GPU more: the rest is read without a graph.
 SHARED_PREFIX_CAPTURED = 1024
 
@@ -66,9 +68,9 @@ class Slots:
         self.logits_BV: Tensor
         self._keys: list[Tensor]
         self._values: list[Tensor]
-        self._reader = Decoder(model, batch=1, length=length, capture=self.captured, choose=self._keep_prompt)
+        self._reader = self._new_reader(1, length)
         self.length = self._reader.cache.length
-        self._read([0])  # one token: the shapes of keys, values and logits are known after it
+        self._reader.read_all([[0]])  # one token: the shapes of keys, values and logits are known after it
         assert self._prompt_logits is not None
         self.logits_BV = self._prompt_logits.new_zeros(batch, self._prompt_logits.shape[-1])
         layers: list[Any] = self._reader.cache.layers
@@ -76,24 +78,53 @@ class Slots:
         self._values = [layer.values.new_zeros(batch, *layer.values.shape[1:]) for layer in layers]
         self._steps: dict[int, Step] = {}
         self._memory: Any = None
+        self._group: Decoder | None = None
         if self.captured:
+            for tokens in PROMPT_SIZES:
+                if tokens <= self.length:
+                    self._reader.prepare_prompt(tokens)
             for size in sorted({min(size, batch) for size in SIZES}, reverse=True):
                 self._capture(size)
 
     def read(self, row: int, ids: Sequence[int]) -> int:
         """Returns how many tokens were known: of a text that begins like this one."""
         known = self._share(ids)
-        self._read(ids, known)
-        self.logits_BV[row].copy_(self._prompt_logits[0])  # type: ignore[index]
-        count = len(ids)
-        own: list[Any] = self._reader.cache.layers
-        to = [each[row, :, :count] for each in (*self._keys, *self._values)]
+        self._reader.read_all([ids], known)
+        self._take(self._reader, 0, 0, row, ids)
+        return known
+
+    def read_together(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """One pass for several prompts, as many as `READ_TOGETHER`."""
+        if self._group is None:
+            self._group = self._new_reader(READ_TOGETHER, self.length)
+        filled = [*prompts, *[prompts[0]] * (READ_TOGETHER - len(prompts))]
+        self._group.read_all(filled)
+        tokens = max(map(len, prompts))
+        for place, (row, ids) in enumerate(zip(rows, prompts, strict=True)):
+            self._take(self._group, place, tokens - len(ids), row, ids)
+
+    def _new_reader(self, rows: int, length: int) -> Decoder:
+        return Decoder(
+            self.model,
+            batch=rows,
+            length=length,
+            capture=self.captured and rows == 1,
+            choose=self._keep_prompt,
+            prompt_sizes=PROMPT_SIZES,
+        )
+
+    def _take(self, reader: Decoder, place: int, pad: int, row: int, ids: Sequence[int]) -> None:
+        """What a reader has read in one of its rows, behind its padding, becomes a row of ours."""
+        assert self._prompt_logits is not None
+        self.logits_BV[row].copy_(self._prompt_logits[place])
+        count, layers = len(ids), [*reader.cache.layers]
+        came = [layer.keys for layer in layers] + [layer.values for layer in layers]
         torch._foreach_copy_(
-            to, [each[0, :, :count] for each in (*(layer.keys for layer in own), *(layer.values for layer in own))]
+            [each[row, :, :count] for each in (*self._keys, *self._values)],
+            [each[place, :, pad : pad + count] for each in came],
         )
         self._slot_B[row], self._position_B1[row] = count, count
         self._held[row], self._last[row] = list(ids), None
-        return known
 
     def step(self, count: int, seen: int) -> int:
         """seen: tokens of the longest of these texts, with the one that is read now. Returns how many rows were run:
@@ -134,9 +165,6 @@ class Slots:
         self._held[target], self._held[source] = self._held[source], []
         self._last[target], self._last[source] = self._last[source], None
 
-    def _read(self, ids: Sequence[int], known: int = 0) -> None:
-        self._reader.read_one(ids, known)
-
     def _share(self, ids: Sequence[int]) -> int:
         """Copies what the row with the longest common beginning holds to where prompts are read."""
         lengths = [
@@ -150,11 +178,12 @@ class Slots:
             layer.values[0, :, :count].copy_(values[row, :, :count])
         return count
 
-    def _keep_prompt(self, logits_1V: Tensor) -> Tensor:
+    def _keep_prompt(self, logits_NV: Tensor) -> Tensor:
+        rows = len(logits_NV)
         if self._prompt_logits is None:
-            self._prompt_logits = torch.zeros_like(logits_1V)
-        self._prompt_logits.copy_(logits_1V)
-        return logits_1V.new_zeros(1, dtype=torch.int64)
+            self._prompt_logits = logits_NV.new_zeros(READ_TOGETHER, logits_NV.shape[1])
+        self._prompt_logits[:rows].copy_(logits_NV)
+        return logits_NV.new_zeros(rows, dtype=torch.int64)
 
     def _new_step(self, size: int) -> Step:
         cache = SlotCache(self._keys, self._values, self._slot_B, size)
@@ -232,6 +261,10 @@ class RowByRow:
         vocabulary = text_config(model.config).vocab_size
         self.logits_BV = torch.zeros(batch, vocabulary, dtype=torch.float32, device=self.device)
         self._caches: list[Any] = [None] * batch
+
+    def read_together(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        for row, ids in zip(rows, prompts, strict=True):
+            self.read(row, ids)
 
     def read(self, row: int, ids: Sequence[int]) -> int:
         self._caches[row] = DynamicCache(config=self.model.config)
