@@ -52,7 +52,7 @@ def make_slots(model: Any, *, batch: int, length: int, capture: bool | None = No
 class Slots:
     def __init__(self, model: Any, batch: int, length: int, capture: bool) -> None:
         self.model, self.device, self.batch = model, model.device, batch
-        reason = why_not(model) if capture else "the model is not on a GPU"
+        reason = why_not(model) or _why_wrong(model) if capture else "the model is not on a GPU"
         if reason is None and not is_promised(model):
             reason = (
                 f"transformers does not guarantee that a step of {type(model).__name__} needs no decision by the host"
@@ -209,6 +209,17 @@ class Slots:
         self._steps[size], self._memory = step, step.rows.graph_memory
         for table in (self._slot_B, self._position_B1):
             table.zero_()
+
+
+def _why_wrong(model: Any) -> str | None:
+    """Of a model whose steps nobody promises to be capturable, after some that were tried."""
+    if is_promised(model):
+        return None
+    try:
+        Decoder(model, length=1).prepare(1)
+    except Exception as error:  # CannotCapture, or whatever the model's code raises then
+        return one_line(error)[:300]
+    return None
 
 
 def _common(held: Sequence[int], ids: Sequence[int]) -> int:
