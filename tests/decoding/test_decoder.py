@@ -27,8 +27,8 @@ def built(family: str):
     return _models[family]
 
 
-def endless(family: str):
-    model = build(family, max_position_embeddings=128)
+def endless(family: str, **changes):
+    model = build(family, max_position_embeddings=128, **changes)
     model.set_experts_implementation("amoeba")
     model.generation_config.eos_token_id = None
     return model

@@ -97,7 +97,7 @@ def test_an_interrupted_answer_is_kept_and_the_conversation_goes_on(folder, chat
     first = chat.answer("Once", stop)
     assert first.stopped == "interrupted" and chat.messages[-1].content == first.text
     second = chat.answer("and then?", said)
-    assert second.read_tokens == second.prompt_tokens  # what was half written is not used
+    assert second.read_tokens < second.prompt_tokens  # what was read as a whole is used
     assert second.text == transformers_answer(folder, chat)
 
 

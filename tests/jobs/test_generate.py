@@ -23,7 +23,7 @@ from transformers import (
 from amoeba.backends.registry import backends_of
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import placements as cpu_placements
-from amoeba.decoding import Decoder
+from amoeba.decoding import Decoder, decoder
 from amoeba.integrations import place_experts as placement
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs import cpu_dtype
@@ -155,6 +155,7 @@ def test_the_experts_really_are_ours(folder, monkeypatch):
     calls = []
     original = integration.experts
     monkeypatch.setattr(integration, "experts", lambda *a, **k: calls.append(1) or original(*a, **k))
+    monkeypatch.setattr(decoder, "native_steps", lambda model: "transformers' loop is asked for")
     report = run(folder)
     assert len(calls) == 2 * (1 + report.generated_tokens)  # two layers; the warm-up, then a forward per token
     assert report.experts == "amoeba"
@@ -349,7 +350,7 @@ def test_the_decoder_gives_the_same_text_piece_by_piece(folder, monkeypatch):
     assert report.generated_ids == expected.generated_ids
     assert "".join(pieces) == report.text == expected.text
     assert len(pieces) > 3
-    assert (expected.steps, report.steps, report.stopped) == ("plain", "captured", "length")
+    assert (expected.steps, report.steps, report.stopped) == ("native", "captured", "length")
     for seconds in (report.load_seconds, report.prepare_seconds, report.seconds_to_first_token):
         assert seconds > 0
 
@@ -523,14 +524,14 @@ def test_the_prompt_may_come_from_stdin(folder):
 
 
 def test_ctrl_c_ends_with_the_report_and_130(folder, monkeypatch):
-    original = TokenStream.put
+    original = TokenStream.add
 
-    def put(self, value):
-        original(self, value)
+    def add(self, ids):
+        original(self, ids)
         if len(self.ids) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(TokenStream, "put", put)
+    monkeypatch.setattr(TokenStream, "add", add)
     result = invoke(folder, "Once", "--temperature", 0, "--json", code=130)
     document = result.document
     assert (document["stopped"], document["generated_tokens"]) == ("interrupted", 5)

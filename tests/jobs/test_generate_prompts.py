@@ -99,15 +99,15 @@ def test_json_lines_and_conversations(folder, tmp_path):
 
 def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, alone, tmp_path, monkeypatch):
     out = tmp_path / "new" / "answers.jsonl"
-    original, calls = prompt_batches._by_transformers, []
+    original, calls = prompt_batches._by_decoder, []
 
     def interrupted(*given):
-        calls.append(given[1])
+        calls.append(given[2])
         if len(calls) == 2:
             raise KeyboardInterrupt
         return original(*given)
 
-    monkeypatch.setattr(prompt_batches, "_by_transformers", interrupted)
+    monkeypatch.setattr(prompt_batches, "_by_decoder", interrupted)
     result = invoke(folder, "--prompts", prompts, "--out", out, "--batch-size", 2, code=130)
     assert "2 prompts answered, 14 generated" in result.stderr
     assert sorted(records(out.read_text())) == [1, 4]  # the longest first

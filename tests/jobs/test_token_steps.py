@@ -32,10 +32,12 @@ def choose(model, **changes):
     return choose_steps(model, GREEDY, **{"batch": 1, "prompt_tokens": 5, "new_tokens": 20, **changes})
 
 
-def test_on_the_cpu_they_are_plain_with_the_reason():
+def test_on_the_cpu_they_are_native_or_plain_with_the_reason():
     steps = choose(build("qwen3_moe"))
+    assert steps.kind == "native" and isinstance(steps.decoder, decoders.Decoder)
+    steps = choose(build("deepseek_v3"))
     assert (steps.kind, steps.decoder) == ("plain", None)
-    assert steps.reason == "CUDA graphs hold steps on an NVIDIA GPU, the model is on cpu"
+    assert "DeepseekV3Attention" in steps.reason
 
 
 def test_few_steps_are_captured_and_not_compiled(model, prepared):

@@ -42,7 +42,7 @@ from amoeba.system.machine import usable_cores
 logger = logging.getLogger("amoeba.cpu.build")  # a command shows it always: a minute without a word looks broken
 Loaded = TypeVar("Loaded")
 
-LIBRARIES = ("core", "packed", "node", "quantise")
+LIBRARIES = ("core", "packed", "node", "quantise", "step")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
@@ -59,7 +59,7 @@ _OPENMP = "-fopenmp"
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TIMEOUT_SECONDS = 300
 # What compiling takes on one core (Neoverse-N1 at 3 GHz, GCC 12, 2026-11-15), and from when on it is said aloud.
-_ONE_CORE_SECONDS = {"core": 9, "packed": 2, "node": 40, "serve": 4, "quantise": 2}
+_ONE_CORE_SECONDS = {"core": 9, "packed": 2, "node": 40, "serve": 4, "quantise": 2, "step": 12}
 _SAID_ALOUD_SECONDS = 5
 # Of a compiler that ran out of disk: another folder may have more.
 _NO_ROOM = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)))

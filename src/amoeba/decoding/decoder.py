@@ -1,4 +1,5 @@
-"""Prompts in, tokens out, one after another: a model with a cache of fixed addresses, whose steps are CUDA graphs.
+"""Prompts in, tokens out, one after another: a model with a cache of fixed addresses, whose steps are CUDA graphs, or
+on a CPU one call of the C++ core each (`cpu_step`).
 
 B rows · L slots of the cache
 
@@ -9,13 +10,15 @@ B rows · L slots of the cache
 
 Prompts of different lengths are padded on the left. A prompt is read by a captured graph, a very long one in pieces by
 the model as it is. On a GPU the steps run ahead of what is handed out by `AHEAD`: the next token stays on the device
-and is copied to the host during the following steps, so stopping early wastes a few steps.
+and is copied to the host during the following steps, so stopping early wastes a few steps. On a CPU, the beginning of a
+prompt that the last one had, too, with what was generated then, is not read again.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +30,7 @@ from torch import Tensor
 from amoeba.core.errors import bad_value, one_line
 from amoeba.core.graph_replays import CannotCapture, Member, replays_of
 from amoeba.decoding.cache import cache_of, why_more_than_keys, why_not_fixed
+from amoeba.decoding.cpu_step import CpuStep, NativeModel, native_model
 from amoeba.decoding.fused_layers import reads_documents
 from amoeba.decoding.rotations import Rotations
 from amoeba.decoding.sampling import Sampler, Sampling
@@ -59,7 +63,8 @@ class Decoder:
     """capture: steps as CUDA graphs; where the model is on a GPU if nothing is said.
     compiled: decoder layers through torch.compile, which takes a minute the first time.
     choose: another choice of tokens than by `sampling`.
-    prompt_sizes: tokens that captured prompts are filled up to, ascending; None: to one of `prompt_length`."""
+    prompt_sizes: tokens that captured prompts are filled up to, ascending; None: to one of `prompt_length`.
+    native: the model as the C++ core computes its steps, see `cpu_step.native_model`; None: by transformers' layers."""
 
     def __init__(
         self,
@@ -72,6 +77,7 @@ class Decoder:
         compiled: bool = False,
         choose: Choose | None = None,
         prompt_sizes: Sequence[int] | None = None,
+        native: NativeModel | None = None,
     ) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         self.capture = self.device.type == "cuda" if capture is None else capture
@@ -84,7 +90,13 @@ class Decoder:
             self._sampler.begin(row, self._sampling, 0)
         uses = self._sampler.uses([0])
         self._choose = choose or functools.partial(self._sampler.choose, uses=uses)
-        self._step = Step(model, self._rows, self._choose, compiled=compiled)
+        self._step: Step | CpuStep
+        if native is None:
+            self._step = Step(model, self._rows, self._choose, compiled=compiled)
+        else:
+            self._step = CpuStep(native, self._rows, self._choose)
+        self._keeps = native is not None and batch == 1
+        self._held: list[int] = []  # tokens whose keys and values the cache has, where it keeps them
         self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for
         self._prompt_steps: dict[int, Step] = {}
         self._prompt_sizes = prompt_sizes
@@ -120,6 +132,12 @@ class Decoder:
         self._rows.rotations.reach(len(prompt) + 1)
         return Step(self.model, self._rows, self._choose)
 
+    def held(self, ids: Sequence[int]) -> int:
+        """How many tokens of this prompt, from its first, are in the cache already and are not read again. The last one
+        always is: its logits are asked for."""
+        pairs = zip(self._held, ids[:-1], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
     def read(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Outlet:
         """The prompts, once it is prepared; the first tokens are on their way."""
         prompt_BL, pad_B = self._checked(prompts, max_new_tokens)
@@ -140,6 +158,7 @@ class Decoder:
             self._prompt_step(tokens)
 
     def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
+        assert isinstance(self._step, Step)
         return self._step.member(stream, behind)
 
     def _checked(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +182,9 @@ class Decoder:
             if len(out) > ahead:
                 yield self._received(out)
             length += 1
+            read = [int(self._rows.token_B1)] if self._keeps else []
             self._step_at(length)
+            self._held += read  # only now: an interruption may come before
             out.send()
         while len(out):
             yield self._received(out)
@@ -216,7 +237,10 @@ class Decoder:
 
     def _read_as_it_is(self, prompt_BL: Tensor, position_BL: Tensor, known: int = 0) -> None:
         tokens = prompt_BL.shape[1]
+        ids = prompt_BL[0].tolist() if self._keeps else []
+        known, self._held = max(known, self.held(ids)), []
         logits_BV = self._read_in_pieces(prompt_BL, position_BL, known)
+        self._held = ids
         self.cache.slot.fill_(tokens)
         self._rows.position_B1.copy_(position_BL[:, -1:] + 1)
         self._rows.token_B1.copy_(self._choose(logits_BV)[:, None])
@@ -430,6 +454,15 @@ def _why_unknown(model: Any) -> str | None:
     return None
 
 
+def native_steps(model: Any) -> NativeModel | str:
+    """The model as the C++ core computes its steps on a CPU, for `Decoder(native=...)`; or why it does not."""
+    try:
+        decoder_layers(model)
+    except NotImplementedError as error:
+        return str(error)
+    return why_no_slots(model) or native_model(model)
+
+
 def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSORS) -> str | None:
     """None, or what the generation_config asks for that `Sampler` and `Decoder` do not do.
 
@@ -446,6 +479,4 @@ def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSO
         return f"transformers cannot build logits processors from its generation_config ({one_line(error)})"
     names = {re.sub("Logits(Processor|Warper)$", "", type(processor).__name__) for processor in processors}
     others = sorted(names - computed)
-    return (
-        f"its generation_config asks for {', '.join(others)}, which captured steps do not support" if others else None
-    )
+    return f"its generation_config asks for {', '.join(others)}, which our steps do not support" if others else None

@@ -136,7 +136,7 @@ class Chat:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             steps = self._prepared(len(ids))
             cache = self._read.for_prompt(model, ids) if steps.decoder is None else None
-            known = 0 if cache is None else cache.get_seq_length()
+            known = steps.decoder.held(ids) if cache is None else cache.get_seq_length()
             began = time.perf_counter()
             try:
                 stream_tokens(model, steps, ids, most, self.seed + self._answers, stream, cache)

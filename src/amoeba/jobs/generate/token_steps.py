@@ -1,10 +1,11 @@
-"""Generates tokens step by step: our Decoder with captured steps, or transformers' own loop.
+"""Generates tokens step by step: our Decoder with captured or native steps, or transformers' own loop.
 
     steps = choose_steps(model, sampling, batch=1, prompt_tokens=17, new_tokens=200)
-    steps.kind, steps.reason            # "captured", "compiled" or "plain", and why
+    steps.kind, steps.reason            # "captured", "compiled", "native" or "plain", and why
     steps.decoder                       # None where plain
 
-Plain is what remains where a step cannot be captured, and where capturing or compiling it fails.
+Native steps are those of a CPU: all layers in one call of the C++ core. Plain is what remains where a step cannot be
+captured, where capturing or compiling it fails, and where the core does not know the model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from amoeba.core.graph_replays import CannotCapture
 
 logger = logging.getLogger("amoeba")
 
-Kind = Literal["compiled", "captured", "plain"]
+Kind = Literal["compiled", "captured", "native", "plain"]
 
 # Compiling the layers takes about a minute, loading them from the cache some seconds, and a step then saves a
 # millisecond or two. Not measured yet.
@@ -56,6 +57,8 @@ def choose_steps(
     compile: None for compiled where it pays. The model has its generation_config already."""
     started = time.perf_counter()
     reason = why_plain(model)
+    if reason is not None and model.device.type == "cpu":
+        return _native(model, sampling, batch, prompt_tokens + new_tokens, started)
     if reason is None:
         length = prompt_tokens + new_tokens
         for compiled, why in _ways(model, batch, length, steps or new_tokens, compile):
@@ -74,6 +77,18 @@ def choose_steps(
             _free_memory()
     assert reason is not None
     return Steps("plain", reason, None, time.perf_counter() - started)
+
+
+def _native(model: Any, sampling: dict[str, Any], batch: int, length: int, started: float) -> Steps:
+    from amoeba.decoding.decoder import Decoder, native_steps, why_not_chosen
+    from amoeba.decoding.sampling import Sampling
+
+    native = why_not_chosen(model, model.generation_config) or native_steps(model)
+    if isinstance(native, str):
+        return Steps("plain", native, None, time.perf_counter() - started)
+    decoder = Decoder(model, batch=batch, length=length, sampling=Sampling(**sampling), native=native)
+    reason = "the C++ core computes all layers of a step in one call"
+    return Steps("native", reason, decoder, time.perf_counter() - started)
 
 
 def why_plain(model: Any) -> str | None:

@@ -1,0 +1,643 @@
+// A decode step: the next token of each row through all layers of a decoder, in one call and without Python.
+//
+// B rows · H hidden · Q query heads · G key and value heads · D of a head · L slots of the cache · K experts per token
+//
+// All threads go through the same phases, between which they wait for each other; what a phase needs of the one before
+// and is cheap (norms, the choice of experts, fixed point) each thread computes for itself. Per layer:
+//
+//   1 norm; queries, keys and values      3 output projection, added to x       5 experts: gate, up, activation
+//   2 head norms, rotation, attention     4 norm; logits of the router          6 experts: down, weighted, added to x
+//
+// Numbers between the weights are fp32. A result is computed by one thread in an order of its own.
+#include "step_products.h"
+
+#include <memory>
+
+#include "pool.h"
+
+using namespace amoeba;
+
+namespace {
+
+enum HeadNorm : int64_t { NO_NORM, OF_HEADS, OF_ROWS };
+enum Rotation : int64_t { NO_ROTATION, HALVES, PAIRS };
+enum Score : int64_t { SOFTMAX, SIGMOID, TOPK_SOFTMAX };
+enum GroupScore : int64_t { TOP2_SUM, LARGEST };
+
+struct StepNorm {
+  const float* weight;  // null: there is none
+  double eps;
+};
+
+struct StepExperts {  // the order of `CStepExperts`
+  StepMatrix gate_up, down;
+  int64_t intermediate, kind, gated, interleaved;
+  double alpha, limit, up_shift;
+};
+
+struct StepRouter {
+  StepMatrix weight;
+  int64_t top_k, score, renormalize, n_group, topk_group, group_score;
+  double scaling_factor;
+  const float* selection_bias;
+};
+
+struct StepLayer {  // the order of `CStepLayer`
+  StepNorm before_attention, before_experts;
+  StepMatrix queries, keys, values, output;
+  StepNorm query_norm, key_norm;
+  int64_t head_norm;
+  double clip, scale;
+  int64_t window;      // 0: none
+  const float* sinks;  // (Q), may be null
+  void *key_cache, *value_cache;
+  int64_t cache_bf16, cache_row, cache_head;  // strides, in elements; slots are D apart
+  StepRouter router;   // without a weight: no experts
+  StepExperts experts, shared;  // shared: of every token; may be absent
+  const float* shared_gate;     // (H), may be null
+};
+
+struct StepModel {  // the order of `CStepModel`
+  int64_t rows, hidden, vocabulary, query_heads, key_heads, head_size, length;
+  int64_t layer_count;
+  const StepLayer* layers;
+  const void* embedding;
+  int64_t embedding_bf16;
+  const float *cos, *sin;  // (positions, rotated / 2)
+  int64_t rotation, rotated;
+  StepNorm norm;
+  StepMatrix head;
+};
+
+struct StepCall {  // the order of `CStepCall`
+  const int64_t *tokens;          // (B), or null: x holds what enters the first layer
+  const int64_t *position, *first;  // (B): for the rotation, and the first slot that is seen
+  int64_t slot, first_layer, last_layer;
+  float *x, *logits;              // (B, H); (B, V) or null
+};
+
+constexpr int64_t UNIT = PANEL;  // results that are divided over the threads together
+constexpr int64_t MOST_HEADS = 4;  // of one group that read the same keys at once
+
+struct Barrier {
+  alignas(64) std::atomic<int> waiting{0};
+  alignas(64) std::atomic<int> turn{0};
+
+  void wait(int team) {
+    const int mine = turn.load(std::memory_order_relaxed);
+    if (waiting.fetch_add(1, std::memory_order_acq_rel) == team - 1) {
+      waiting.store(0, std::memory_order_relaxed);
+      turn.store(mine + 1, std::memory_order_release);
+      return;
+    }
+    for (int64_t spins = 0; turn.load(std::memory_order_acquire) == mine; ++spins)
+      spins < 4000 ? relax() : std::this_thread::yield();
+  }
+};
+
+struct Slot {
+  int64_t expert, row;
+  float weight;
+};
+
+// What one thread has for itself.
+struct Private {
+  Buffer<float> normed, scores, head_values;
+  Buffer<int8_t> planes;
+  Buffer<int16_t> whole;
+  Buffer<int32_t> fixes;
+  Buffer<float> scales, choice;
+  std::vector<Slot> slots;
+  std::vector<int64_t> which;
+};
+
+inline void normalise(const float* x, int64_t n, const StepNorm& norm, float* out) {
+  Floats sum{};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) sum += load<LANES>(x + i) * load<LANES>(x + i);
+  float squares = total(sum);
+  for (; i < n; ++i) squares += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(squares / float(n) + float(norm.eps));
+  for (i = 0; i + LANES <= n; i += LANES)
+    store(out + i, load<LANES>(x + i) * factor * load<LANES>(norm.weight + i));
+  for (; i < n; ++i) out[i] = x[i] * factor * norm.weight[i];
+}
+
+class Stepper {
+ public:
+  Stepper(const StepModel& model, int threads) : m(model), threads_(threads), own_(size_t(threads)) {
+    for (int64_t i = 0; i < m.layer_count; ++i) {
+      const StepLayer& layer = m.layers[i];
+      const int64_t top_k = layer.router.weight.data ? layer.router.top_k : 0;
+      const int64_t of_layer = m.rows * (top_k * padded(layer.experts.intermediate) + padded(layer.shared.intermediate));
+      most_activations_ = std::max(most_activations_, of_layer);
+      most_experts_ = std::max(most_experts_, layer.router.weight.out);
+    }
+    queries_ = padded(m.query_heads * m.head_size);
+    keys_ = m.key_heads * m.head_size;
+    x_.resize(size_t(m.rows * m.hidden));
+    projected_.resize(size_t(m.rows * (queries_ + 2 * keys_)));
+    attended_.resize(size_t(m.rows * queries_));
+    logits_.resize(size_t(m.rows * std::max<int64_t>(1, most_experts_)));
+    activations_.resize(size_t(most_activations_));
+  }
+
+  void run(const StepCall& call) {
+    float* x = call.x ? call.x : x_.data();
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads_) if (threads_ > 1)
+    thread(call, x, omp_get_thread_num(), omp_get_num_threads());
+#else
+    thread(call, x, 0, 1);
+#endif
+  }
+
+ private:
+  static int64_t padded(int64_t n) { return round_up(n, PLANE_UNIT); }
+
+  void thread(const StepCall& call, float* x, int self, int team) {
+    Private& own = own_[size_t(self)];
+    if (call.tokens) embed(call, x, self, team);
+    barrier_.wait(team);
+    for (int64_t i = call.first_layer; i < call.last_layer; ++i) {
+      const StepLayer& layer = m.layers[i];
+      project(layer, x, own, self, team);
+      barrier_.wait(team);
+      attend(layer, call, own, self, team);
+      barrier_.wait(team);
+      add_attended(layer, x, own, self, team);
+      barrier_.wait(team);
+      StepRows normed = norm_rows(x, layer.before_experts, own);
+      if (layer.router.weight.data) {
+        route(layer, normed, self, team);
+        barrier_.wait(team);
+      }
+      choose(layer, normed, own);
+      up(layer, normed, own, self, team);
+      barrier_.wait(team);
+      down(layer, x, own, self, team);
+      barrier_.wait(team);
+    }
+    if (call.logits) {
+      StepRows normed = norm_rows(x, m.norm, own);
+      prepare(normed, {&m.head}, own);
+      each_row_list(own, m.rows);
+      each_unit(m.head.out, self, team, [&](int64_t from, int64_t to) {
+        products(m.head, 0, from, to, normed, own.which.data(), m.rows,
+                 [&](int64_t j, int64_t r, float value) { call.logits[r * m.vocabulary + j] = value; });
+      });
+    }
+  }
+
+  // A thread's share of `count` results, in whole units.
+  template <class Visit>
+  void each_unit(int64_t count, int self, int team, const Visit& visit) const {
+    const int64_t units = ceil_div(count, UNIT), from = units * self / team * UNIT;
+    const int64_t to = std::min(count, units * (self + 1) / team * UNIT);
+    if (from < to) visit(from, to);
+  }
+
+  void embed(const StepCall& call, float* x, int self, int team) const {
+    each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
+      for (int64_t r = 0; r < m.rows; ++r) {
+        const int64_t start = call.tokens[r] * m.hidden;
+        for (int64_t i = from; i < to; ++i)
+          x[r * m.hidden + i] = m.embedding_bf16 ? widen(static_cast<const uint16_t*>(m.embedding)[start + i])
+                                                 : static_cast<const float*>(m.embedding)[start + i];
+      }
+    });
+  }
+
+  StepRows norm_rows(const float* x, const StepNorm& norm, Private& own) const {
+    const int64_t stride = padded(m.hidden);
+    float* out = own.normed.get(size_t(m.rows * stride));
+    for (int64_t r = 0; r < m.rows; ++r) {
+      normalise(x + r * m.hidden, m.hidden, norm, out + r * stride);
+      std::fill(out + r * stride + m.hidden, out + (r + 1) * stride, 0.0f);
+    }
+    return rows_of(out, stride, m.rows, m.hidden);
+  }
+
+  static StepRows rows_of(const float* x, int64_t stride, int64_t count, int64_t length) {
+    StepRows rows;
+    rows.x = x, rows.stride = stride, rows.count = count, rows.length = length, rows.plane_stride = padded(length);
+    return rows;
+  }
+
+  // What the matrices need of the rows beyond fp32, in memory that the next call of it takes.
+  void prepare(StepRows& rows, std::initializer_list<const StepMatrix*> matrices, Private& own) const {
+    bool tiles = false, blocks = false;
+    for (const StepMatrix* matrix : matrices) {
+      tiles |= matrix->data && by_planes(*matrix);
+      blocks |= matrix->data && by_blocks(*matrix);
+    }
+    if (!tiles && !blocks) return;
+    const int64_t size = rows.count * rows.plane_stride;
+    int8_t* planes = own.planes.get(size_t(4 * size));
+    float* scales = own.scales.get(size_t(2 * rows.count));
+    int16_t* whole = own.whole.get(size_t(2 * rows.plane_stride));
+    if (tiles) {
+      rows.tiles = {planes, planes + size, nullptr, scales};
+      prepare_tiles(rows, whole);
+    }
+    if (blocks) {
+      rows.blocks = {planes + 2 * size, planes + 3 * size, own.fixes.get(size_t(size / 4)), scales + rows.count};
+      prepare_blocks(rows, whole);
+    }
+  }
+
+  static void each_row_list(Private& own, int64_t count) {
+    own.which.resize(size_t(count));
+    for (int64_t r = 0; r < count; ++r) own.which[size_t(r)] = r;
+  }
+
+  void project(const StepLayer& layer, const float* x, Private& own, int self, int team) {
+    StepRows normed = norm_rows(x, layer.before_attention, own);
+    prepare(normed, {&layer.queries, &layer.keys, &layer.values}, own);
+    each_row_list(own, m.rows);
+    const int64_t stride = queries_ + 2 * keys_;
+    const StepMatrix* parts[3] = {&layer.queries, &layer.keys, &layer.values};
+    const int64_t starts[3] = {0, queries_, queries_ + keys_};
+    int64_t units[4] = {0};
+    for (int i = 0; i < 3; ++i) units[i + 1] = units[i] + ceil_div(parts[i]->out, UNIT);
+    const int64_t begin = units[3] * self / team, end = units[3] * (self + 1) / team;
+    for (int i = 0; i < 3; ++i) {
+      const int64_t from = std::max(begin, units[i]) - units[i], to = std::min(end, units[i + 1]) - units[i];
+      if (from >= to) continue;
+      products(*parts[i], 0, from * UNIT, std::min(to * UNIT, parts[i]->out), normed, own.which.data(), m.rows,
+               [&](int64_t j, int64_t r, float value) {
+                 const float clipped = std::min(std::max(value, float(-layer.clip)), float(layer.clip));
+                 // behind a norm it is clipped there
+                 projected_[size_t(r * stride + starts[i] + j)] = i < 2 && layer.head_norm ? value : clipped;
+               });
+    }
+  }
+
+  // One head: normed, clipped, rotated. all: of the row, for a norm over it.
+  void finish_head(const StepLayer& layer, const StepNorm& norm, const float* all, int64_t width, int64_t head,
+                   int64_t position, float* out) const {
+    const int64_t size = m.head_size;
+    const float* in = all + head * size;
+    if (layer.head_norm == OF_HEADS) {
+      normalise(in, size, norm, out);
+    } else if (layer.head_norm == OF_ROWS) {
+      Floats sum{};
+      int64_t i = 0;
+      for (; i + LANES <= width; i += LANES) sum += load<LANES>(all + i) * load<LANES>(all + i);
+      float squares = total(sum);
+      for (; i < width; ++i) squares += all[i] * all[i];
+      const float factor = 1.0f / std::sqrt(squares / float(width) + float(norm.eps));
+      for (i = 0; i < size; ++i) out[i] = in[i] * factor * norm.weight[head * size + i];
+    } else {
+      std::copy(in, in + size, out);
+    }
+    if (layer.head_norm && std::isfinite(layer.clip))
+      for (int64_t i = 0; i < size; ++i) out[i] = std::min(std::max(out[i], float(-layer.clip)), float(layer.clip));
+    const int64_t half = m.rotated / 2;
+    const float *cos = m.cos + position * half, *sin = m.sin + position * half;
+    if (m.rotation == HALVES) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float a = out[i], b = out[i + half];
+        out[i] = a * cos[i] - b * sin[i];
+        out[i + half] = b * cos[i] + a * sin[i];
+      }
+    } else if (m.rotation == PAIRS) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float a = out[2 * i], b = out[2 * i + 1];
+        out[2 * i] = a * cos[i] - b * sin[i];
+        out[2 * i + 1] = b * cos[i] + a * sin[i];
+      }
+    }
+  }
+
+  void attend(const StepLayer& layer, const StepCall& call, Private& own, int self, int team) {
+    const int64_t of_group = m.query_heads / m.key_heads, groups = m.rows * m.key_heads;
+    int64_t at_once = std::min(of_group, MOST_HEADS);
+    while (at_once > 1 && groups * ceil_div(of_group, at_once) < 2 * team) --at_once;
+    const int64_t parts = ceil_div(of_group, at_once), tasks = groups * parts;
+    for (int64_t task = self; task < tasks; task += team) {
+      const int64_t r = task / parts / m.key_heads, g = task / parts % m.key_heads, part = task % parts;
+      const int64_t head = g * of_group + part * at_once, heads = std::min(at_once, of_group - part * at_once);
+      layer.cache_bf16 ? attend_heads<uint16_t>(layer, call, own, r, g, head, heads, part == 0)
+                       : attend_heads<float>(layer, call, own, r, g, head, heads, part == 0);
+    }
+  }
+
+  template <class Number>
+  void attend_heads(const StepLayer& layer, const StepCall& call, Private& own, int64_t r, int64_t g, int64_t head,
+                    int64_t heads, bool writes) {
+    const int64_t size = m.head_size, stride = queries_ + 2 * keys_, slot = call.slot;
+    const int64_t oldest = layer.window ? std::max(call.first[r], slot - layer.window + 1) : call.first[r];
+    const int64_t seen = slot - oldest;  // before the token's own
+    const float* row = projected_.data() + r * stride;
+    float* values = own.head_values.get(size_t((MOST_HEADS + 2) * size));
+    const float* queries[MOST_HEADS];
+    for (int64_t i = 0; i < heads; ++i) {
+      finish_head(layer, layer.query_norm, row, m.query_heads * size, head + i, call.position[r], values + i * size);
+      queries[i] = values + i * size;
+    }
+    float* key = values + MOST_HEADS * size;
+    auto* own_key = reinterpret_cast<Number*>(key + size);  // as the cache has it
+    finish_head(layer, layer.key_norm, row + queries_, keys_, g, call.position[r], key);
+    const int64_t start = r * layer.cache_row + g * layer.cache_head;
+    auto *keys = static_cast<Number*>(layer.key_cache) + start, *cached = static_cast<Number*>(layer.value_cache) + start;
+    const float* value = row + queries_ + keys_ + g * size;
+    const auto rounded = [](float number) {
+      if constexpr (std::is_same_v<Number, float>) return number;
+      else return round_to_bf16(number);
+    };
+    for (int64_t i = 0; i < size; ++i) own_key[i] = rounded(key[i]);
+    if (writes)
+      for (int64_t i = 0; i < size; ++i) {
+        keys[slot * size + i] = own_key[i];
+        cached[slot * size + i] = rounded(value[i]);
+      }
+    const int64_t room = round_up(seen + 1, 16);
+    float* scores = own.scores.get(size_t(MOST_HEADS * room));
+    float found[WEIGHT_ROWS][4];
+    with_count(heads, [&](auto count) {
+      int64_t s = 0;
+      const Number* from = keys + oldest * size;
+      for (; s + WEIGHT_ROWS <= seen; s += WEIGHT_ROWS) {
+        const Number* next = s + 2 * WEIGHT_ROWS <= seen ? from + WEIGHT_ROWS * size : from;
+        dots<WEIGHT_ROWS, count>(from, next, size, queries, size, found);
+        from = from + WEIGHT_ROWS * size;
+        for (int i = 0; i < WEIGHT_ROWS; ++i)
+          for (int h = 0; h < count; ++h) scores[h * room + s + i] = found[i][h];
+      }
+      for (; s <= seen; ++s, from += size) {
+        const Number* each = s == seen ? own_key : from;
+        dots<1, count>(each, each, size, queries, size, found);
+        for (int h = 0; h < count; ++h) scores[h * room + s] = found[0][h];
+      }
+    });
+    for (int64_t h = 0; h < heads; ++h) {
+      float* mine = scores + h * room;
+      const float scale = float(layer.scale), sink = layer.sinks ? layer.sinks[head + h] : 0;
+      float largest = layer.sinks ? sink : -std::numeric_limits<float>::infinity();
+      for (int64_t s = 0; s <= seen; ++s) {
+        mine[s] *= scale;
+        largest = std::max(largest, mine[s]);
+      }
+      for (int64_t s = seen + 1; s < room; ++s) mine[s] = -std::numeric_limits<float>::infinity();
+      Floats sums{};
+      for (int64_t s = 0; s < room; s += LANES) {
+        Floats share = exponential(load<LANES>(mine + s) - largest);
+        if (s + LANES > seen + 1)
+          for (int i = 0; i < LANES; ++i)
+            if (s + i > seen) share[i] = 0;
+        store(mine + s, share);
+        sums += share;
+      }
+      const float factor = 1.0f / (total(sums) + (layer.sinks ? std::exp(sink - largest) : 0));
+      float* out = attended_.data() + r * queries_ + (head + h) * size;
+      weigh(mine, factor, cached + oldest * size, seen, value, out, rounded);
+    }
+  }
+
+  // out = factor . (sum of share . cached value, and the last share . the token's own)
+  template <class Number, class Rounded>
+  void weigh(const float* share, float factor, const Number* cached, int64_t seen, const float* value, float* out,
+             const Rounded& rounded) const {
+    const int64_t size = m.head_size;
+    constexpr int AT_ONCE = 8;
+    int64_t i = 0;
+    for (; i + AT_ONCE * LANES <= size; i += AT_ONCE * LANES) weigh_some<AT_ONCE>(share, factor, cached, seen, value, out, i, rounded);
+    for (; i + LANES <= size; i += LANES) weigh_some<1>(share, factor, cached, seen, value, out, i, rounded);
+    for (; i < size; ++i) {
+      float sum = 0;
+      for (int64_t s = 0; s < seen; ++s) sum += share[s] * widen(cached[s * size + i]);
+      out[i] = (sum + share[seen] * widen(rounded(value[i]))) * factor;
+    }
+  }
+  template <int COUNT, class Number, class Rounded>
+  void weigh_some(const float* share, float factor, const Number* cached, int64_t seen, const float* value, float* out,
+                  int64_t first, const Rounded& rounded) const {
+    const int64_t size = m.head_size;
+    Floats sum[COUNT] = {};
+    for (int64_t s = 0; s < seen; ++s) {
+      const Number* row = cached + s * size + first;
+#pragma GCC unroll 8
+      for (int v = 0; v < COUNT; ++v) sum[v] += load<LANES>(row + v * LANES) * share[s];
+    }
+    for (int v = 0; v < COUNT; ++v) {
+      Floats mine;
+      for (int i = 0; i < LANES; ++i) mine[i] = widen(rounded(value[first + v * LANES + i]));
+      store(out + first + v * LANES, (sum[v] + mine * share[seen]) * factor);
+    }
+  }
+
+  void add_attended(const StepLayer& layer, float* x, Private& own, int self, int team) {
+    StepRows rows = rows_of(attended_.data(), queries_, m.rows, m.query_heads * m.head_size);
+    prepare(rows, {&layer.output}, own);
+    each_row_list(own, m.rows);
+    each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
+      products(layer.output, 0, from, to, rows, own.which.data(), m.rows,
+               [&](int64_t j, int64_t r, float value) { x[r * m.hidden + j] += value; });
+    });
+  }
+
+  void route(const StepLayer& layer, const StepRows& normed, int self, int team) {
+    const StepMatrix& weight = layer.router.weight;
+    const int64_t each = ceil_div(weight.out, int64_t(team)), aligned = round_up(each, WEIGHT_ROWS);
+    const int64_t from = std::min(weight.out, aligned * self), to = std::min(weight.out, aligned * (self + 1));
+    Private& own = own_[size_t(self)];
+    each_row_list(own, m.rows);
+    if (from < to)
+      products(weight, 0, from, to, normed, own.which.data(), m.rows,
+               [&](int64_t j, int64_t r, float value) { logits_[size_t(r * weight.out + j)] = value; });
+  }
+
+  // The experts of every row by number, then row: the order in which they are added up.
+  void choose(const StepLayer& layer, const StepRows& normed, Private& own) {
+    own.slots.clear();
+    const StepRouter& router = layer.router;
+    if (router.weight.data) {
+      const int64_t experts = router.weight.out;
+      float* score = own.choice.get(size_t(3 * experts));
+      for (int64_t r = 0; r < m.rows; ++r) choose_of(router, logits_.data() + r * experts, r, score, own.slots);
+      std::stable_sort(own.slots.begin(), own.slots.end(),
+                       [](const Slot& a, const Slot& b) { return a.expert < b.expert; });
+    }
+    if (layer.shared.down.data)
+      for (int64_t r = 0; r < m.rows; ++r) {
+        float weight = 1;
+        if (layer.shared_gate) {
+          Floats sum{};
+          int64_t i = 0;
+          const float* x = normed.x + r * normed.stride;
+          for (; i + LANES <= m.hidden; i += LANES) sum += load<LANES>(x + i) * load<LANES>(layer.shared_gate + i);
+          float logit = total(sum);
+          for (; i < m.hidden; ++i) logit += x[i] * layer.shared_gate[i];
+          weight = 1.0f / (1.0f + std::exp(-logit));
+        }
+        own.slots.push_back({-1, r, weight});
+      }
+  }
+
+  static void choose_of(const StepRouter& router, const float* logits, int64_t row, float* score,
+                        std::vector<Slot>& slots) {
+    const int64_t experts = router.weight.out;
+    float *rank = score + experts, *group = rank + experts;
+    const float largest = *std::max_element(logits, logits + experts);
+    float all = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      score[e] = router.score == SIGMOID ? 1.0f / (1.0f + std::exp(-logits[e])) : std::exp(logits[e] - largest);
+      all += score[e];
+    }
+    if (router.score == SOFTMAX)
+      for (int64_t e = 0; e < experts; ++e) score[e] /= all;
+    for (int64_t e = 0; e < experts; ++e) {
+      rank[e] = router.score == SIGMOID ? score[e] : logits[e];
+      if (router.n_group > 1 && router.score == SOFTMAX) rank[e] = score[e];
+      if (router.selection_bias) rank[e] = score[e] + router.selection_bias[e];
+    }
+    constexpr float NEVER = -std::numeric_limits<float>::infinity();
+    if (router.n_group > 1) {
+      const int64_t size = experts / router.n_group;
+      for (int64_t n = 0; n < router.n_group; ++n) {
+        float first = NEVER, second = NEVER;
+        for (int64_t e = n * size; e < (n + 1) * size; ++e) {
+          if (rank[e] > first) second = first, first = rank[e];
+          else second = std::max(second, rank[e]);
+        }
+        group[n] = router.group_score == TOP2_SUM ? first + second : first;
+      }
+      std::vector<bool> kept(size_t(router.n_group), false);
+      for (int64_t i = 0; i < router.topk_group; ++i) {
+        int64_t best = -1;
+        for (int64_t n = 0; n < router.n_group; ++n)
+          if (!kept[size_t(n)] && (best < 0 || group[n] > group[best])) best = n;
+        kept[size_t(best)] = true;
+      }
+      for (int64_t e = 0; e < experts; ++e)
+        if (!kept[size_t(e / size)]) rank[e] = NEVER;
+    }
+    const size_t begin = slots.size();
+    float chosen = 0;
+    for (int64_t k = 0; k < router.top_k; ++k) {
+      int64_t best = -1;
+      for (int64_t e = 0; e < experts; ++e) {
+        bool taken = false;
+        if (best < 0 || rank[e] > rank[best]) {
+          for (size_t i = begin; i < slots.size(); ++i) taken |= slots[i].expert == e;
+          if (!taken) best = e;
+        }
+      }
+      slots.push_back({best, row, score[best]});
+      chosen += score[best];
+    }
+    const bool divide = router.score == TOPK_SOFTMAX || router.renormalize;
+    const float floor = router.score == SIGMOID ? 1e-20f : 0;
+    const float factor = float(router.scaling_factor) / (divide ? chosen + floor : 1.0f);
+    for (size_t i = begin; i < slots.size(); ++i) slots[i].weight *= factor;
+  }
+
+  // Calls visit(first slot, how many have the same expert, that one's matrices, where their activations begin).
+  template <class Visit>
+  void each_expert(const StepLayer& layer, const Private& own, const Visit& visit) const {
+    int64_t start = 0;
+    for (size_t i = 0, next; i < own.slots.size(); i = next) {
+      for (next = i + 1; next < own.slots.size() && own.slots[next].expert == own.slots[i].expert;) ++next;
+      const StepExperts& experts = own.slots[i].expert < 0 ? layer.shared : layer.experts;
+      visit(i, int64_t(next - i), experts, start);
+      start += int64_t(next - i) * padded(experts.intermediate);
+    }
+  }
+
+  void up(const StepLayer& layer, StepRows& normed, Private& own, int self, int team) {
+    prepare(normed, {&layer.experts.gate_up, &layer.shared.gate_up}, own);
+    int64_t units = 0, passed = 0;
+    each_expert(layer, own, [&](size_t, int64_t, const StepExperts& experts, int64_t) {
+      units += ceil_div(experts.intermediate, UNIT);
+    });
+    const int64_t begin = units * self / team, end = units * (self + 1) / team;
+    each_expert(layer, own, [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
+      const int64_t mine = ceil_div(experts.intermediate, UNIT), e = std::max<int64_t>(0, own.slots[first].expert);
+      const int64_t from = std::max(begin, passed) - passed, to = std::min(end, passed + mine) - passed;
+      passed += mine;
+      if (from >= to) return;
+      own.which.resize(size_t(count));
+      for (int64_t r = 0; r < count; ++r) own.which[size_t(r)] = own.slots[first + size_t(r)].row;
+      // a few units at a time, so that all rows meet them while they are near
+      for (int64_t unit = from; unit < to; ++unit)
+        activate_unit(experts, e, unit * UNIT, std::min(experts.intermediate, (unit + 1) * UNIT), normed, own, count,
+                      activations_.data() + start);
+    });
+  }
+
+  void activate_unit(const StepExperts& experts, int64_t e, int64_t from, int64_t to, const StepRows& normed,
+                     Private& own, int64_t count, float* out) const {
+    const int64_t stride = padded(experts.intermediate), width = to - from;
+    float* h = own.scores.get(size_t(count * 2 * UNIT));  // gate, then up, of each row
+    const int64_t* which = own.which.data();
+    const auto into = [&](int64_t first, int64_t at) {
+      return [=](int64_t j, int64_t r, float value) { h[r * 2 * UNIT + at + (j - first)] = value; };
+    };
+    if (!experts.gated) {
+      products(experts.gate_up, e, from, to, normed, which, count, into(from, 0));
+    } else if (experts.interleaved) {
+      products(experts.gate_up, e, 2 * from, 2 * to, normed, which, count, [&](int64_t j, int64_t r, float value) {
+        h[r * 2 * UNIT + j % 2 * UNIT + (j / 2 - from)] = value;
+      });
+    } else {
+      const int64_t other = experts.intermediate;
+      products(experts.gate_up, e, from, to, normed, which, count, into(from, 0));
+      products(experts.gate_up, e, other + from, other + to, normed, which, count, into(other + from, UNIT));
+    }
+    const Swiglu swiglu{float(experts.alpha), float(experts.limit), float(experts.up_shift),
+                        std::isfinite(experts.limit)};
+    for (int64_t r = 0; r < count; ++r) {
+      const float *gate = h + r * 2 * UNIT, *up = gate + UNIT;
+      float* target = out + r * stride + from;
+      int64_t i = 0;
+      if (experts.gated && experts.kind == SILU)
+        for (; i + LANES <= width; i += LANES) {
+          const auto v = swiglu.at(gate, up, i);
+          store(target + i, v.value * v.up);
+        }
+      for (; i < width; ++i) {
+        float value = act(std::min(gate[i], swiglu.limit), int(experts.kind), swiglu.alpha);
+        if (experts.gated) value *= std::min(std::max(up[i], -swiglu.limit), swiglu.limit) + swiglu.up_shift;
+        target[i] = value;
+      }
+      if (to == experts.intermediate) std::fill(out + r * stride + to, out + (r + 1) * stride, 0.0f);
+    }
+  }
+
+  void down(const StepLayer& layer, float* x, Private& own, int self, int team) {
+    const int64_t units = ceil_div(m.hidden, UNIT), from = units * self / team * UNIT;
+    const int64_t to = std::min(m.hidden, units * (self + 1) / team * UNIT);
+    if (from >= to) return;
+    each_expert(layer, own, [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
+      StepRows rows = rows_of(activations_.data() + start, padded(experts.intermediate), count, experts.intermediate);
+      prepare(rows, {&experts.down}, own);
+      each_row_list(own, count);
+      products(experts.down, std::max<int64_t>(0, own.slots[first].expert), from, to, rows, own.which.data(), count,
+               [&](int64_t j, int64_t r, float value) {
+                 const Slot& slot = own.slots[first + size_t(r)];
+                 x[slot.row * m.hidden + j] += slot.weight * value;
+               });
+    });
+  }
+
+  const StepModel m;
+  const int threads_;
+  int64_t most_activations_ = 1, most_experts_ = 0, queries_ = 0, keys_ = 0;
+  std::vector<float> x_, projected_, attended_, logits_, activations_;
+  std::vector<Private> own_;
+  Barrier barrier_;
+};
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// What the model points to has to outlive it.
+void* amoeba_step_new(const StepModel* model, int threads) { return new Stepper(*model, threads); }
+void amoeba_step_delete(void* step) { delete static_cast<Stepper*>(step); }
+void amoeba_step_run(void* step, const StepCall* call) { static_cast<Stepper*>(step)->run(*call); }
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,226 @@
+"""A decode step of a whole decoder in the C++ core (csrc/step.cpp), and the structures that it reads.
+
+B rows · H hidden · Q query heads · G key and value heads · D of a head · L slots of the cache · V vocabulary
+
+    model = CStepModel(...)                       # filled in by decoding/cpu_step.py
+    step = Stepper(model, kept)                   # kept: all tensors and structures that it points to
+    step.run(position_B1, first_B, slot=17, tokens_B1=token_B1, logits_BV=logits_BV)
+
+The fields stand in the order of csrc/step.cpp and csrc/step_products.h. A weight may be fp32 or bf16 as it is stored,
+packed bf16 or int8 tiles, or codes with scales (`ScaledCodes`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from ctypes import Structure, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.core.config import Activation, RouterConfig
+from amoeba.core.errors import bad_value
+from amoeba.cpu.build import load, with_library
+from amoeba.cpu.node_library import activation_number
+from amoeba.cpu.pointers import address, address_of_lines, optional_address
+from amoeba.cpu.weights import CCoding, PackedWeights, ScaledCodes, packing_address
+
+# `enum MatrixKind` in csrc/step_products.h
+_ROWS = {torch.float32: 0, torch.bfloat16: 1}
+_CODES = {"e4m3": 2, "e2m1": 3}
+_TILES = {"bf16": 4, "int8": 5}
+# `enum HeadNorm`, `Rotation`, `Score` and `GroupScore` in csrc/step.cpp
+HEAD_NORMS = {None: 0, "heads": 1, "rows": 2}
+ROTATIONS = {None: 0, "halves": 1, "pairs": 2}
+_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
+_GROUP_SCORES = {"top2_sum": 0, "max": 1}
+
+
+class CStepMatrix(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("kind", "out", "in_")),
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("stride_e", "stride_row")),
+        *((name, c_void_p) for name in ("scale", "sum", "bias")),
+        ("coding", CCoding),
+    ]
+
+
+class CStepNorm(Structure):
+    _fields_ = [("weight", c_void_p), ("eps", c_double)]
+
+
+class CStepExperts(Structure):
+    _fields_ = [
+        *((name, CStepMatrix) for name in ("gate_up", "down")),
+        *((name, c_int64) for name in ("intermediate", "kind", "gated", "interleaved")),
+        *((name, c_double) for name in ("alpha", "limit", "up_shift")),
+    ]
+
+
+class CStepRouter(Structure):
+    _fields_ = [
+        ("weight", CStepMatrix),
+        *((name, c_int64) for name in ("top_k", "score", "renormalize", "n_group", "topk_group", "group_score")),
+        ("scaling_factor", c_double),
+        ("selection_bias", c_void_p),
+    ]
+
+
+class CStepLayer(Structure):
+    _fields_ = [
+        *((name, CStepNorm) for name in ("before_attention", "before_experts")),
+        *((name, CStepMatrix) for name in ("queries", "keys", "values", "output")),
+        *((name, CStepNorm) for name in ("query_norm", "key_norm")),
+        ("head_norm", c_int64),
+        *((name, c_double) for name in ("clip", "scale")),
+        ("window", c_int64),
+        *((name, c_void_p) for name in ("sinks", "key_cache", "value_cache")),
+        *((name, c_int64) for name in ("cache_bf16", "cache_row", "cache_head")),
+        ("router", CStepRouter),
+        *((name, CStepExperts) for name in ("experts", "shared")),
+        ("shared_gate", c_void_p),
+    ]
+
+
+class CStepModel(Structure):
+    _fields_ = [
+        *(
+            (name, c_int64)
+            for name in ("rows", "hidden", "vocabulary", "query_heads", "key_heads", "head_size", "length")
+        ),
+        ("layer_count", c_int64),
+        *((name, c_void_p) for name in ("layers", "embedding")),
+        ("embedding_bf16", c_int64),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("rotation", "rotated")),
+        ("norm", CStepNorm),
+        ("head", CStepMatrix),
+    ]
+
+
+class _CStepCall(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "position", "first")),
+        *((name, c_int64) for name in ("slot", "first_layer", "last_layer")),
+        *((name, c_void_p) for name in ("x", "logits")),
+    ]
+
+
+_SIGNATURES = {
+    "amoeba_step_new": (c_void_p, (c_void_p, c_int)),
+    "amoeba_step_delete": (None, (c_void_p,)),
+    "amoeba_step_run": (None, (c_void_p, c_void_p)),
+}
+
+
+def _open(file: Path) -> ctypes.CDLL:
+    return load(file, _SIGNATURES)
+
+
+@functools.cache
+def load_step() -> ctypes.CDLL:
+    """CoreUnavailable where it cannot be compiled."""
+    return with_library("step", _open)
+
+
+def matrix(
+    name: str,
+    weight: Tensor | PackedWeights | ScaledCodes,
+    bias_EO: Tensor | None,
+    kept: list[Any],
+) -> CStepMatrix:
+    """weight: (O, I) or (E, O, I) in fp32 or bf16, contiguous along I, or packed, or quantised. bias_EO: fp32.
+    kept: gets what it points to."""
+    c = CStepMatrix()
+    if isinstance(weight, Tensor):
+        weight = weight[None] if weight.dim() == 2 else weight
+        if weight.dtype not in _ROWS:
+            raise bad_value(name, "float32 or bfloat16", weight.dtype, "convert the model")
+        experts, c.out, c.in_ = weight.shape
+        c.kind, c.data = _ROWS[weight.dtype], address_of_lines(name, weight, weight.dtype, tuple(weight.shape))
+        c.stride_e, c.stride_row, _ = weight.stride()
+    elif isinstance(weight, PackedWeights):
+        experts, c.out, c.in_, packing = weight.experts, weight.out_features, weight.in_features, weight.forward
+        c.kind, c.data = _TILES[weight.kind], packing_address(name, weight.kind, experts, packing)
+        c.scale = optional_address(name, packing.column_scale_EC, torch.float32, (experts, c.out))
+        c.sum = optional_address(name, packing.sum_EC, torch.int32, (experts, c.out))
+    else:
+        experts, c.out, c.in_ = weight.shape
+        c.kind = _CODES[weight.element]
+        c.data = address_of_lines(name, weight.code_EOI, torch.uint8, tuple(weight.code_EOI.shape))
+        c.stride_e, c.stride_row, _ = weight.code_EOI.stride()
+        c.coding = weight.coding()
+    c.bias = optional_address(f"bias of {name}", bias_EO, torch.float32, (experts, c.out))
+    kept += [weight, bias_EO]
+    return c
+
+
+def norm(name: str, weight: Tensor, eps: float, kept: list[Any]) -> CStepNorm:
+    kept.append(weight)
+    return CStepNorm(address(name, weight, torch.float32, tuple(weight.shape)), eps)
+
+
+def experts(gate_up: CStepMatrix, down: CStepMatrix, activation: Activation) -> CStepExperts:
+    width = activation.width(down.in_)
+    if gate_up.out != width or gate_up.in_ != down.out:
+        got = (gate_up.out, gate_up.in_)
+        raise bad_value("gate_up", f"shape {(width, down.out)}", got, "check activation.gated")
+    return CStepExperts(
+        gate_up, down, down.in_, activation_number(activation.kind), activation.gated, activation.interleaved,
+        activation.alpha, activation.limit, activation.up_shift,
+    )  # fmt: skip
+
+
+def router(weight: CStepMatrix, config: RouterConfig, selection_bias_E: Tensor | None, kept: list[Any]) -> CStepRouter:
+    kept.append(selection_bias_E)
+    return CStepRouter(
+        weight, config.top_k, _SCORES[config.score], config.renormalize, config.n_group, config.topk_group,
+        _GROUP_SCORES[config.group_score], config.scaling_factor,
+        optional_address("selection_bias_E", selection_bias_E, torch.float32, (config.num_experts,)),
+    )  # fmt: skip
+
+
+class Stepper:
+    """Of one model and one cache. kept: what the model points to."""
+
+    def __init__(self, model: CStepModel, kept: list[Any]) -> None:
+        self.model, self._kept = model, kept
+        self.threads = torch.get_num_threads()
+        self._library = load_step()
+        self._handle = self._library.amoeba_step_new(ctypes.byref(model), self.threads)
+        weakref.finalize(self, self._library.amoeba_step_delete, self._handle).atexit = False
+
+    def run(
+        self,
+        position_B1: Tensor,
+        first_B: Tensor,
+        *,
+        slot: int,
+        token_B1: Tensor | None = None,
+        x_BH: Tensor | None = None,
+        layers: tuple[int, int] | None = None,
+        logits_BV: Tensor | None = None,
+    ) -> None:
+        """From tokens, or from what enters the first of the layers, which x_BH holds, and what leaves the last
+        afterwards. first_B: the first slot that each row sees."""
+        model = self.model
+        rows, (first, last) = model.rows, layers or (0, model.layer_count)
+        if not 0 <= slot < model.length or not 0 <= first <= last <= model.layer_count:
+            expected = f"a slot below {model.length} and layers up to {model.layer_count}"
+            raise bad_value("slot", expected, f"{slot}, layers {layers}", "make a Decoder with a longer cache")
+        if (token_B1 is None) == (x_BH is None):
+            raise bad_value("token_B1", "tokens, or x_BH", "both or neither", "pass one of them")
+        call = _CStepCall(
+            optional_address("token_B1", token_B1, torch.int64, (rows, 1)),
+            address("position_B1", position_B1, torch.int64, (rows, 1)),
+            address("first_B", first_B, torch.int64, (rows,)),
+            slot, first, last,
+            optional_address("x_BH", x_BH, torch.float32, (rows, model.hidden)),
+            optional_address("logits_BV", logits_BV, torch.float32, (rows, model.vocabulary)),
+        )  # fmt: skip
+        self._library.amoeba_step_run(self._handle, ctypes.byref(call))

@@ -1,0 +1,483 @@
+"""Steps on a CPU by one call of the C++ core each: all layers of a decoder, from a token to its logits, without Python.
+
+B rows · C tokens · H hidden · Q query heads · G key and value heads · D of a head · L slots · V vocabulary
+
+    native = native_model(model)            # NativeModel, or why not; weights are packed once for each model
+    step = CpuStep(native, rows, choose)    # as `Step`, which runs transformers' layers
+    step()
+
+A model is recognised in two steps. Its modules have to be of known parts: root mean square norms, linear projections,
+rotary embeddings, one of our routers, experts that the core reads, shared experts; nothing else may have parameters.
+Then it is evaluated: for a few random tokens, what each layer adds to its input, and the logits, have to be what the
+core computes of the same input. Attention, masks and scales are compared that way, too. What is not recognised keeps
+transformers' loop, and the reason is reported.
+
+Between weights the core computes in fp32. Weights in fp32 that bf16 holds exactly, as those of a bf16 checkpoint on a
+CPU without bf16 instructions, are read from a copy in bf16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amoeba.backends import read_quantised
+from amoeba.core.config import Activation, RouterConfig
+from amoeba.core.weights import AnyExperts, ExpertWeights
+from amoeba.cpu import step as core
+from amoeba.cpu.build import CoreUnavailable
+from amoeba.cpu.packed_experts import PackedExperts
+from amoeba.cpu.pointers import address, place_of
+from amoeba.decoding.cache_attention import attention_configs, decoding_attention
+from amoeba.decoding.step import Choose, Rows
+from amoeba.integrations.compiled_layers import decoder_layers, final_norm
+from amoeba.integrations.experts_module import LORA, is_experts, routers_in, weights_of
+from amoeba.integrations.fused_routers import recognise as recognise_router
+from amoeba.integrations.text_model import text_config, text_decoder
+from amoeba.precision.quantised_experts import QuantisedExperts
+
+logger = logging.getLogger("amoeba")
+
+_ROWS, _TOKENS = 2, 8  # of the evaluation
+# Relative L2 of what a layer adds, the median over the tokens: where two experts are nearly equal, rounding may choose
+# the other one. int8 and four bits: transformers' loop rounds rows to int8, or weights to bf16, and the core does not.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+_QUANTISED_TOLERANCE = 5e-2
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+
+
+class _Unknown(Exception):
+    """Why a model is not recognised."""
+
+
+@dataclass(eq=False)
+class NativeModel:
+    """What the core knows of a model, but for the rows and the cache. kept: what the structures point to."""
+
+    layers: list[core.CStepLayer]
+    query_heads: int
+    key_heads: int
+    head_size: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+    embedding: Tensor
+    norm: core.CStepNorm
+    head: core.CStepMatrix
+    rotary: Any
+    kept: list[Any] = field(default_factory=list)
+
+    def stepper(self, keys: list[Tensor], values: list[Tensor]) -> core.Stepper:
+        """For these caches, each (B, G, L, D)."""
+        (rows, _, length, _), size = keys[0].shape, self.head_size
+        layers, kept = (core.CStepLayer * len(self.layers))(), [self, keys, values]
+        for c, form, key, value in zip(layers, self.layers, keys, values, strict=True):
+            ctypes.memmove(ctypes.byref(c), ctypes.byref(form), ctypes.sizeof(c))
+            shape = rows, self.key_heads, length, size
+            c.key_cache = address("keys", key, self.dtype, shape)
+            c.value_cache = address("values", value, self.dtype, shape)
+            c.cache_bf16, c.cache_row, c.cache_head = self.dtype == torch.bfloat16, *key.stride()[:2]
+        cos, sin = _rotations(self.rotary, length, self.embedding)
+        bf16, sizes = self.embedding.dtype == torch.bfloat16, tuple(self.embedding.shape)
+        model = core.CStepModel(
+            rows, self.hidden, self.vocabulary, self.query_heads, self.key_heads, size, length,
+            len(layers), ctypes.addressof(layers),
+            address("embedding", self.embedding, self.embedding.dtype, sizes), bf16,
+            address("cos", cos, torch.float32, tuple(cos.shape)), address("sin", sin, torch.float32, tuple(cos.shape)),
+            core.ROTATIONS["halves"], 2 * cos.shape[1], self.norm, self.head,
+        )  # fmt: skip
+        return core.Stepper(model, [*kept, layers, cos, sin])
+
+
+class CpuStep:
+    """One token of each row. What it reads of a prompt's keys and values lies in the rows' cache."""
+
+    def __init__(self, native: NativeModel, rows: Rows, choose: Choose) -> None:
+        self.native, self.rows, self.choose = native, rows, choose
+        batch = rows.token_B1.shape[0]
+        self._logits_BV = torch.empty(batch, native.vocabulary, dtype=torch.float32, device="cpu")
+        like = torch.empty(batch, native.key_heads, 1, native.head_size, dtype=native.dtype, device="cpu")
+        for layer in rows.cache.layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(like, like)
+        self._stepper = self._new_stepper()
+
+    def _new_stepper(self) -> core.Stepper:
+        layers: Any = self.rows.cache.layers
+        return self.native.stepper([layer.keys for layer in layers], [layer.values for layer in layers])
+
+    def prepare(self, capture: bool) -> None:
+        pass
+
+    def rehearse(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def __call__(self) -> None:
+        if self._stepper.threads != torch.get_num_threads():
+            self._stepper = self._new_stepper()
+        rows = self.rows
+        first_B = rows.live_BL.to(torch.uint8).argmax(1)
+        self._stepper.run(
+            rows.position_B1, first_B, slot=int(rows.cache.slot), token_B1=rows.token_B1, logits_BV=self._logits_BV
+        )
+        rows.token_B1.copy_(self.choose(self._logits_BV)[:, None])
+        rows.position_B1.add_(1)
+        rows.cache.slot.add_(1)
+
+
+_known: weakref.WeakKeyDictionary[Any, tuple[tuple, NativeModel | str]] = weakref.WeakKeyDictionary()
+
+
+def native_model(model: Any) -> NativeModel | str:
+    """What the core computes of it, or why it does not. Found out once, and again when its parameters have changed."""
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return "hooks watch the forward passes of its modules"
+    state = tuple((place_of(p), _version(p)) for p in (*model.parameters(), *model.buffers()))
+    if model not in _known or _known[model][0] != state:
+        _known[model] = state, _recognised(model)
+    return _known[model][1]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _recognised(model: Any) -> NativeModel | str:
+    try:
+        core.load_step()
+        native, tolerance = _Reader(model).read()
+        _check(model, native, tolerance)
+    except CoreUnavailable as error:
+        return str(error)
+    except _Unknown as reason:
+        return f"the core does not know this model: {reason}"
+    return native
+
+
+class _Reader:
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model, text_config(model.config)
+        self.kept: list[Any] = []
+        self.read_parameters: set[int] = set()
+        self.quantised = False
+        self.size = 0
+
+    @torch.no_grad()
+    def read(self) -> tuple[NativeModel, float]:
+        model = self.model
+        if model.device.type != "cpu" or model.dtype not in _TOLERANCES:
+            raise _Unknown(f"it is in {model.dtype} on {model.device}")
+        layers, norms = decoder_layers(model), final_norm(model)
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        if type(embedding) is not nn.Embedding or len(norms) != 1 or type(head) is not nn.Linear:
+            raise _Unknown("it has no plain embedding, final norm and output head")
+        rotary = getattr(text_decoder(model).get_submodule(""), "rotary_emb", None) or _rotary(model)
+        forms = [self._layer(layer, index) for index, layer in enumerate(layers)]
+        native = NativeModel(
+            layers=forms,
+            query_heads=forms[0].queries.out // self.size,
+            key_heads=forms[0].keys.out // self.size,
+            head_size=self.size,
+            hidden=embedding.weight.shape[1],
+            vocabulary=len(head.weight),
+            dtype=model.dtype,
+            embedding=self._parameter(embedding.weight).contiguous(),
+            norm=self._norm(norms[0]),
+            head=self._linear(head),
+            rotary=rotary,
+            kept=self.kept,
+        )
+        self.kept.append(native.embedding)
+        within = text_decoder(model)
+        others = [name for name, each in within.named_parameters() if id(each) not in self.read_parameters]
+        if others:
+            raise _Unknown(f"it has parameters of an unknown kind ({others[0]})")
+        return native, _QUANTISED_TOLERANCE if self.quantised else _TOLERANCES[model.dtype]
+
+    def _layer(self, layer: Any, index: int) -> core.CStepLayer:
+        c, attention, block = core.CStepLayer(), getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+        if attention is None or block is None or None in norms:
+            raise _Unknown(f"{type(layer).__name__} is not made of two norms, self_attn and mlp")
+        c.before_attention, c.before_experts = (self._norm(each) for each in norms)
+        self._attention(c, attention, index)
+        self._block(c, block)
+        return c
+
+    def _attention(self, c: core.CStepLayer, attention: Any, index: int) -> None:
+        names = "q_proj", "k_proj", "v_proj", "o_proj"
+        if not all(isinstance(getattr(attention, name, None), nn.Module) for name in names):
+            raise _Unknown(f"{type(attention).__name__} has no {', '.join(names)}")
+        c.queries, c.keys, c.values, c.output = (self._linear(getattr(attention, name)) for name in names)
+        size = getattr(attention, "head_dim", None)
+        if not isinstance(size, int) or self.size not in (0, size) or c.keys.out != c.values.out:
+            raise _Unknown(f"{type(attention).__name__} does not have one size of heads")
+        self.size = size
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        if norms[0] is not None and norms[1] is not None:
+            c.query_norm, c.key_norm = (self._norm(each) for each in norms)
+            width = len(norms[0].weight)
+            if width not in (size, c.queries.out):
+                raise _Unknown("its norms of queries are neither those of a head nor of all heads")
+            c.head_norm = core.HEAD_NORMS["heads" if width == size else "rows"]
+        sinks = getattr(attention, "sinks", None)
+        if isinstance(sinks, Tensor):
+            c.sinks = self._vector("sinks", sinks)
+        c.clip = getattr(self.config, "clip_qkv", None) or math.inf
+        scale = getattr(attention, "scaling", None)
+        if not isinstance(scale, float):
+            raise _Unknown(f"{type(attention).__name__} does not tell its scale")
+        c.scale, c.window = scale, self._window(index)
+
+    def _window(self, index: int) -> int:
+        kinds = getattr(self.config, "layer_types", None)
+        window = getattr(self.config, "sliding_window", None) or 0
+        if kinds is None:
+            return window
+        if kinds[index] not in ("full_attention", "sliding_attention"):
+            raise _Unknown(f"it has layers of the kind {kinds[index]}")
+        return window if kinds[index] == "sliding_attention" else 0
+
+    def _block(self, c: core.CStepLayer, block: Any) -> None:
+        experts = [child for child in block.children() if is_experts(child)]
+        if not experts:
+            c.shared = self._mlp(block)
+            return
+        if len(experts) > 1:
+            raise _Unknown(f"{type(block).__name__} has several kinds of experts")
+        c.experts = self._experts(experts[0])
+        c.router = self._router(block)
+        for name in _SHARED:
+            if (shared := getattr(block, name, None)) is not None:
+                c.shared = self._mlp(shared)
+        gate = getattr(block, "shared_expert_gate", None)
+        if gate is not None:
+            self._check_linear(gate)
+            c.shared_gate = self._vector("shared_expert_gate", gate.weight[0], gate.weight)
+            if gate.bias is not None:
+                raise _Unknown("the gate of its shared expert has a bias")
+
+    def _router(self, block: Any) -> core.CStepRouter:
+        routers = routers_in(block)
+        if len(routers) != 1:
+            raise _Unknown(f"{type(block).__name__} has no router of its own")
+        router = routers[0]
+        bias = getattr(router, "e_score_correction_bias", None)
+        if bias is None:
+            found = recognise_router(router)
+            config = None if found is None else found.config
+        else:
+            config = _sigmoid_config(router)
+        if config is None:
+            raise _Unknown(f"{type(router).__name__} is none of our routers")
+        selection = None if bias is None else self._parameter(bias).float().contiguous()
+        of_logits = getattr(router, "bias", None)
+        weight = core.matrix("router", self._stored(self._parameter(router.weight)), self._bias(of_logits), self.kept)
+        return core.router(weight, config, selection, self.kept)
+
+    def _experts(self, module: Any) -> core.CStepExperts:
+        if LORA in module._modules:
+            raise _Unknown("its experts have LoRA factors")
+        weights: AnyExperts | None = weights_of(module)
+        for parameter in module.parameters():
+            self._parameter(parameter)
+        stored: list[Any]
+        if isinstance(weights, PackedExperts) and weights.nodes == 1:
+            share = weights.shares[0]
+            stored, biases = [share.gate_up, share.down], [share.gate_up_bias_EJ, share.down_bias_EH]
+            self.quantised |= weights.kind == "int8"
+        elif isinstance(weights, QuantisedExperts) and read_quantised.why_not(weights) is None:
+            stored = [read_quantised.scaled_codes(each) for each in (weights.gate_up_EJH, weights.down_EHI)]
+            biases = [weights.gate_up_bias_EJ, weights.down_bias_EH]
+            self.quantised = True
+        elif isinstance(weights, ExpertWeights) and weights.placement == "resident":
+            stored = [each.detach() for each in (weights.gate_up_EJH, weights.down_EHI)]
+            stored = [each if each.stride(2) == 1 else each.contiguous() for each in stored]
+            biases = [weights.gate_up_bias_EJ, weights.down_bias_EH]
+        else:
+            raise _Unknown(f"its experts are {getattr(weights, 'placement', 'computed by their own functions')}")
+        self.kept.append(weights)
+        wide = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
+        gate_up, down = (core.matrix("experts", *each, self.kept) for each in zip(stored, wide, strict=True))
+        return core.experts(gate_up, down, weights.activation)
+
+    def _mlp(self, mlp: Any) -> core.CStepExperts:
+        names = "gate_proj", "up_proj", "down_proj"
+        linears: list[Any] = [getattr(mlp, name, None) for name in names]
+        activation = getattr(mlp, "act_fn", None)
+        if None in linears or activation is None:
+            raise _Unknown(f"{type(mlp).__name__} is not made of {', '.join(names)} and act_fn")
+        kind = _activation_kind(activation)
+        for each in linears:
+            self._check_linear(each)
+            if each.bias is not None:
+                raise _Unknown(f"{type(mlp).__name__} has biases")
+        both = torch.cat([self._parameter(each.weight) for each in linears[:2]])
+        gate_up = core.matrix("gate_up", self._stored(both), None, self.kept)
+        return core.experts(gate_up, self._linear(linears[2]), Activation(kind))
+
+    def _linear(self, linear: Any) -> core.CStepMatrix:
+        self._check_linear(linear)
+        weight, bias = self._stored(self._parameter(linear.weight)), self._bias(linear.bias)
+        return core.matrix("linear", weight, bias, self.kept)
+
+    def _check_linear(self, linear: Any) -> None:
+        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+            raise _Unknown(f"it has a {type(linear).__name__} where a plain linear layer is expected")
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else self._parameter(bias).float().contiguous()[None]
+
+    def _norm(self, norm: Any) -> core.CStepNorm:
+        weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+            raise _Unknown(f"{type(norm).__name__} is not a root mean square norm")
+        return core.norm("norm", self._parameter(weight).float().contiguous(), eps, self.kept)
+
+    def _vector(self, name: str, vector: Tensor, parameter: Tensor | None = None) -> int:
+        self._parameter(vector if parameter is None else parameter)
+        wide = vector.detach().float().contiguous()
+        self.kept.append(wide)
+        return address(name, wide, torch.float32, tuple(wide.shape))
+
+    def _parameter(self, parameter: Tensor) -> Tensor:
+        self.read_parameters.add(id(parameter))
+        return parameter.detach()
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        """As the core reads it: in bf16 where that has the same numbers."""
+        if weight.dtype == torch.float32:
+            half = weight.bfloat16()
+            if torch.equal(half.float(), weight):
+                return half.contiguous()
+        return weight.contiguous()
+
+
+def _rotary(model: Any) -> Any:
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if len(found) != 1:
+        raise _Unknown("it does not have one rotary embedding")
+    return found[0]
+
+
+@torch.no_grad()
+def _rotations(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin (L, half of what is rotated), in fp32, as the model has them."""
+    position = torch.arange(length, dtype=torch.int64, device="cpu")[None]
+    tables = rotary(torch.zeros(1, 1, 1, dtype=like.dtype, device="cpu"), position)
+    if not isinstance(tables, tuple) or not all(isinstance(each, Tensor) and each.dim() == 3 for each in tables):
+        raise _Unknown("its rotary embedding gives no tables of cosines and sines")
+    found = []
+    for table in tables:
+        wide = table[0].float()
+        first, second = wide.chunk(2, -1)
+        found.append((first if torch.equal(first, second) else wide).contiguous())
+    return found[0], found[1]
+
+
+def _sigmoid_config(router: Any) -> RouterConfig | None:
+    """As DeepSeek-V3's; whether it is that shows when the model is evaluated."""
+    groups = getattr(router, "num_group", getattr(router, "n_group", 1))
+    return RouterConfig(
+        router.weight.shape[0],
+        router.top_k,
+        score="sigmoid",
+        renormalize=bool(getattr(router, "norm_topk_prob", True)),
+        scaling_factor=float(getattr(router, "routed_scaling_factor", 1.0)),
+        n_group=groups,
+        topk_group=getattr(router, "topk_group", 1),
+        selection_bias=True,
+    )
+
+
+def _activation_kind(function: Any) -> Any:
+    x = torch.linspace(-6, 6, 193, dtype=torch.float64, device="cpu")
+    kinds: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": nn.functional.silu,
+        "gelu": nn.functional.gelu,
+        "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+        "relu": nn.functional.relu,
+        "relu2": lambda x: nn.functional.relu(x).square(),
+    }
+    given = function(x)
+    for kind, expected in kinds.items():
+        if torch.allclose(given, expected(x), rtol=1e-9, atol=1e-9):
+            return kind
+    raise _Unknown(f"{type(function).__name__} is not an activation that the core computes")
+
+
+@torch.no_grad()
+def _check(model: Any, native: NativeModel, tolerance: float) -> None:
+    """_Unknown where a layer adds something else to its input than the core, or the logits are others."""
+    shape = _ROWS, native.key_heads, _TOKENS, native.head_size
+    caches = [[torch.zeros(shape, dtype=native.dtype, device="cpu") for _ in native.layers] for _ in range(2)]
+    stepper = native.stepper(*caches)
+    generator = torch.Generator("cpu").manual_seed(0)
+    ids_BC = torch.randint(native.vocabulary, (_ROWS, _TOKENS), generator=generator, device="cpu")
+    pairs, logits_BCV = _hidden_states(model, ids_BC)
+    first_B = torch.zeros(_ROWS, dtype=torch.int64, device="cpu")
+    own_BV = torch.empty(_ROWS, native.vocabulary, dtype=torch.float32, device="cpu")
+    last = len(native.layers)
+    errors: dict[str, list[float]] = {}
+
+    def compare(what: str, got: Tensor, wanted: Tensor) -> None:
+        distance = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
+        errors.setdefault(what, []).extend(distance.tolist())
+
+    for token in range(_TOKENS):
+        position_B1 = torch.full((_ROWS, 1), token, dtype=torch.int64, device="cpu")
+        for index, (before, after) in enumerate(pairs):
+            x_BH = before[:, token].float().contiguous()
+            added_BH = after[:, token].float() - x_BH
+            own_BH = x_BH.clone()
+            stepper.run(position_B1, first_B, slot=token, x_BH=own_BH, layers=(index, index + 1))
+            compare(f"layer {index}", own_BH - x_BH, added_BH)
+        x_BH = pairs[-1][1][:, token].float().contiguous()
+        stepper.run(position_B1, first_B, slot=token, x_BH=x_BH, layers=(last, last), logits_BV=own_BV)
+        compare("output head", own_BV, logits_BCV[:, token].float())
+        embedded = native.embedding[ids_BC[:, token]].float()
+        compare("embedding", embedded, pairs[0][0][:, token].float())
+    for what, found in errors.items():
+        error = sorted(found)[len(found) // 2]
+        if not error <= tolerance:
+            raise _Unknown(f"its {what} computes something else (relative difference {error:.2g})")
+    worst = max(sorted(found)[len(found) // 2] for found in errors.values())
+    logger.info("the core computes %d layers; the largest difference to transformers is %.2g", last, worst)
+
+
+def _hidden_states(model: Any, ids_BC: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """What enters and leaves each layer, and the logits."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def note(layer: Any, args: Any, kwargs: Any, out: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        seen.append((before.detach().clone(), (out[0] if isinstance(out, tuple) else out).detach().clone()))
+
+    layers, training = decoder_layers(model), model.training
+    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        with decoding_attention(attention_configs(model)):
+            logits = model.eval()(input_ids=ids_BC, use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever its code may raise
+        raise _Unknown(f"it could not be tried: {type(error).__name__}: {error}") from error
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    if len(seen) != len(layers):
+        raise _Unknown("its layers do not run once each")
+    return seen, logits

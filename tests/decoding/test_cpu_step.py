@@ -1,0 +1,148 @@
+"""Steps of the C++ core against transformers' loop: the same tokens in fp32, the same numbers in other formats."""
+
+import pytest
+import torch
+from test_decoder import decoded, endless, plain, prompts
+from torch import nn
+
+from amoeba import lora
+from amoeba.decoding import cpu_step
+from amoeba.decoding.cpu_step import NativeModel, native_model
+from amoeba.decoding.decoder import Decoder, native_steps
+from amoeba.integrations.experts_module import experts_modules
+from amoeba.integrations.place_experts import place_experts
+from amoeba.jobs.generate.token_steps import choose_steps
+from selection import each_value_once
+
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "gpt_oss"]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def native_of(model) -> NativeModel:
+    native = native_steps(model)
+    assert isinstance(native, NativeModel), native
+    return native
+
+
+def natively(model, rows, tokens=21, **options):
+    length = max(map(len, rows)) + tokens
+    return decoded(
+        model, rows, tokens, Decoder(model, batch=len(rows), length=length, native=native_of(model)), **options
+    )
+
+
+@each_value_once()
+@pytest.mark.parametrize("lengths", [(1,), (19, 3, 7)], ids=["one_token", "a_batch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_of_plain_generate(family, lengths):
+    """Past the window of 16, where there is one."""
+    model, rows = endless(family), prompts(*lengths)
+    expected = plain(model, rows)
+    assert natively(model, rows) == expected
+    assert len({token for row in expected for token in row}) > 2
+
+
+def test_layers_without_experts_and_heads_that_are_not_normed():
+    model = endless("qwen2_moe", mlp_only_layers=[0])
+    assert natively(model, prompts(5)) == plain(model, prompts(5))
+
+
+@each_value_once()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "placement", ["cpu-bf16", "cpu-int8", "mxfp4-weights", "nvfp4-weights", "mxfp8-weights", "fp8-weights"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_format_of_experts_is_read(family, placement, dtype):
+    """`native_model` compares each layer and the logits."""
+    model = endless(family).to(dtype)
+    place_experts(model, placement)
+    native_of(model)
+
+
+def test_logits_have_the_same_bits_for_any_number_of_threads(threads):
+    model = endless("qwen3_moe", hidden_size=200, moe_intermediate_size=72, num_key_value_heads=1)
+    place_experts(model, "cpu-int8")
+    native, generator = native_of(model), torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 2, 1, 40, native.head_size, generator=generator) for _ in range(2))
+    found = []
+    for count in (1, 2, 3, 5):
+        threads(count)
+        logits_BV = torch.empty(2, native.vocabulary)
+        native.stepper([*keys.clone()], [*values.clone()]).run(
+            torch.tensor([[29], [17]]),
+            torch.tensor([0, 12]),
+            slot=29,
+            token_B1=torch.tensor([[5], [9]]),
+            logits_BV=logits_BV,
+        )
+        found.append(logits_BV)
+    assert all(torch.equal(logits, found[0]) for logits in found) and found[0].isfinite().all()
+
+
+def test_the_beginning_of_a_conversation_is_read_once(monkeypatch):
+    model, begin = endless("qwen3_moe"), prompts(11)[0]
+    decoder = Decoder(model, batch=1, length=80, native=native_of(model))
+    said = decoded(model, [begin], 6, decoder)[0]
+    read = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, more: read.append(more["input_ids"].shape[1]), with_kwargs=True
+    )
+    follow = [*begin, *said, *prompts(3)[0]]
+    try:
+        again = decoded(model, [follow], 6, decoder)
+    finally:
+        handle.remove()
+    assert read == [4] and again == plain(model, [follow], 6)  # the last token that was said was never an input
+    assert decoded(model, [begin[:5]], 6, decoder) == plain(model, [begin[:5]], 6)
+
+
+def test_what_is_not_recognised_says_why():
+    assert "DeepseekV3Attention has no q_proj" in native_model(endless("deepseek_v3"))
+    model = endless("mixtral")
+    model.model.layers[1].extra = nn.Parameter(torch.zeros(3))
+    assert "unknown kind (model.layers.1.extra)" in native_model(model)
+    assert "float64" in native_model(endless("mixtral").double())
+    model = endless("mixtral")
+    model.register_forward_hook(lambda *_: None)  # as amoeba.replay's, which records what routers choose
+    assert "hooks watch" in native_model(model)
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp", "input_layernorm"])
+def test_a_layer_that_computes_something_else_is_refused(part):
+    model = endless("qwen3_moe")
+    module = getattr(model.model.layers[1], part)
+    own = module.forward
+    module.forward = lambda *args, **more: _scaled(own(*args, **more))
+    assert "its layer 1 computes something else" in native_model(model)
+
+
+def _scaled(out):
+    return (out[0] * 1.01, *out[1:]) if isinstance(out, tuple) else out * 1.01
+
+
+def test_changed_parameters_and_adapters_are_noticed():
+    model, rows = endless("qwen3_moe"), prompts(6)
+    before = natively(model, rows)
+    assert native_model(model) is native_model(model)
+    with torch.no_grad():
+        for module in experts_modules(model).values():
+            module.down_proj.mul_(-3)
+    assert natively(model, rows) == plain(model, rows) != before
+    lora.attach(model, r=2, targets=["experts"])
+    assert "LoRA factors" in native_model(model)
+
+
+def test_generation_on_a_cpu_uses_it(monkeypatch):
+    model = endless("qwen3_moe")
+    steps = choose_steps(model, {}, batch=1, prompt_tokens=3, new_tokens=5)
+    assert steps.kind == "native" and isinstance(steps.decoder, Decoder)
+    monkeypatch.setattr(cpu_step, "_TOLERANCES", {torch.float32: 0.0})
+    steps = choose_steps(endless("qwen3_moe"), {}, batch=1, prompt_tokens=3, new_tokens=5)
+    assert (steps.kind, steps.decoder) == ("plain", None) and "something else" in steps.reason
