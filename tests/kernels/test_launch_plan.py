@@ -3,6 +3,8 @@
 import ast
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +32,7 @@ from amoeba.kernels.launch.persistent_grid import share_the_gpu
 from amoeba.kernels.launch.plan import planned
 from amoeba.kernels.tile_sizes import as_with
 from amoeba.precision import FP8_128_ROWS, quantise
-from repeated_steps import check_elsewhere
+from repeated_steps import check_elsewhere, check_repeated
 from small_layer import H, Layer, kernel_device
 
 DEVICE = kernel_device()
@@ -57,6 +59,15 @@ def add(left: Tensor, right: Tensor) -> Tensor:
 
 def numbers(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=DEVICE)
+
+
+@contextmanager
+def shared_gpu() -> Iterator[None]:
+    share_the_gpu()
+    try:
+        yield
+    finally:
+        share_the_gpu(False)
 
 
 class Calls:
@@ -93,18 +104,7 @@ class TestALayer:
     def test_a_repeated_pass_has_the_bits_of_one_that_is_computed(self, name, recompute, monkeypatch):
         monkeypatch.setattr(backend, "DECODE_TOKENS", 0)  # which would take the forward that saves nothing
         layer = Layer(**CASES[name]).to(DEVICE)
-        expected = self.step(layer, recompute, seed=3)
-        launch_plan.forget_plans()
-        for seed in range(2):
-            self.step(layer, recompute, seed)
-        assert len(plans()) == 2, "one of forward, one of backward"
-        monkeypatch.setattr(sorted_rows, "forward", None)
-        monkeypatch.setattr(sorted_rows, "backward", None)
-        found = self.step(layer, recompute, seed=3)
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert torch.equal(found[key], value), key
-            assert found[key].stride() == value.stride(), key
+        check_repeated(lambda seed: self.step(layer, recompute, seed), monkeypatch)
 
     @staticmethod
     def step(layer: Layer, recompute: bool, seed: int) -> dict[str, Tensor]:
@@ -243,23 +243,13 @@ class TestKinds:
         unusual(left, right)
         assert unusual.count == 1
 
-    def test_a_pass_as_with_more_experts_is_another_kind(self):
+    @pytest.mark.parametrize("others", [as_with(64), shared_gpu()], ids=["as with more experts", "on a shared GPU"])
+    def test_a_pass_among_others_is_another_kind(self, others):
         calls = Calls(lambda left: (left.clone(),))
         for _ in range(3):
             calls(numbers(1))
-        with as_with(64):
+        with others:
             calls(numbers(1))
-        assert calls.count == 3
-
-    def test_a_pass_on_a_gpu_that_others_share_is_another_kind(self):
-        calls = Calls(lambda left: (left.clone(),))
-        for _ in range(3):
-            calls(numbers(1))
-        share_the_gpu()
-        try:
-            calls(numbers(1))
-        finally:
-            share_the_gpu(False)
         assert calls.count == 3
 
     def test_there_is_an_end_to_their_number(self, monkeypatch):

@@ -12,12 +12,12 @@ from test_fp8_kernels import by_recipe, stood_in, without_gpu  # noqa: F401
 from torch import Tensor
 
 from amoeba import Routing, experts, with_precision
-from amoeba.backends import sorted_rows
 from amoeba.kernels import launch
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.launch import plan as launch_plan
 from amoeba.precision import QuantisedMatrix
 from fp8_stand_ins import product, up, weight_gradient
+from repeated_steps import check_repeated
 from selection import quick
 from small_layer import Layer
 
@@ -81,24 +81,10 @@ def step(layer: Layer, recipe: str, change: float = 0.0) -> dict[str, Tensor]:
     return {"y": y_TH.detach()} | dict(zip(named, found, strict=True))
 
 
-def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on nothing is computed as it is written."""
-    monkeypatch.setattr(sorted_rows, "forward", None)
-    monkeypatch.setattr(sorted_rows, "backward", None)
-
-
 @quick(lambda recipe: recipe in ("fp8", "fp8-all"))
 @by_recipe
 def test_a_repeated_step_has_the_bits_of_one_that_is_computed(recipe, layer, monkeypatch):
-    expected = step(layer, recipe, 0.25)
-    launch_plan.forget_plans()
-    for change in (0.0, 0.125):
-        step(layer, recipe, change)
-    forbid(monkeypatch)
-    found = step(layer, recipe, 0.25)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    check_repeated(lambda seed: step(layer, recipe, seed / 8), monkeypatch)
 
 
 @pytest.mark.thorough

@@ -8,11 +8,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from amoeba import ExpertWeights, LoraFactors, Routing, experts
-from amoeba.backends import quantised_rows, quantised_triton, sorted_rows
+from amoeba.backends import quantised_rows, quantised_triton
 from amoeba.kernels.launch import plan as launch_plan
 from amoeba.precision import FP8_128, MXFP4, NVFP4, Format
 from amoeba.precision.quantised_experts import QuantisedExperts, quantise_experts
-from repeated_steps import check_elsewhere
+from repeated_steps import check_elsewhere, check_repeated, plans
 from selection import quick
 from small_layer import Layer, kernel_device
 
@@ -25,10 +25,6 @@ def nothing_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     for most in ("DECODE_TOKENS", "DECODE_SLOTS"):
         monkeypatch.setattr(quantised_triton, most, 0)  # which would take the forward that saves nothing
     launch_plan.forget_plans()
-
-
-def plans() -> int:
-    return sum(plan not in (None, launch_plan._SEEN) for plan in launch_plan._plans.values())
 
 
 def step(layer: Layer, format: Format, seed: int) -> dict[str, Tensor]:
@@ -52,16 +48,7 @@ def step(layer: Layer, format: Format, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_a_repeated_pass_has_the_bits_of_one_that_is_computed(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(rank=3).to(DEVICE)
-    expected = step(layer, format, seed=3)
-    launch_plan.forget_plans()
-    for seed in range(2):
-        step(layer, format, seed)
-    assert plans() == 2, "one of forward, one of backward"
-    monkeypatch.setattr(sorted_rows, "forward", None)
-    monkeypatch.setattr(sorted_rows, "backward", None)
-    found = step(layer, format, seed=3)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    check_repeated(lambda seed: step(layer, format, seed), monkeypatch)
 
 
 def test_two_formats_of_the_same_sizes_are_two_kinds() -> None:
