@@ -4,7 +4,6 @@ Without a GPU one is simulated for what asks whether steps and passes can be cap
 runs as it is, so a cell's path is what a GPU would get.
 """
 
-import contextlib
 import json
 import re
 import shutil
@@ -24,8 +23,6 @@ from amoeba.integrations import fused_attention
 from amoeba.jobs.generate import prompt_batches, token_steps
 from amoeba.jobs.sharded_model import load_share
 from amoeba.jobs.train import fast_paths
-from amoeba.jobs.train import trainer as fast_trainer
-from amoeba.jobs.train.trainer import CapturedStep
 from amoeba.parallel import Ranks
 from amoeba.parallel.sharded import ShardedExperts
 from amoeba.parallel.sharded_backend import RanksBackend
@@ -33,6 +30,7 @@ from benchmarks import roads as suite
 from benchmarks.roads import DOCUMENTED, FORMATS, SIZES, Cell, Outcome, RoadsReport, choose_cells, judged, walk
 from noted_output import NotedOutput
 from selection import each_value_once, quick
+from stand_in_graphs import captures_run_again
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = SIZES["tiny"]
@@ -124,24 +122,13 @@ class TestWithASimulatedGpu:
 
     @pytest.fixture(autouse=True)
     def a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        @contextlib.contextmanager
-        def beside(stream: Any) -> Iterator[None]:
-            yield
-
-        def capture(step: Any, run: Any, *others: Any) -> None:
-            step.run = run
-
         monkeypatch.setattr(token_steps, "why_no_graphs", lambda device: None)
         monkeypatch.setattr(prompt_batches, "why_no_graphs", lambda device: None)
         monkeypatch.setattr(prompt_batches, "continuous", in_pages)
         monkeypatch.setattr("amoeba.jobs.generate.generate_prompts.continuous", in_pages)
         monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
         monkeypatch.setattr(fused_attention, "why_not", lambda *heads: "there is no kernel for them here")
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
-        monkeypatch.setattr(fast_trainer, "on_stream", beside)
-        monkeypatch.setattr(CapturedStep, "__init__", capture)
-        monkeypatch.setattr(CapturedStep, "__call__", lambda step, *given: step.run(*given))
-        monkeypatch.setattr(CapturedStep, "fits", lambda step, inputs: True)
+        captures_run_again(monkeypatch)
 
     @pytest.fixture
     def seen(self, walked: Walked, monkeypatch: pytest.MonkeyPatch) -> Walked:

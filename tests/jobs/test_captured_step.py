@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from amoeba.jobs.train import trainer as fast_trainer
 from amoeba.jobs.train.trainer import CapturedStep, FastTrainer, on_stream
+from stand_in_graphs import captures_run_again
 from tiny_runs import Quiet, tiny_run, tiny_settings
 
 
@@ -25,22 +24,11 @@ class TestWhen:
         """Fills with what happens; captures fail while there is one of `failures` left."""
         happened: list[str] = []
 
-        @contextmanager
-        def beside(stream: Any) -> Iterator[None]:
-            happened.append("beside")
-            yield
-
-        def capture(step: Any, run: Any, inputs: Any, predicted: Any, parameters: Any, stream: str) -> None:
-            assert stream == "stream" and all(parameter.grad is None for parameter in parameters)
-            happened.append("capture")
-            if self.failures:
+        def note(what: str) -> None:
+            happened.append(what)
+            if what == "capture" and self.failures:
                 self.failures.pop()
                 raise RuntimeError("CUDA error: not permitted\nand advice\nin many lines")
-            step.run = run
-
-        def replay(step: Any, inputs: Any, predicted: Any) -> Any:
-            happened.append("replay")
-            return step.run(inputs, predicted)
 
         def always(trainer: Any, *given: Any) -> Any:
             trainer.captures = trainer._tries < fast_trainer.CAPTURES
@@ -48,11 +36,7 @@ class TestWhen:
 
         step = FastTrainer.training_step
         monkeypatch.setattr(FastTrainer, "training_step", always)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
-        monkeypatch.setattr(fast_trainer, "on_stream", beside)
-        monkeypatch.setattr(CapturedStep, "__init__", capture)
-        monkeypatch.setattr(CapturedStep, "__call__", replay)
-        monkeypatch.setattr(CapturedStep, "fits", lambda step, inputs: True)
+        captures_run_again(monkeypatch, note)
         return happened
 
     @pytest.mark.parametrize(

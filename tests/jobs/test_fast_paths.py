@@ -15,6 +15,7 @@ from amoeba.jobs.finetune import finetune
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train.trainer import CapturedStep, FastTrainer
 from selection import quick
+from stand_in_graphs import captures_fail
 from tiny_models import build
 from tiny_runs import Quiet, kept_weights, tiny_run, tiny_settings
 
@@ -195,13 +196,13 @@ class TestOnAGpu:
         assert any("per-document attention, CUDA graph" in line for line in said)
         again, _ = run(tmp_path / "again", inputs, **told)
         assert again == first
-        monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
+        captures_fail(monkeypatch)
         launched, _ = run(tmp_path / "launched", inputs, **told)
         assert launched == first
 
     def test_passes_of_a_step_add_up(self, told, inputs, tmp_path, monkeypatch):
         first, _ = run(tmp_path / "first", inputs, **told | {"accumulation": 3})
-        monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
+        captures_fail(monkeypatch)
         launched, _ = run(tmp_path / "launched", inputs, **told | {"accumulation": 3})
         torch.testing.assert_close(torch.tensor(launched), torch.tensor(first), rtol=1e-3, atol=1e-3)
 
@@ -260,6 +261,6 @@ class TestOnAGpu:
         monkeypatch.setattr(CapturedStep, "__call__", lambda *given: (calls.append(1), replay(*given))[1])
         again, _ = run(tmp_path / "again", inputs, "finetune", **told)
         assert again == first and len(calls) >= len(first) // 2
-        monkeypatch.setattr(CapturedStep, "__init__", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no")))
+        captures_fail(monkeypatch)
         launched, _ = run(tmp_path / "launched", inputs, "finetune", **told)
         assert launched == first
