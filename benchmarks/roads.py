@@ -83,7 +83,7 @@ DOCUMENTED = (
     Documented(
         r"precision: expected one of bf16, fp8",
         "precision.md",
-        "the formats of frozen experts are not recipes to train in",
+        "`mxfp4` is a format of frozen experts, not a recipe to train in",
     ),
 )
 

@@ -94,7 +94,7 @@ class TestHere:
             (("generate", "cpu", "fp8"), "cpu.md"),
             (("train", "streamed", "bf16"), "training.md"),
             (("train", "cpu", "bf16"), "training.md"),
-            (("train", "resident", "nvfp4"), "precision.md"),
+            (("train", "resident", "mxfp4"), "precision.md"),
         ],
         ids=str,
     )
