@@ -92,6 +92,7 @@ def test_doctor_describes_the_machine_and_every_backend():
     document = last_line(result)
     assert document["machine"]["cpu"]["cores"] >= 1
     assert document["versions"]["torch"] == torch.__version__
+    assert document["rates"].keys() >= {"cpu_flops", "cpu_bandwidth", "disk"}
     assert document["bfloat16_on_cpu"]["computed_in"] in ("bfloat16", "float32")
     assert [row["name"] for row in document["placements"]] == [
         *("cpu-bf16", "cpu-int8", "cpu-int8-bf16"),

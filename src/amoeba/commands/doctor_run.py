@@ -16,6 +16,7 @@ from amoeba.commands.output import Output
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu.build import library_states
 from amoeba.placements import all_placements
+from amoeba.plan.machine import measured_machine, rates_in_words
 from amoeba.precision.formats import MXFP4
 from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.precision.recipes import AUTO, SUMMARIES, summary_of, with_precision
@@ -43,6 +44,7 @@ def run(output: Output) -> dict[str, Any]:
         "backends": [row for device in _devices() for row in _backends_on(device)],
         "precisions": [row for device in _devices() for row in _precisions_on(device)],
         "compiled_libraries": _compiled_libraries(),  # after those that were just asked for
+        "rates": measured_machine().rates,
     }
     _print(document, output)
     return document
@@ -201,6 +203,8 @@ def _print(document: dict[str, Any], output: Output) -> None:
     output.line(f"  computed in {bfloat16['computed_in']}: {bfloat16['why']}")
     output.heading("placements of experts")
     output.facts((row["name"], _of_placement(row)) for row in document["placements"])
+    output.heading("measured, for amoeba plan")
+    output.facts(rates_in_words(document["rates"]))
     compiled = document["compiled_libraries"]
     output.heading("compiled libraries")
     output.facts([("folder", compiled["folder"]), *((each["name"], each["what"]) for each in compiled["libraries"])])

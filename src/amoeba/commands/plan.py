@@ -192,15 +192,12 @@ def _three_digits(number: float) -> str:
 
 
 def _of_machine(machine: Machine) -> list[tuple[str, str]]:
+    from amoeba.plan.machine import rates_in_words
     from amoeba.stream.sizes import show_size
 
-    tera = {"CPU": machine.cpu_flops, "GPU": machine.gpu_flops}
-    giga = {"host memory": machine.cpu_bandwidth, "disk": machine.disk, "GPU memory": machine.gpu_bandwidth}
-    giga |= {"link": machine.link, "GPU to GPU": machine.peer or 0.0, "network": machine.network or 0.0}
-    rates = [f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in tera.items() if rate]
-    rates += [f"{name} {_three_digits(rate / 1e9)} GB/s" for name, rate in giga.items() if rate]
     free = f"{show_size(machine.ram_free)} of host memory"
     if machine.gpu:
         free = f"{show_size(machine.vram_free)} on {machine.gpu}, {free}"
-    found = [("free", free), (machine.source, ", ".join(rates))]
+    rates = ", ".join(f"{name} {rate}" for name, rate in rates_in_words(machine.rates))
+    found = [("free", free), (machine.source, rates)]
     return [*found, *([("assumed", ", ".join(machine.assumed))] if machine.assumed else [])]

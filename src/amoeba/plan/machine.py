@@ -13,13 +13,13 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amoeba.bench.timing import measure_ceilings
+from amoeba.bench.timing import SIZES, measure_ceilings
 from amoeba.core.errors import bad_value, one_line
 from amoeba.jobs.model_cost import keep, kept
 from amoeba.stream.attaching import gpu as streaming_gpu
@@ -33,7 +33,7 @@ from amoeba.system.machine import available_memory, cpu_model, load_average, tot
 CPU = torch.device("cpu")
 _GB, _TERA = 10**9, 10**12
 # Read to find out how fast a disk is.
-_FILE_BYTES, _PIECE = 256 << 20, 4 << 20
+_FILE_BYTES, _PIECE = 128 << 20, 4 << 20
 # Share of a public figure that programs reach: of an H200's 989 TFLOP/s a dense product in bf16 has 800, of its
 # 4.8 TB/s a copy 4.28, of its link's 64 GB/s copies of pinned memory 55 (docs/benchmarks.md).
 _REACHED = {"gpu_flops": 0.81, "gpu_bandwidth": 0.89, "link": 0.86, "peer": 0.8, "network": 0.8}
@@ -69,6 +69,12 @@ class Machine:
     assumed: list[str] = field(default_factory=list)  # names of what was neither measured nor given
 
     @property
+    def rates(self) -> dict[str, float]:
+        """Those that it has, by their names."""
+        names = (*_RATES["cpu"], *_RATES["cuda"], "peer", "network")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
     def is_measured(self) -> bool:
         """Whether its speeds are its own."""
         return self.source == "measured" and not {*_RATES["cpu"], *_RATES["cuda"]} & {*self.assumed}
@@ -84,6 +90,20 @@ class Machine:
         if vram == 0:
             return replace(changed, gpu=None, vram_bytes=0, vram_free=0)
         return changed if vram is None or self.gpu is None else replace(changed, vram_free=vram)
+
+
+_NAMES = {
+    **{"cpu_flops": "CPU", "gpu_flops": "GPU", "cpu_bandwidth": "host memory", "gpu_bandwidth": "GPU memory"},
+    **{"disk": "disk", "link": "link to the GPU", "peer": "GPU to GPU", "network": "network per GPU"},
+}
+
+
+def rates_in_words(rates: dict[str, float]) -> list[tuple[str, str]]:
+    """(what, how fast) for people."""
+    return [
+        (_NAMES[name], f"{rate / 1e12:.3g} TFLOP/s" if name.endswith("flops") else f"{rate / 1e9:,.4g} GB/s")
+        for name, rate in rates.items()
+    ]
 
 
 def _card(memory: float, bandwidth: float, tera: float, link: float, peer: float | None = None) -> dict[str, Any]:
@@ -203,6 +223,7 @@ def _rates(device: torch.device, measure: bool) -> dict[str, float] | None:
         else f"{cpu_model()}, {torch.get_num_threads()} threads",
         "torch": str(torch.__version__),
         "host": socket.gethostname(),
+        "size": asdict(SIZES[device.type]),
     }
     names = _RATES[device.type]
     found = kept("machine", about) or {}

@@ -32,7 +32,7 @@ CUDA, HOST = "cuda", "cpu"
 
 # Measured with `python -m benchmarks plan` on a 2-core Neoverse-N1: a process with torch, transformers and a tokenizer,
 # and what allocator and threads keep on top of what is asked for.
-_PROCESS_BYTES = 452 << 20
+_PROCESS_BYTES, _TRAINER_BYTES = 464 << 20, 32 << 20
 _CPU_SLACK, _CPU_SLACK_SHARE = 12 << 20, 0.05
 # On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own.
 _GPU_WORKSPACE = 96 << 20
@@ -120,7 +120,8 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
     dtype = choice.dtype or facts.dtype
     here, share = choice.device, work.ranks if choice.placement == "ranks" else 1
     rest = facts.rest_numbers * dtype.itemsize
-    lines = [Line("weights", rest, here), Line(_PROCESS, _PROCESS_BYTES, HOST)]
+    process = _PROCESS_BYTES + (_TRAINER_BYTES if work.trains else 0)
+    lines = [Line("weights", rest, here), Line(_PROCESS, process, HOST)]
     lines += _experts(facts, choice, work, dtype, share)
     if not work.trains:
         length = cache_length(work.context) if here == CUDA else work.context
@@ -128,7 +129,7 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
         lines.append(Line("activations", _forward_bytes(facts, work, dtype, choice), here, "running"))
     else:
         lines += _training(facts, choice, work, dtype, share)
-    held = sum(line.bytes for line in lines if line.when != "running" and line.name != _PROCESS)
+    held = sum(line.bytes for line in lines if line.when != "running" and line.name not in (_PROCESS, "slots", "reads"))
     workspace = _GPU_WORKSPACE if here == CUDA else _CPU_SLACK + int(_CPU_SLACK_SHARE * held)
     return tuple(line for line in (*lines, Line("workspace", workspace, here)) if line.bytes)
 

@@ -1,0 +1,75 @@
+"""What a plan knows of machines: measured once and kept, or described."""
+
+import json
+
+import pytest
+
+from amoeba.bench import timing
+from amoeba.plan import described_machine, machine, measured_machine
+from amoeba.plan.machine import CARDS, rates_in_words
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Measurements of an instant, in a cache of their own."""
+    monkeypatch.setenv("AMOEBA_CACHE", str(tmp_path))
+    monkeypatch.setitem(timing.SIZES, "cpu", timing.Size(64, 1 << 20, 1))
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "_FILE_BYTES", 4 << 20)
+    monkeypatch.setattr(machine, "load_average", lambda: 0.0)
+    return tmp_path
+
+
+def test_rates_are_measured_once_and_kept(quick, monkeypatch):
+    unknown = measured_machine(measure=False, gpu=False)
+    assert {"cpu_flops", "cpu_bandwidth", "disk"} <= set(unknown.assumed) and not unknown.is_measured
+    found = measured_machine(gpu=False)
+    assert found.is_measured and all(rate > 0 for rate in found.rates.values())
+    monkeypatch.setattr(machine, "measure_ceilings", None)
+    assert measured_machine(measure=False, gpu=False).rates == found.rates
+    assert not list(quick.glob(".disk*")), "the file that was read is gone"
+
+
+def test_what_a_busy_machine_gives_is_not_kept(quick, monkeypatch):
+    monkeypatch.setattr(machine, "load_average", lambda: 1000.0)
+    assert measured_machine(gpu=False).is_measured
+    assert not measured_machine(measure=False, gpu=False).is_measured
+
+
+def test_cards_are_marked_as_public_figures():
+    for name in CARDS:
+        found = described_machine(name)
+        assert found.source == "public figures" and found.gpu == name and found.vram_free == found.vram_bytes
+        assert found.gpu_bandwidth < CARDS[name]["gpu_bandwidth"], "nobody reaches them"
+    assert described_machine("RTX 4090").vram_bytes == 24 * 2**30
+
+
+def test_a_budget_of_no_gpu_memory_takes_the_gpu_away():
+    found = described_machine("4090").within(0, None)
+    assert found.device == "cpu" and found.gpu is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1]", "got list"),
+        ("{", "a JSON object"),
+        ('{"speed": 3}', "got speed"),
+        ('{"link": -1}', "link in"),
+        ('{"link": "fast"}', "a number above 0"),
+        ('{"card": "9999"}', "card in"),
+    ],
+)
+def test_a_description_that_is_wrong_is_refused(tmp_path, content, said):
+    path = tmp_path / "machine.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=said):
+        described_machine(str(path))
+
+
+def test_a_description_without_a_card_is_a_machine_without_a_gpu(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"ram_bytes": "32GiB", "cpu_bandwidth": 80e9}))
+    found = described_machine(str(path))
+    assert found.gpu is None and found.ram_free == 32 * 2**30
+    assert ("host memory", "80 GB/s") in rates_in_words(found.rates)
