@@ -1,5 +1,5 @@
 """Launches of the kernels around the products, for test_other_gpus.py: routing, LoRA factors, attention's heads, the
-optimizer, streamed experts, rows between ranks.
+optimizer, streamed experts, rows between ranks; and `of_recipes`, the products of quantised operands in plain Triton.
 
 T tokens · K experts per token · N = T·K routed rows · E experts · H hidden · I intermediate · J = 2I
 """
@@ -168,3 +168,35 @@ def _of_the_optimizer(dtype: torch.dtype) -> Launches:
         "adamw": lambda: adamw.update(*tables, numbers(1), coefficients, **kinds),
         "sum of squares": lambda: sum_of_squares(ids(8, 2), words(8, 2), bf16=bf16),
     }
+
+
+def of_recipes() -> Launches:
+    """By the format of weights: products with many and few rows, and what quantises their operands."""
+    from amoeba.core.config import Activation
+    from amoeba.kernels import quantise_blocks, scaled_gemm
+    from amoeba.precision import formats
+    from amoeba.precision.quantised import empty_quantised
+
+    bf16, meta = partial(empty, dtype=torch.bfloat16), torch.device("meta")
+    found: Launches = {}
+    for row_format, format in (
+        (formats.FP8_TRAINING_ROWS, formats.FP8_TRAINING),
+        (formats.MXFP8_TRAINING_ROWS, formats.MXFP8_TRAINING),
+        (formats.NVFP4_TRAINING_ROWS, formats.NVFP4_TRAINING),
+    ):
+        matrix, turned = (empty_quantised((E, *sizes), format, device=meta) for sizes in ((2 * I, H), (H, 2 * I)))
+        for name, rows in (("many", E * 2000), ("few", E * 24)):
+            x, out = empty_quantised((rows // K, H), row_format, device=meta), bf16(rows, 2 * I)
+            found[f"{format.name} {name}"] = partial(
+                scaled_gemm.multiply, x, matrix, words(E), out, order_N=words(rows), top_k=K
+            )
+        a = empty_quantised((4096, I), row_format, device=meta)
+        found[f"{format.name} activated"] = partial(
+            quantise_blocks.activate_and_quantise, bf16(4096, 2 * I), Activation(), a, words(E)
+        )
+        if format.scale != "fp32":
+            found[f"{format.name} rows"] = partial(quantise_blocks.quantise_rows, bf16(4096, H), row_format)
+            found[f"{format.name} weights"] = partial(
+                quantise_blocks.quantise_weights, bf16(E, 2 * I, H), matrix, turned
+            )
+    return found

@@ -301,6 +301,8 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
             found[f"attention backward {size}"] = lambda q=q, k=k, ends=ends, saved=saved: attention.backward(
                 q, q, k, k, q, saved, ends, 0.1, -1
             )
+    if dtype == torch.bfloat16 and capability >= (8, 9):
+        found |= {f"operands in {name}": launch for name, launch in small_launches.of_recipes().items()}
     return found | small_launches.launches(dtype)
 
 

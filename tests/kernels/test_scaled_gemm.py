@@ -54,6 +54,21 @@ def test_products_are_those_of_fp64_on_the_numbers_that_codes_stand_for(row_form
     assert (out[ends[-1] :] == 77).all()
 
 
+def test_emulated_products_of_mxfp8_have_the_bits_of_dot_scaled(device, monkeypatch):
+    """As before Blackwell."""
+    if device.type == "cuda":
+        pytest.skip("dot_scaled is for Blackwell")
+    generator = torch.Generator().manual_seed(2)
+    rows = quantise(torch.randn(40, 160, generator=generator) * 2.0**30, MXFP8_TRAINING_ROWS)
+    weights = quantise(torch.randn(2, 48, 160, generator=generator) * 2.0**-40, MXFP8_TRAINING)
+    found = []
+    for emulated in (False, True):
+        monkeypatch.setattr(scaled_gemm, "_is_emulated", lambda scale, device, emulated=emulated: emulated)
+        found.append(torch.empty(40, 48))
+        scaled_gemm.multiply(rows, weights, torch.tensor([7, 40], dtype=torch.int32), found[-1])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
 @by_formats
 def test_without_an_order_rows_are_read_where_they_lie(row_format, format, parts, device):
     generator = torch.Generator().manual_seed(1)

@@ -4,13 +4,16 @@ N rows · E experts · O out · I in · J = 2I or I
 
     x = quantise_rows(x_TH, MXFP8_TRAINING_ROWS)                       # as `quantise` of amoeba.precision, to the bit
     a = activate_and_quantise(h_NJ, activation, NVFP4_TRAINING_ROWS, offs_E)      # Q(act(h)); a is rounded once
-    quantise_weights(down_EHI, matrix, transposed)                     # both orientations from one read
+    quantise_weights(down_EHI, matrix, transposed)                     # both orientations
 
-Plain Triton for every GPU that converts to e4m3 (from sm_89 on). nvfp4 takes two reads: the largest number of a row, or
-of an expert's matrix, comes first. What fp8-128 has kernels for already is left to `amoeba.kernels.quantise`.
+Plain Triton for every GPU that converts to e4m3 (from sm_89 on). Each orientation of a weight takes a read; nvfp4 takes
+one more, for the largest number of a row or of an expert's matrix. What fp8-128 has kernels for already is left to
+`amoeba.kernels.quantise`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -213,38 +216,9 @@ def activate_and_quantise(h_NJ: Tensor, activation: Activation, into: QuantisedM
     _write_rows(h_NJ, into, activation, offs_E)
 
 
-@quick
 @triton.jit
-def _largest_of_matrices(
-    weight,
-    largest,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_COLUMN: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SIDE: tl.constexpr,
-):
-    """largest: bits of fp32 as integers, which are ordered alike, so that it does not matter who comes first."""
-    values, expert, _, _ = _tile_of_weight(
-        weight, STRIDE_EXPERT, STRIDE_ROW, STRIDE_COLUMN, HEIGHT, WIDTH, SIDE
-    )  # fmt: skip
-    size = tl.max(tl.max(tl.abs(values), axis=1), axis=0)
-    size = tl.where(size == size, size, 0.0)
-    tl.atomic_max(largest + expert, size.to(tl.int32, bitcast=True), sem="relaxed")
-
-
-@triton.jit
-def _tile_of_weight(
-    weight,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_COLUMN: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SIDE: tl.constexpr,
-):
-    """This program's numbers, its expert, and its tile down and across."""
+def _tile_of_weight(weight, STRIDES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr):
+    """This program's numbers in fp32, NaN for infinities, its expert, and its tile down and across."""
     DOWN: tl.constexpr = (HEIGHT + SIDE - 1) // SIDE
     ACROSS: tl.constexpr = (WIDTH + SIDE - 1) // SIDE
     program = tl.program_id(0)
@@ -253,32 +227,21 @@ def _tile_of_weight(
     across = program % ACROSS
     row = (down * SIDE + tl.arange(0, SIDE))[:, None]
     column = (across * SIDE + tl.arange(0, SIDE))[None, :]
-    at = weight + expert * STRIDE_EXPERT + row.to(tl.int64) * STRIDE_ROW + column.to(tl.int64) * STRIDE_COLUMN
+    at = weight + expert * STRIDES.EXPERT + row.to(tl.int64) * STRIDES.ROW + column.to(tl.int64) * STRIDES.COLUMN
     values = tl.load(at, mask=(row < HEIGHT) & (column < WIDTH), other=0.0).to(tl.float32)
     return infinities_to_nan(values), expert, down, across
 
 
+@quick
 @triton.jit
-def _store_blocks(
-    code, stored, codes, scales, expert, down, across,
-    FORMAT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """A tile of a matrix (HEIGHT, WIDTH)."""
-    BLOCK: tl.constexpr = FORMAT.BLOCK
-    PER_BYTE: tl.constexpr = 8 // FORMAT.BITS
-    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    BLOCKS_DOWN: tl.constexpr = (HEIGHT + BLOCK - 1) // BLOCK
-    STORED: tl.constexpr = BLOCKS * BLOCK // 2 if PER_BYTE == 2 else WIDTH
-    if PER_BYTE == 2:
-        code = _pack(code, SIDE, SIDE)
-    row = (down * SIDE + tl.arange(0, SIDE))[:, None]
-    byte = (across * (SIDE // PER_BYTE) + tl.arange(0, SIDE // PER_BYTE))[None, :]
-    at = codes + expert * (HEIGHT * STORED) + row.to(tl.int64) * STORED + byte
-    tl.store(at, code, mask=(row < HEIGHT) & (byte < STORED))
-    line = (down * (SIDE // BLOCK) + tl.arange(0, SIDE // BLOCK))[:, None]
-    block = (across * (SIDE // BLOCK) + tl.arange(0, SIDE // BLOCK))[None, :]
-    at = scales + expert * (BLOCKS_DOWN * BLOCKS) + line * BLOCKS + block
-    tl.store(at, stored, mask=(line < BLOCKS_DOWN) & (block < BLOCKS))
+def _largest_of_matrices(
+    weight, largest, STRIDES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr
+):
+    """largest: bits of fp32 as integers, which are ordered alike, so that it does not matter who comes first."""
+    values, expert, _, _ = _tile_of_weight(weight, STRIDES, HEIGHT, WIDTH, SIDE)
+    size = tl.max(tl.max(tl.abs(values), axis=1), axis=0)
+    size = tl.where(size == size, size, 0.0)
+    tl.atomic_max(largest + expert, size.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @quick
@@ -287,23 +250,21 @@ def _quantise_weights_in_blocks(
     weight,
     codes,
     scales,
-    turned_codes,
-    turned_scales,
     largest,
     matrix_scale,
     FORMAT: tl.constexpr,
-    STRIDE_EXPERT: tl.constexpr,
-    STRIDE_ROW: tl.constexpr,
-    STRIDE_COLUMN: tl.constexpr,
+    STRIDES: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     BLOCK: tl.constexpr = FORMAT.BLOCK
     GROUPS: tl.constexpr = SIDE // BLOCK
-    values, expert, down, across = _tile_of_weight(
-        weight, STRIDE_EXPERT, STRIDE_ROW, STRIDE_COLUMN, HEIGHT, WIDTH, SIDE
-    )  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // FORMAT.BITS
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    BLOCKS_DOWN: tl.constexpr = (HEIGHT + BLOCK - 1) // BLOCK
+    STORED: tl.constexpr = BLOCKS * BLOCK // 2 if PER_BYTE == 2 else WIDTH
+    values, expert, down, across = _tile_of_weight(weight, STRIDES, HEIGHT, WIDTH, SIDE)
     of_matrix = 1.0
     if largest is not None:
         of_matrix = matrix_scale_of(tl.load(largest + expert).to(tl.float32, bitcast=True))
@@ -314,12 +275,16 @@ def _quantise_weights_in_blocks(
     not_finite = tl.max(tl.max((blocks != blocks).to(tl.int32), axis=3), axis=1)
     stored, by = _scales(size, not_finite, of_matrix, FORMAT)
     code = tl.reshape(_codes(blocks, by[:, None, :, None], FORMAT), (SIDE, SIDE))
-    _store_blocks(code, stored, codes, scales, expert, down, across, FORMAT, HEIGHT, WIDTH, SIDE)
-    if turned_codes is not None:
-        _store_blocks(
-            tl.trans(code), tl.trans(stored), turned_codes, turned_scales, expert, across, down, FORMAT, WIDTH, HEIGHT,
-            SIDE,
-        )  # fmt: skip
+    if PER_BYTE == 2:
+        code = _pack(code, SIDE, SIDE)
+    row = (down * SIDE + tl.arange(0, SIDE))[:, None]
+    byte = (across * (SIDE // PER_BYTE) + tl.arange(0, SIDE // PER_BYTE))[None, :]
+    at = codes + expert * (HEIGHT * STORED) + row.to(tl.int64) * STORED + byte
+    tl.store(at, code, mask=(row < HEIGHT) & (byte < STORED))
+    line = (down * GROUPS + tl.arange(0, GROUPS))[:, None]
+    block = (across * GROUPS + tl.arange(0, GROUPS))[None, :]
+    at = scales + expert * (BLOCKS_DOWN * BLOCKS) + line * BLOCKS + block
+    tl.store(at, stored, mask=(line < BLOCKS_DOWN) & (block < BLOCKS))
 
 
 def quantise_weights(weight_EOI: Tensor, into: QuantisedMatrix, transposed: QuantisedMatrix | None = None) -> None:
@@ -334,21 +299,27 @@ def quantise_weights(weight_EOI: Tensor, into: QuantisedMatrix, transposed: Quan
     check_arguments(fit, "(E, O, I) and contiguous memory for its numbers", weight_EOI=weight_EOI, data=into.data)
     if weight_EOI.numel() == 0:
         return
-    strides = dict(zip(("STRIDE_EXPERT", "STRIDE_ROW", "STRIDE_COLUMN"), weight_EOI.stride(), strict=True))
-    sizes = {**strides, "HEIGHT": height, "WIDTH": width, "SIDE": _SIDE, "num_warps": _WEIGHT_WARPS}
-    grid = (experts * cdiv(height, _SIDE) * cdiv(width, _SIDE),)
     largest = None
+    grid = (experts * cdiv(height, _SIDE) * cdiv(width, _SIDE),)
     if into.matrix_scale is not None:
         largest = torch.empty(experts, dtype=torch.int32, device=weight_EOI.device).zero_()
-        _largest_of_matrices[grid](weight_EOI, largest, **sizes)
-    _quantise_weights_in_blocks[grid](
-        weight_EOI,
-        into.data,
-        into.scales,
-        None if transposed is None else transposed.data,
-        None if transposed is None else transposed.scales,
-        largest,
-        into.matrix_scale,
-        FORMAT=_of_format(into.format),
-        **sizes,
-    )
+        _largest_of_matrices[grid](weight_EOI, largest, **_sizes(weight_EOI))
+    # Square blocks of the transposed weight have the same scales and codes.
+    for weight, matrix in ((weight_EOI, into), (weight_EOI.mT, transposed)):
+        if matrix is not None:
+            _quantise_weights_in_blocks[grid](
+                weight,
+                matrix.data,
+                matrix.scales,
+                largest,
+                into.matrix_scale,
+                FORMAT=_of_format(into.format),
+                **_sizes(weight),
+            )
+
+
+def _sizes(weight_EOI: Tensor) -> dict[str, Any]:
+    expert, row, column = weight_EOI.stride()
+    strides = Group(EXPERT=expert, ROW=row, COLUMN=column)
+    height, width = weight_EOI.shape[1:]
+    return {"STRIDES": strides, "HEIGHT": height, "WIDTH": width, "SIDE": _SIDE, "num_warps": _WEIGHT_WARPS}

@@ -10,12 +10,12 @@ its table.
 | operands | product | sm_89 | sm_90 | sm_100 | sm_120 |
 |---|---|---|---|---|---|
 | e4m3, fp32 scales of 128 | tl.dot, scaled every 128 of the depth | mma e4m3 | wgmma e4m3 | tcgen05 f8f6f4 | mma e4m3 |
-| mxfp8 | tl.dot_scaled | bf16, emulated | bf16, emulated | tcgen05 mxf8f6f4 | mma mxf8f6f4 |
-| nvfp4 | tl.dot_scaled | bf16, emulated | bf16, emulated | tcgen05 mxf4nvf4 | mma mxf4nvf4 |
+| mxfp8 | tl.dot_scaled, or emulated | bf16, emulated | bf16, emulated | tcgen05 mxf8f6f4 | mma mxf8f6f4 |
+| nvfp4 | tl.dot_scaled, or emulated | bf16, emulated | bf16, emulated | tcgen05 mxf4nvf4 | mma mxf4nvf4 |
 
 This is what they compile to. **They have never run on sm_89, sm_100 or sm_120**: no number of theirs was checked there,
-and nothing was timed. In Triton's interpreter nvfp4 is decoded and multiplied by `tl.dot`: its `dot_scaled` takes e4m3
-scales for e8m0.
+and nothing was timed. Emulated products dequantise tiles to bf16, in which both formats are exact; so does nvfp4 in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -36,18 +36,27 @@ from amoeba.kernels.tiles import find_tile, rows_of_tile, slots
 from amoeba.precision.quantised import QuantisedMatrix
 
 # A step of the depth is 128 numbers: as many as share a scale of fp8-128. Chosen by what the compiled kernels need, and
-# not timed: tiles of fewer than 128 rows are no native product of sm_100; where sums are scaled by hand, and where
-# nvfp4 is emulated, wider tiles spill.
+# not timed: tiles of fewer than 128 rows are no native product of sm_100, and where sums are scaled by hand wider tiles
+# spill. Emulated products have both operands in registers, from which Triton 3.6 must not feed Hopper's matrix unit
+# (triton #9433: wrong numbers, seen on an H200, 2026-11-18); it multiplies tiles of 32 rows by other instructions.
 FEW_ROWS = 32  # per expert
-_FEW = Configuration(32, 128, 128, 1, 4, 3)
+_FEW, _EMULATED = Configuration(32, 128, 128, 1, 4, 3), Configuration(32, 64, 128, 8, 4, 3)
 _WIDE, _NARROW = Configuration(128, 128, 128, 8, 8, 3), Configuration(128, 64, 128, 8, 8, 3)
 
 
-def _tile(rows: int, experts: int, scale: str, device: torch.device) -> Configuration:
+def _tile(rows: int, experts: int, scale: str, emulated: bool) -> Configuration:
+    if emulated:
+        return _EMULATED
     if cdiv(rows, experts) <= FEW_ROWS:
         return _FEW
-    emulated = (capability_of(device) or (10, 0)) < (10, 0)
-    return _NARROW if scale == "fp32" or (scale == "e4m3" and emulated) else _WIDE
+    return _NARROW if scale == "fp32" else _WIDE
+
+
+def _is_emulated(scale: str, device: torch.device) -> bool:
+    """Before Blackwell, which has the products of mxfp8 and nvfp4. `tl.dot_scaled` would emulate them as well, but for
+    e4m3 scales it aborts the process (Triton 3.6 on Hopper), and its interpreter takes them for e8m0 (3.9)."""
+    capability = capability_of(device)
+    return scale == "e4m3" if capability is None else scale != "fp32" and capability < (10, 0)
 
 
 def multiply(
@@ -77,7 +86,8 @@ def multiply(
     )
     if rows == 0:
         return
-    chosen = _tile(rows, experts, left.scale, out_NO.device)
+    emulated = _is_emulated(left.scale, out_NO.device)
+    chosen = _tile(rows, experts, left.scale, emulated)
     of_part = height // matrix_EOW.parts
     _multiply_quantised[(slots(rows, experts, chosen.block_m) * cdiv(columns, chosen.block_n),)](
         rows_NW.data,
@@ -100,6 +110,7 @@ def multiply(
         ),
         OPERANDS=Group(
             SCALE=left.scale,
+            EMULATED=emulated,
             BITS=left.element.bits,
             BLOCK=left.block[1],
             STRIDE_ROW=rows_NW.data.stride(0),
@@ -118,11 +129,17 @@ def multiply(
 
 
 @triton.jit
-def _unpacked(packed, scale, ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """fp32 (ROWS, DEPTH) of e2m1 with e4m3 scales (ROWS, DEPTH / BLOCK)."""
-    value = tl.reshape(tl.join(unpack_e2m1(packed), unpack_e2m1(packed >> 4)), (ROWS, DEPTH))
-    blocks = tl.reshape(value, (ROWS, DEPTH // BLOCK, BLOCK)) * decode(scale)[:, :, None]
-    return tl.reshape(blocks, (ROWS, DEPTH))
+def _numbers(packed, scale, ROWS: tl.constexpr, DEPTH: tl.constexpr, OPERANDS: tl.constexpr):
+    """(ROWS, DEPTH) of codes and scales (ROWS, DEPTH / BLOCK). In bf16 both formats are exact."""
+    if OPERANDS.BITS == 4:
+        value = tl.reshape(tl.join(unpack_e2m1(packed), unpack_e2m1(packed >> 4)), (ROWS, DEPTH))
+        wide = decode(scale)
+    else:
+        value = decode(packed)
+        wide = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # neither byte 0 nor 255 is written
+    blocks = tl.reshape(value, (ROWS, DEPTH // OPERANDS.BLOCK, OPERANDS.BLOCK)) * wide[:, :, None]
+    numbers = tl.reshape(blocks, (ROWS, DEPTH))
+    return numbers if BY_BITS else numbers.to(tl.bfloat16)  # a dot of bf16 is wrong in the interpreter
 
 
 @triton.jit
@@ -135,14 +152,14 @@ def _add_step(result, row_tile, row_scale, matrix_tile, matrix_scale, PRODUCT: t
             left = row_tile.to(tl.float8e4nv, bitcast=True)
             product = tl.dot(left, tl.trans(matrix_tile.to(tl.float8e4nv, bitcast=True)))
         return result + product * (row_scale * tl.trans(matrix_scale))  # one of each
+    elif OPERANDS.EMULATED:
+        left = _numbers(row_tile, row_scale, PRODUCT.BLOCK_M, PRODUCT.BLOCK_K, OPERANDS)
+        right = _numbers(matrix_tile, matrix_scale, PRODUCT.BLOCK_N, PRODUCT.BLOCK_K, OPERANDS)
+        return tl.dot(left, tl.trans(right), result, input_precision="ieee")
     elif OPERANDS.SCALE == "e8m0":
         left = row_tile.to(tl.float8e4nv, bitcast=True)
         right = tl.trans(matrix_tile.to(tl.float8e4nv, bitcast=True))
         return tl.dot_scaled(left, row_scale, "e4m3", right, matrix_scale, "e4m3", result)
-    elif BY_BITS:
-        left = _unpacked(row_tile, row_scale, PRODUCT.BLOCK_M, PRODUCT.BLOCK_K, OPERANDS.BLOCK)
-        right = _unpacked(matrix_tile, matrix_scale, PRODUCT.BLOCK_N, PRODUCT.BLOCK_K, OPERANDS.BLOCK)
-        return tl.dot(left, tl.trans(right), result, input_precision="ieee")
     else:
         left_scale = row_scale.to(tl.float8e4nv, bitcast=True)
         right_scale = matrix_scale.to(tl.float8e4nv, bitcast=True)
