@@ -102,7 +102,7 @@ struct Slot {
 
 // What one thread has for itself.
 struct Private {
-  Buffer<float> normed, scores, head_values;
+  Buffer<float> normed, pairs, scores, head_values;
   Buffer<int8_t> planes;
   Buffer<int16_t> whole;
   Buffer<int32_t> fixes;
@@ -171,6 +171,8 @@ class Stepper {
       if (layer.router.weight.data) {
         route(layer, normed, self, team);
         barrier_.wait(team);
+      } else {
+        prepare(normed, {&layer.shared.gate_up}, own);
       }
       choose(layer, normed, own);
       up(layer, normed, own, self, team);
@@ -226,10 +228,15 @@ class Stepper {
 
   // What the matrices need of the rows beyond fp32, in memory that the next call of it takes.
   void prepare(StepRows& rows, std::initializer_list<const StepMatrix*> matrices, Private& own) const {
-    bool tiles = false, blocks = false;
+    bool tiles = false, blocks = false, pairs = false;
     for (const StepMatrix* matrix : matrices) {
+      pairs |= matrix->data && matrix->kind == ROWS_BF16;
       tiles |= matrix->data && by_planes(*matrix);
       blocks |= matrix->data && by_blocks(*matrix);
+    }
+    if (pairs) {
+      rows.pairs = own.pairs.get(size_t(rows.count * rows.plane_stride));
+      prepare_pairs(rows);
     }
     if (!tiles && !blocks) return;
     const int64_t size = rows.count * rows.plane_stride;
@@ -437,11 +444,12 @@ class Stepper {
     });
   }
 
-  void route(const StepLayer& layer, const StepRows& normed, int self, int team) {
+  void route(const StepLayer& layer, StepRows& normed, int self, int team) {
     const StepMatrix& weight = layer.router.weight;
     const int64_t each = ceil_div(weight.out, int64_t(team)), aligned = round_up(each, WEIGHT_ROWS);
     const int64_t from = std::min(weight.out, aligned * self), to = std::min(weight.out, aligned * (self + 1));
     Private& own = own_[size_t(self)];
+    prepare(normed, {&weight, &layer.experts.gate_up, &layer.shared.gate_up}, own);
     each_row_list(own, m.rows);
     if (from < to)
       products(weight, 0, from, to, normed, own.which.data(), m.rows,
@@ -545,8 +553,7 @@ class Stepper {
     }
   }
 
-  void up(const StepLayer& layer, StepRows& normed, Private& own, int self, int team) {
-    prepare(normed, {&layer.experts.gate_up, &layer.shared.gate_up}, own);
+  void up(const StepLayer& layer, const StepRows& normed, Private& own, int self, int team) {
     int64_t units = 0, passed = 0;
     each_expert(layer, own, [&](size_t, int64_t, const StepExperts& experts, int64_t) {
       units += ceil_div(experts.intermediate, UNIT);

@@ -40,6 +40,7 @@ struct StepRows {
   const float* x = nullptr;
   int64_t stride = 0, count = 0, length = 0;
   int64_t plane_stride = 0;
+  float* pairs = nullptr;  // for bf16: of each 2 LANES numbers the even ones, then the odd ones; `plane_stride` a row
   Planes tiles, blocks;  // in the order of columns, for int8; in that of the nibbles, for e2m1
 };
 
@@ -58,6 +59,18 @@ inline bool by_planes(const StepMatrix& m) {
 #else
   return false;
 #endif
+}
+
+inline void prepare_pairs(StepRows& rows) {
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const float* x = rows.x + r * rows.stride;
+    float* out = rows.pairs + r * rows.plane_stride;
+    for (int64_t k = 0; k + 2 * LANES <= rows.length; k += 2 * LANES)
+      for (int64_t i = 0; i < LANES; ++i) {
+        out[k + i] = x[k + 2 * i];
+        out[k + LANES + i] = x[k + 2 * i + 1];
+      }
+  }
 }
 
 #ifdef AMOEBA_BYTE_DOTS
@@ -303,23 +316,43 @@ template <int W>
 inline void block_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const RowScales* scales, int64_t n,
                        const int8_t* high, const int8_t* low, const int32_t*, float* out) {
   const int8x16_t values = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  const uint8x16_t nibble = vdupq_n_u8(15);
+  // 1.5 . 2^23, to whose bits an integer below 2^22 is added: then only a difference is left of the conversion to float
+  const float32x4_t magic = vdupq_n_f32(12582912.0f);
+  const int32x4_t begin = vshrq_n_s32(vreinterpretq_s32_f32(magic), 8);
   float32x4_t sum[W];
-  for (auto& each : sum) each = vdupq_n_f32(0);
+  const uint8_t* bytes[W];
+  const float* of_byte = scales[0].values;
+  for (int j = 0; j < W; ++j) {
+    sum[j] = vdupq_n_f32(0);
+    bytes[j] = static_cast<const uint8_t*>(scales[j].data);
+  }
   const int64_t blocks = ceil_div(n, 32);
   for (int64_t b = 0; b < blocks; ++b, high += 32, low += 32) {
     const int8x16_t even_high = vld1q_s8(high), odd_high = vld1q_s8(high + 16);
     const int8x16_t even_low = vld1q_s8(low), odd_low = vld1q_s8(low + 16);
+    if (b % 4 == 0)
+#pragma GCC unroll 4
+      for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + b * 16, 0, 2);
+    int8x16_t even[W], odd[W];
+    int32x4_t all[W];
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
-      const uint8_t* p = w + j * w_row + b * 16;
-      if (b % 4 == 0) __builtin_prefetch(next + j * w_row + b * 16, 0, 2);
-      const uint8x16_t pairs = vld1q_u8(p);
-      const int8x16_t even = vqtbl1q_s8(values, vandq_u8(pairs, vdupq_n_u8(15)));
-      const int8x16_t odd = vqtbl1q_s8(values, vshrq_n_u8(pairs, 4));
-      int32x4_t all = vdotq_s32(vdotq_s32(vdupq_n_s32(0), even, even_high), odd, odd_high);
-      all = vdotq_s32(vdotq_s32(vshlq_n_s32(all, 8), even, even_low), odd, odd_low);
-      sum[j] = vfmaq_n_f32(sum[j], vcvtq_f32_s32(all), scales[j].without_whole(b));
+      const uint8x16_t pairs = vld1q_u8(w + j * w_row + b * 16);
+      even[j] = vqtbl1q_s8(values, vandq_u8(pairs, nibble));
+      odd[j] = vqtbl1q_s8(values, vshrq_n_u8(pairs, 4));
     }
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) all[j] = vdotq_s32(begin, even[j], even_high);
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) all[j] = vshlq_n_s32(vdotq_s32(all[j], odd[j], odd_high), 8);
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) all[j] = vdotq_s32(all[j], even[j], even_low);
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) all[j] = vdotq_s32(all[j], odd[j], odd_low);
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j)
+      sum[j] = vfmaq_n_f32(sum[j], vsubq_f32(vreinterpretq_f32_s32(all[j]), magic), of_byte[bytes[j][b]]);
   }
   for (int j = 0; j < W; ++j) out[j] = total((Floats)sum[j]) * (0.5f * scales[j].whole);
 }
@@ -346,6 +379,52 @@ void each_block_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, co
   for (; j < to; ++j) run(j, std::integral_constant<int, 1>{});
 }
 #endif
+
+// ---------------------------------------------------------------------------------------------------- rows of bf16
+
+// out[j] = <w_j, row> for W rows of a weight: a word holds two numbers, the upper of which only needs a mask.
+template <int W>
+inline void pair_dots(const uint16_t* w, const uint16_t* next, int64_t w_row, const float* x, const float* pairs,
+                      int64_t n, float* out) {
+  constexpr int64_t STEP = 2 * LANES, LINE = 32;
+  Floats even[W] = {}, odd[W] = {};
+  int64_t k = 0;
+  for (; k + STEP <= n; k += STEP) {
+    const Floats x_even = load<LANES>(pairs + k), x_odd = load<LANES>(pairs + k + LANES);
+    if (STEP >= LINE || k % LINE == 0)
+#pragma GCC unroll 4
+      for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + k, 0, 2);
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) {
+      const Words words = (Words)load_as<uint32_t, LANES>(reinterpret_cast<const uint32_t*>(w + j * w_row + k));
+      even[j] += (Floats)(words << 16) * x_even;
+      odd[j] += (Floats)(words & 0xffff0000u) * x_odd;
+    }
+  }
+  for (int j = 0; j < W; ++j) {
+    float product = total(even[j] + odd[j]);
+    for (int64_t i = k; i < n; ++i) product += widen(w[j * w_row + i]) * x[i];
+    out[j] = product;
+  }
+}
+
+template <class Take>
+void each_pair_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
+                   const int64_t* which, int64_t count, const Take& take) {
+  const uint16_t* w = static_cast<const uint16_t*>(m.data) + e * m.stride_e;
+  const auto run = [&](int64_t j, auto width) {
+    const int64_t next = j + 2 * width <= to ? j + width : j;
+    for (int64_t r = 0; r < count; ++r) {
+      float out[width];
+      pair_dots<width>(w + j * m.stride_row, w + next * m.stride_row, m.stride_row, rows.x + which[r] * rows.stride,
+                       rows.pairs + which[r] * rows.plane_stride, m.in, out);
+      for (int i = 0; i < width; ++i) take(j + i, r, out[i]);
+    }
+  };
+  int64_t j = from;
+  for (; j + WEIGHT_ROWS <= to; j += WEIGHT_ROWS) run(j, std::integral_constant<int, WEIGHT_ROWS>{});
+  for (; j < to; ++j) run(j, std::integral_constant<int, 1>{});
+}
 
 // --------------------------------------------------------------------------------------------------------- all kinds
 
@@ -407,7 +486,7 @@ void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const St
   const auto take = [&](int64_t j, int64_t r, float value) { given(j, r, bias ? value + bias[j] : value); };
   switch (m.kind) {
     case ROWS_F32: return each_plain_row<PlainMatrix<float>>(m, e, from, to, rows, which, count, take);
-    case ROWS_BF16: return each_plain_row<PlainMatrix<uint16_t>>(m, e, from, to, rows, which, count, take);
+    case ROWS_BF16: return each_pair_row(m, e, from, to, rows, which, count, take);
     case ROWS_E4M3: return each_plain_row<CodedMatrix<E4m3>>(m, e, from, to, rows, which, count, take);
     case ROWS_E2M1:
 #ifdef AMOEBA_BYTE_DOTS
