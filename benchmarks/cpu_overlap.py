@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.initialization import no_init_weights
 
 from amoeba import lora, place_experts
 from amoeba.backends import packed
@@ -34,7 +35,13 @@ def make_model(layers: int, experts: int, placement: str) -> Any:
         topk_group=1, num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None, vocab_size=VOCABULARY,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    some = 0.02 * torch.randn(1 << 20)
+    with torch.no_grad():
+        for parameter in model.parameters():  # the same numbers again and again, which takes no time
+            flat = parameter.view(-1)
+            flat.copy_(some.repeat(-(-len(flat) // len(some)))[: len(flat)] if parameter.dim() > 1 else torch.ones(()))
     place_experts(model, placement)
     model.cuda()
     lora.attach(model, 8, 16, ["experts", "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
@@ -118,7 +125,7 @@ def shared_time(one: list[Span], other: list[Span]) -> float:
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 2048])
     parser.add_argument("--layers", type=int, default=2)
@@ -126,8 +133,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--placement", default="cpu-int8")
     parser.add_argument("--forward", type=int, nargs="*", default=[1, 16], help="tokens of forwards without gradients")
-    given = parser.parse_args()
-    model = make_model(given.layers, given.experts, given.placement)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    results = measure(make_model(given.layers, given.experts, given.placement), given)
+    print(json.dumps({"document": "benchmarks cpu_overlap", "options": vars(given), "results": results}))
+
+
+def measure(model: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     document = []
     for tokens, trains in [*((each, True) for each in given.tokens), *((each, False) for each in given.forward)]:
         model.train(trains)
@@ -144,7 +159,7 @@ def main() -> None:
             flush=True,
         )
         document.append({"tokens": tokens, "trains": trains, **times, "on_cpu": on_cpu, "shared": shared})
-    print(json.dumps({"document": "benchmarks cpu_overlap", "options": vars(given), "results": document}))
+    return document
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from amoeba import ExpertWeights, Routing, experts
 LAYERS = ("2048,768,128,8", "2880,2880,32,4", "1024,512,64,8", "7168,2048,64,8")
 TOKENS = (32, 64, 128, 256, 512, 1024)
 RIVALS = ("triton", "tasks")
-BLOCKS, ROUNDS, REPEATS = 3, 5, 10
+BLOCKS, ROUNDS, REPEATS = 3, 4, 5
 
 
 class Layer:

@@ -223,12 +223,15 @@ class Ratio(NamedTuple):
 
 
 # By the GPU's name and the backend that is replaced. A layer may have several rows, of even and of skewed routing; a
-# number of tokens between two of its rows needs both. H200, 2026-11-17, with rests: document `tasks-graphs` of 1a0ceba.
+# number of tokens between two of its rows needs both. H200, 2026-11-17, with rests: document `tasks-graphs` of 1a0ceba;
+# 32 to 128 tokens: benchmarks/small_backward.py of 67f4b0d0, 2026-11-18, the lowest of three.
 RATIOS: dict[tuple[str, str], tuple[Ratio, ...]] = {
     ("NVIDIA H200", "triton"): (
         Ratio("tasks", 1536, 256, 128, 8, 1024, 0.980),
         Ratio("tasks", 1536, 256, 128, 8, 24576, 0.946),
-        Ratio("tasks", 2048, 768, 128, 8, 128, 1.040),
+        Ratio("tasks", 2048, 768, 128, 8, 32, 1.063),
+        Ratio("tasks", 2048, 768, 128, 8, 64, 1.038),
+        Ratio("tasks", 2048, 768, 128, 8, 128, 1.036),
         Ratio("tasks", 2048, 768, 128, 8, 8192, 0.947),
         Ratio("tasks", 2048, 768, 128, 8, 32768, 0.979),
         Ratio("tasks", 2048, 768, 128, 8, 32768, 0.951),  # skewed
