@@ -173,7 +173,7 @@ def _of_the_optimizer(dtype: torch.dtype) -> Launches:
 def of_recipes() -> Launches:
     """By the format of weights: products with many and few rows, and what quantises their operands."""
     from amoeba.core.config import Activation
-    from amoeba.kernels import quantise_blocks, scaled_gemm
+    from amoeba.kernels import quantise_blocks, quantised_gemm
     from amoeba.precision import formats
     from amoeba.precision.quantised import empty_quantised
 
@@ -188,7 +188,7 @@ def of_recipes() -> Launches:
         for name, rows in (("many", E * 2000), ("few", E * 24)):
             x, out = empty_quantised((rows // K, H), row_format, device=meta), bf16(rows, 2 * I)
             found[f"{format.name} {name}"] = partial(
-                scaled_gemm.multiply, x, matrix, words(E), out, order_N=words(rows), top_k=K
+                quantised_gemm.multiply, x, matrix, words(E), out, order_N=words(rows), top_k=K
             )
         a = empty_quantised((4096, I), row_format, device=meta)
         found[f"{format.name} activated"] = partial(

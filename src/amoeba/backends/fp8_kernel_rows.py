@@ -24,7 +24,7 @@ from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.triton_rows import HopperRows, TritonRows, in_whole_pieces, sorted_maps, with_plain_rows
 from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
-from amoeba.kernels import quantise, scaled_gemm
+from amoeba.kernels import quantise, quantised_gemm
 from amoeba.kernels.activate import activate_backward, has_whole_blocks
 from amoeba.kernels.hopper import fp8_gemm, fp8_wgrad
 from amoeba.kernels.quantise import RowBlocks, empty_rows, row_blocks, transpose_rows, transpose_tokens
@@ -236,9 +236,9 @@ ROWS = {
 
 class _PlainTriton(StraightThroughKernelRows):
     """The same without Gluon: for GPUs that have fp8 and are not Hopper. Never run on one, see
-    `amoeba.kernels.scaled_gemm`."""
+    `amoeba.kernels.quantised_gemm`."""
 
-    products = scaled_gemm
+    products = quantised_gemm
     _multiply = TritonRows._multiply
     weight_gradient = TritonRows.weight_gradient
 

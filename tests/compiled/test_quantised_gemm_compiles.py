@@ -5,7 +5,7 @@ N routed rows · E experts · H hidden · I intermediate
 None of these GPUs but Hopper is here, or ever was: that a kernel compiles, to the instructions that it was written for,
 without a spill and within the shared memory of a block, is all that is known of it there.
 
-    TRITON_CACHE_DIR=cubins python tests/compiled/test_scaled_compiles.py 100 [many ...]         # a line of JSON
+    TRITON_CACHE_DIR=cubins python tests/compiled/test_quantised_gemm_compiles.py 100 [many ...]     # JSON
 """
 
 import json
@@ -23,7 +23,7 @@ F8, MX, NV = "fp8-128-training", "mxfp8-training", "nvfp4-training"
 EMULATED = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 PRODUCTS = {
     89: {F8: "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32", MX: EMULATED, NV: EMULATED},
-    90: {F8: r"wgmma.mma_async.+e4m3.e4m3", MX: EMULATED, NV: EMULATED},  # not wgmma: see `_EMULATED` of scaled_gemm
+    90: {F8: r"wgmma.mma_async.+e4m3.e4m3", MX: EMULATED, NV: EMULATED},  # not wgmma: see `_EMULATED` of quantised_gemm
     100: {
         F8: r"tcgen05.mma.+kind::f8f6f4",
         MX: r"tcgen05.mma.+kind::mxf8f6f4.block_scale",

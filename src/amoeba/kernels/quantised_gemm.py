@@ -38,7 +38,8 @@ from amoeba.precision.quantised import QuantisedMatrix
 # A step of the depth is 128 numbers: as many as share a scale of fp8-128. Chosen by what the compiled kernels need, and
 # not timed: tiles of fewer than 128 rows are no native product of sm_100, and where sums are scaled by hand wider tiles
 # spill. Emulated products have both operands in registers, from which Triton 3.6 must not feed Hopper's matrix unit
-# (triton #9433: wrong numbers, seen on an H200, 2026-11-18); it multiplies tiles of 32 rows by other instructions.
+# (triton #9433; the emulation of `tl.dot_scaled`, which does, gave wrong gradients in mxfp8 on an H200, 2026-11-18).
+# Tiles of 32 rows are multiplied by other instructions.
 FEW_ROWS = 32  # per expert
 _FEW, _EMULATED = Configuration(32, 128, 128, 1, 4, 3), Configuration(32, 64, 128, 8, 4, 3)
 _WIDE, _NARROW = Configuration(128, 128, 128, 8, 8, 3), Configuration(128, 64, 128, 8, 8, 3)

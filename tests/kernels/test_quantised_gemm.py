@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from amoeba.core.layout import build_layout
-from amoeba.kernels import scaled_gemm
+from amoeba.kernels import quantised_gemm
 from amoeba.precision import FP8_128, FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, Format, quantise
 from amoeba.precision.formats import MXFP8_TRAINING, MXFP8_TRAINING_ROWS, NVFP4, NVFP4_TRAINING, NVFP4_TRAINING_ROWS
 
@@ -44,7 +44,7 @@ def test_products_are_those_of_fp64_on_the_numbers_that_codes_stand_for(row_form
     offs, order = layout.offs_E.to(device, torch.int32), layout.order_N.to(device, torch.int32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     out = torch.full((order.shape[0], columns), 77.0, device=device, dtype=dtype)
-    scaled_gemm.multiply(rows, weights, offs, out, order_N=order, top_k=top_k, bias_EO=bias.to(device, dtype))
+    quantised_gemm.multiply(rows, weights, offs, out, order_N=order, top_k=top_k, bias_EO=bias.to(device, dtype))
     wide = rows.dequantise(torch.float64)[order // top_k]
     ends = [0, *offs.tolist()]
     for e, (start, end) in enumerate(itertools.pairwise(ends)):
@@ -63,9 +63,9 @@ def test_emulated_products_of_mxfp8_have_the_bits_of_dot_scaled(device, monkeypa
     weights = quantise(torch.randn(2, 48, 160, generator=generator) * 2.0**-40, MXFP8_TRAINING)
     found = []
     for emulated in (False, True):
-        monkeypatch.setattr(scaled_gemm, "_is_emulated", lambda scale, device, emulated=emulated: emulated)
+        monkeypatch.setattr(quantised_gemm, "_is_emulated", lambda scale, device, emulated=emulated: emulated)
         found.append(torch.empty(40, 48))
-        scaled_gemm.multiply(rows, weights, torch.tensor([7, 40], dtype=torch.int32), found[-1])
+        quantised_gemm.multiply(rows, weights, torch.tensor([7, 40], dtype=torch.int32), found[-1])
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
 
 
@@ -76,7 +76,7 @@ def test_without_an_order_rows_are_read_where_they_lie(row_format, format, parts
     weights = quantise(torch.randn(2, 64, 96, generator=generator).to(device), format, parts=parts)
     offs = torch.tensor([69, 70], dtype=torch.int32, device=device)
     out = torch.empty(70, 64, device=device)
-    scaled_gemm.multiply(rows, weights, offs, out)
+    quantised_gemm.multiply(rows, weights, offs, out)
     numbers, matrices = rows.dequantise(torch.float64), weights.dequantise(torch.float64)
     expected = torch.cat((numbers[:69] @ matrices[0].T, numbers[69:] @ matrices[1].T))
     assert (out.double() - expected).norm() <= 5e-6 * expected.norm()
@@ -87,4 +87,4 @@ def test_operands_of_two_formats_are_refused(device):
     weights = quantise(torch.ones(2, 8, 64, device=device), FP8_TRAINING)
     offs = torch.tensor([1, 4], dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="quantised alike"):
-        scaled_gemm.multiply(rows, weights, offs, torch.empty(4, 8, device=device))
+        quantised_gemm.multiply(rows, weights, offs, torch.empty(4, 8, device=device))
