@@ -16,7 +16,6 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 from transformers.initialization import no_init_weights
 
@@ -67,7 +66,8 @@ def seconds_of(model: Any, ids: torch.Tensor) -> float:
 
 
 def compare(model: Any, ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    own, times = experts_module.runs_alongside, {"before": [], "meanwhile": []}
+    own = experts_module.runs_alongside
+    times: dict[str, list[float]] = {"before": [], "meanwhile": []}
     try:
         for number in range(rounds + 2):
             for name, found in times.items():
@@ -99,8 +99,8 @@ def timeline(model: Any, ids: torch.Tensor) -> tuple[list[Span], list[Span]]:
 
     hooks, own = [], (packed.forward, packed.backward)
     for module in model.modules():
-        shared = getattr(module, "shared_experts", None)
-        if isinstance(shared, nn.Module):
+        shared: Any = getattr(module, "shared_experts", None)
+        if shared is not None:
             first, last = shared.gate_proj, shared.down_proj
             hooks += [first.register_forward_pre_hook(mark), last.register_forward_hook(mark)]
             hooks += [last.register_full_backward_pre_hook(mark), first.register_full_backward_hook(mark)]

@@ -14,6 +14,7 @@ last line of stdout is JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -52,8 +53,9 @@ class Layer:
     def steps(self, tokens: int, frozen: bool) -> dict[str, Callable[[], object]]:
         """Of each backend a step, and the forward alone."""
         x_TH, expert_TK, weight_TK, dy_TH = self.problem(tokens)
-        weights = ExpertWeights(*(w.detach().requires_grad_(not frozen) for w in self.weights))
-        wanted = [x_TH, weight_TK, *([] if frozen else weights.tensors()[:2])]
+        gate_up, down = (weight.detach().requires_grad_(not frozen) for weight in self.weights)
+        weights = ExpertWeights(gate_up, down)
+        wanted = [x_TH, weight_TK, *(() if frozen else (gate_up, down))]
         routing = Routing(expert_TK, weight_TK, trusted=True)
 
         def forward(backend: str) -> Tensor:
@@ -62,8 +64,8 @@ class Layer:
         def step(backend: str) -> object:
             return torch.autograd.grad(forward(backend), wanted, dy_TH)
 
-        made: dict[str, Callable[[], object]] = {name: lambda name=name: step(name) for name in RIVALS}
-        return made | {"forward": lambda: forward("triton")}
+        made: dict[str, Callable[[], object]] = {name: functools.partial(step, name) for name in RIVALS}
+        return made | {"forward": functools.partial(forward, RIVALS[0])}
 
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:
@@ -73,7 +75,7 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        graph.kept = function()  # the memory of its outputs
+        function()
     return graph.replay
 
 
