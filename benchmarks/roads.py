@@ -5,7 +5,7 @@
     for found in walk(cells, folder, size): ...             # in this process, by the commands themselves
 
 A cell is green, with its tokens/s and the path that it took; refused, in a sentence that a page of the documentation
-has too; or red. A cell on a slower path than there is (plain steps, padded batches) is green only if its reason is
+has too; or red. A cell on a slower path than there is (plain steps) is green only if its reason is
 documented as well. The cells of one place and format run in one process, those of ranks by torchrun.
 """
 
@@ -60,10 +60,8 @@ def _same(sentence: str, page: str) -> Documented:
 DOCUMENTED = (
     # a slower path, and why
     _same("CUDA graphs hold steps on an NVIDIA GPU", "generate.md"),
-    _same("its paged cache needs a GPU", "generate.md"),
     _same("its experts are computed on the CPU, and the host waits for their rows in every layer", "generate.md"),
     _same("its experts are on several ranks, and the host watches over each exchange between them", "generate.md"),
-    _same("which transformers' graphs do not support", "generate.md"),
     Documented(
         r"tokens? may ask for \d+ experts of a layer, which has \d+ slots",
         "generate.md",
@@ -308,7 +306,7 @@ def words_of(cell: Cell, folder: Path, size: Size, gpu: bool, out: Path) -> list
     prompts = folder / "prompts.txt"
     first = prompts.read_text().splitlines()[0]
     one = {"generate": [first], "adapter": [first, "--adapter", str(folder / "adapter")]}
-    many = {"8 rows": ["--batching", "padded", "--batch-size", "8"], "prompts": []}
+    many = {"8 rows": ["--batch-size", "8"], "prompts": []}
     asked = one.get(cell.road) or ["--prompts", str(prompts), *many[cell.road]]
     end = ["--max-new-tokens", str(size.new_tokens), "--temperature", "0", "--json"]
     return ["generate", str(model), *asked, *where, *end]
@@ -352,13 +350,8 @@ def _path(outcome: Outcome, gpu: bool) -> tuple[str, list[str]]:
             return " ".join(["captured", *compiled]), []
         reasons = re.findall(r"no CUDA graph: (.*)", said)
         return " ".join(["plain", *compiled]), reasons if reasons and not failed else ["a pass was not captured"]
-    if document.get("batching") == "continuous":
-        return "continuous", []
-    padded = document.get("batching_reason") or ""
-    reasons = [padded] if padded and padded != "as requested" else []
-    if document["steps"] == "plain":
-        reasons.append(document["steps_reason"])
-    return " ".join([*(["padded"] if padded else []), document["steps"]]), reasons
+    batched = ["continuous"] if document.get("batching") == "continuous" else []
+    return " ".join([*batched, document["steps"]]), [document["steps_reason"]] if document["steps"] == "plain" else []
 
 
 def _pages(reasons: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -20,7 +20,7 @@ from amoeba import ExpertWeights, Request, Routing
 from amoeba.commands.bench_run import make_document
 from amoeba.cpu import placements as cpu_placements
 from amoeba.integrations import fused_attention
-from amoeba.jobs.generate import prompt_batches, token_steps
+from amoeba.jobs.generate import token_steps
 from amoeba.jobs.sharded_model import load_share
 from amoeba.jobs.train import fast_paths
 from amoeba.parallel import Ranks
@@ -123,9 +123,6 @@ class TestWithASimulatedGpu:
     @pytest.fixture(autouse=True)
     def a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(token_steps, "why_no_graphs", lambda device: None)
-        monkeypatch.setattr(prompt_batches, "why_no_graphs", lambda device: None)
-        monkeypatch.setattr(prompt_batches, "continuous", in_pages)
-        monkeypatch.setattr("amoeba.jobs.generate.generate_prompts.continuous", in_pages)
         monkeypatch.setattr(fast_paths, "_is_on_a_gpu", lambda trainer: True)
         monkeypatch.setattr(fused_attention, "why_not", lambda *heads: "there is no kernel for them here")
         captures_run_again(monkeypatch)
@@ -140,7 +137,12 @@ class TestWithASimulatedGpu:
     @pytest.mark.parametrize("format", FORMATS)
     @pytest.mark.parametrize(
         ("road", "path"),
-        [("generate", "captured"), ("8 rows", "padded captured"), ("prompts", "continuous"), ("finetune", "captured")],
+        [
+            ("generate", "captured"),
+            ("8 rows", "continuous captured"),
+            ("prompts", "continuous captured"),
+            ("finetune", "captured"),
+        ],
     )
     def test_resident_experts_take_the_fast_path_in_every_format(self, road, path, format, seen):
         found = seen(road, "resident", format)
@@ -196,12 +198,6 @@ class TestOverRanks:
         assert (found.state, found.path) == ("green", "plain")
 
 
-def in_pages(model: Any, rows: Any, seed: int) -> Iterator[Any]:
-    """As `continuous`, which computes pages on a GPU."""
-    steps = token_steps.Steps("plain", "", None, 0.0)
-    yield from prompt_batches.padded(model, [[row] for row in rows], 1, steps, seed)
-
-
 def document(**changes: Any) -> dict[str, Any]:
     return {"generation_tokens_per_second": 3.0, "steps": "plain", "steps_reason": "its experts rest"} | changes
 
@@ -211,7 +207,7 @@ def document(**changes: Any) -> dict[str, Any]:
     [
         (Outcome(0, document(steps="compiled"), ""), "green", "compiled"),
         (Outcome(0, document(), ""), "red", "plain"),
-        (Outcome(0, document(batching="continuous"), ""), "green", "continuous"),
+        (Outcome(0, document(batching="continuous", steps="captured"), ""), "green", "continuous captured"),
         (Outcome(0, document(steps="captured", generation_tokens_per_second=None), ""), "red", "captured"),
         (Outcome(0, {"tokens_per_second": 1.0}, "each step uses: fused loss, CUDA graph"), "green", "captured"),
         (

@@ -1,19 +1,16 @@
 """`amoeba generate --prompts`: each prompt's own text, one JSON object per line, and going on after an interruption."""
 
 import json
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from amoeba.data.sources import Prompt
-from amoeba.integrations.place_experts import place_experts
-from amoeba.jobs.generate import prompt_batches, token_steps
+from amoeba.decoding.slots import Slots
 from amoeba.jobs.generate.generate import GenerationOptions, generate
-from amoeba.jobs.generate.prompt_batches import Row, batches_of
 from called import Called, call
 from tiny_models import byte_tokenizer, randomise, tiny_config
 
@@ -76,14 +73,13 @@ def test_each_prompt_gets_the_text_that_it_gets_alone(folder, prompts, alone, si
         assert record["stopped"] == "length"
 
 
-@pytest.mark.usefixtures("by_decoder")
-def test_by_the_decoder_too(folder, prompts, alone):
+def test_the_report_counts_prompts_and_tokens(folder, prompts, alone):
     result = invoke(folder, "--prompts", prompts, "--batch-size", 3, "--json")
     *lines, document = result.stdout.splitlines()
     assert {record["prompt"]: record["text"] for record in records("\n".join(lines)).values()} == alone
     document = json.loads(document)
-    assert (document["steps"], document["batching"], document["prompts"]) == ("captured", "padded", 4)
-    assert document["batching_reason"] == "its paged cache needs a GPU; the model is on cpu"
+    assert (document["steps"], document["batching"], document["prompts"]) == ("plain", "continuous", 4)
+    assert document["batching_reason"] == "3 at once"
     assert (document["prompt_tokens"], document["generated_tokens"]) == (16 + 1 + 13 + 2, 4 * TOKENS)
 
 
@@ -99,29 +95,28 @@ def test_json_lines_and_conversations(folder, tmp_path):
 
 def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, alone, tmp_path, monkeypatch):
     out = tmp_path / "new" / "answers.jsonl"
-    original, calls = prompt_batches._by_decoder, []
+    original, steps = Slots.step, []
 
     def interrupted(*given):
-        calls.append(given[2])
-        if len(calls) == 2:
+        steps.append(given)
+        if len(steps) == TOKENS + 2:
             raise KeyboardInterrupt
         return original(*given)
 
-    monkeypatch.setattr(prompt_batches, "_by_decoder", interrupted)
-    result = invoke(folder, "--prompts", prompts, "--out", out, "--batch-size", 2, code=130)
+    with monkeypatch.context() as patched:
+        patched.setattr(Slots, "step", interrupted)
+        result = invoke(folder, "--prompts", prompts, "--out", out, "--batch-size", 2, code=130)
     assert "2 prompts answered, 14 generated" in result.stderr
     assert sorted(records(out.read_text())) == [1, 4]  # the longest first
     with out.open("a") as file:
         file.write('{"line": 2, "mod')  # and killed while writing
     result = invoke(folder, "--prompts", prompts, "--out", out, "--batch-size", 2)
     assert "2 prompts answered, 2 already done" in result.stderr
-    assert [len(batch) for batch in calls] == [2, 2, 2]
     assert {record["prompt"]: record["text"] for record in records(out.read_text()).values()} == alone
     assert result.stdout == ""
     before = out.read_text()
     assert "all prompts are already answered" in invoke(folder, "--prompts", prompts, "--out", out).stderr
     assert out.read_text() == before
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
@@ -169,114 +164,40 @@ def test_what_does_not_go_together_is_refused(folder, prompts):
     assert "expected a prompt, or --prompts FILE; got both" in refusal(folder, "Once", "--prompts", prompts)
     assert "expected a prompt, or --prompts FILE; got neither" in refusal(folder)
     assert "--out: expected to be used with --prompts FILE" in refusal(folder, "Once", "--out", "x")
-    assert "expected auto, continuous or padded; got 'all'" in refusal(
-        folder, "--prompts", prompts, "--batching", "all"
-    )
     assert "batch_size: expected at least 1" in refusal(folder, "--prompts", prompts, "--batch-size", 0)
-    assert "got continuous: its paged cache needs a GPU" in refusal(
-        folder, "--prompts", prompts, "--batching", "continuous"
-    )
     assert "nowhere.txt" in refusal(folder, "--prompts", "nowhere.txt")
 
 
-# Continuous batching, with a manager that does as transformers' does: it computes pages on a GPU
+def test_a_sampled_text_is_that_of_generate_with_the_seed_of_its_line(folder, prompts):
+    options = ("--max-new-tokens", TOKENS, "--temperature", 1.5, "--seed", 20, "--device", "cpu")
+    result = call("generate", folder, "--prompts", prompts, *options)
+    for record in records(result.stdout).values():
+        options = GenerationOptions(max_new_tokens=TOKENS, temperature=1.5, seed=20 + record["line"])
+        assert record["text"] == generate(folder, record["prompt"], options, lambda piece: None).text
 
 
-class Manager:
-    def __init__(self, fails: bool) -> None:
-        self.fails, self.queue, self.stopped = fails, [], False
-
-    def start(self) -> None: ...
-
-    def add_request(self, ids, request_id, max_new_tokens) -> None:
-        self.queue.append((ids, request_id, max_new_tokens))
-
-    def is_running(self) -> bool:
-        return True
-
-    def get_result(self, timeout):
-        ids, name, most = self.queue.pop()
-        failed = self.fails and len(ids) > 10
-        new = [] if failed else [ids[-1]] * (most + 2)
-        return SimpleNamespace(
-            request_id=name, is_finished=lambda: True, error="no page" if failed else None, generated_tokens=new
-        )
-
-    def stop(self, block, hard_stop) -> None:
-        self.stopped = block and hard_stop
+def test_a_config_that_asks_for_more_is_answered_one_by_one(folder, prompts, tmp_path):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copied / "generation_config.json").read_text())
+    (copied / "generation_config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 1}))
+    *lines, document = invoke(copied, "--prompts", prompts, "--json").stdout.splitlines()
+    for record in records("\n".join(lines)).values():
+        options = GenerationOptions(max_new_tokens=TOKENS, temperature=0)
+        assert record["text"] == generate(copied, record["prompt"], options, lambda piece: None).text
+    assert json.loads(document)["batching"] == "none" and "NoRepeatNGram" in json.loads(document)["batching_reason"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_continuous_batching_and_what_it_fails_with(folder, prompts, alone, monkeypatch, fails):
-    manager = Manager(fails)
-    monkeypatch.setattr(prompt_batches, "why_not_continuous", lambda model: None)
-    monkeypatch.setattr("amoeba.jobs.generate.generate_prompts.why_not_continuous", lambda model: None)
-    monkeypatch.setattr(Qwen3MoeForCausalLM, "init_continuous_batching", lambda self, generation_config: manager)
-    result = invoke(folder, "--prompts", prompts, "--json")
-    *lines, document = result.stdout.splitlines()
-    found = {record["prompt"]: record["text"] for record in records("\n".join(lines)).values()}
-    failed = [text for text in alone if fails and len(text) > 10]
-    assert found == {text: alone[text] if text in failed else text[-1] * TOKENS for text in alone}
-    assert manager.stopped
-    document = json.loads(document)
-    assert document["batching"] == ("padded" if fails else "continuous")
-    if fails:
-        assert document["batching_reason"] == "continuous batching failed with 2 prompts"
-        assert "warning: transformers' continuous batching failed (no page); continuing with padded batches" in (
-            result.stderr
-        )
+def test_a_failure_of_a_step_is_told(folder, prompts, monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory: 3 GiB")
 
-
-def test_which_experts_continuous_batching_takes(monkeypatch):
-    monkeypatch.setattr(prompt_batches, "why_no_graphs", lambda device: None)
-    model = randomise(Qwen3MoeForCausalLM(tiny_config(Qwen3MoeConfig, "qwen3_moe")))
-    assert prompt_batches.why_not_continuous(model) is None
-    place_experts(model, "nvfp4-weights")
-    assert prompt_batches.why_not_continuous(model) is None
-    with monkeypatch.context() as streamed:
-        streamed.setattr("amoeba.decoding.step.replays_in", lambda model: object())
-        assert "streamed, which transformers' graphs do not support" in prompt_batches.why_not_continuous(model)
-    monkeypatch.setattr("amoeba.integrations.coverage.why_waits", lambda model: "its experts wait")
-    assert prompt_batches.why_not_continuous(model) == "its experts wait"
-
-
-def test_continuous_batching_that_does_not_begin(folder, prompts, alone, monkeypatch):
-    def refuse(self, generation_config):
-        raise ValueError("attention of another kind")
-
-    monkeypatch.setattr("amoeba.jobs.generate.generate_prompts.why_not_continuous", lambda model: None)
-    monkeypatch.setattr(Qwen3MoeForCausalLM, "init_continuous_batching", refuse)
-    result = invoke(folder, "--prompts", prompts)
-    assert {record["prompt"]: record["text"] for record in records(result.stdout).values()} == alone
-    assert "attention of another kind" in result.stderr
-
-
-def test_batches_hold_rows_of_like_length_the_longest_first():
-    rows = [Row(None, [0] * length, 1) for length in (2, 5, 2, 9, 5)]
-    lengths = lambda batches: [[len(row.ids) for row in batch] for batch in batches]  # noqa: E731
-    assert lengths(batches_of(rows, 2, equal_lengths=False)) == [[9, 5], [5, 2], [2]]
-    assert lengths(batches_of(rows, 2, equal_lengths=True)) == [[9], [5, 5], [2, 2]]
-
-
-def test_batches_draw_different_numbers_and_a_run_repeats_its_own():
-    seeds = []
-
-    class Model:
-        device, generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
-
-        def generate(self, input_ids, **_):
-            seeds.append(torch.initial_seed())
-            return torch.cat([input_ids, input_ids], dim=1)
-
-    batches = [[Row(Prompt(line, "", "x"), [5, 6], 2)] for line in (1, 2, 4)]
-    for _ in range(2):
-        answers = list(prompt_batches.padded(Model(), batches, 1, token_steps.Steps("plain", "", None, 0.0), seed=3))
-        assert [ids for _, ids in answers] == [[5, 6]] * 3
-    assert len(set(seeds[:3])) == 3 and seeds[:3] == seeds[3:]
+    monkeypatch.setattr(Slots, "step", out_of_memory)
+    assert "memory: expected enough for this command; got CUDA out of memory: 3 GiB" in refusal(
+        folder, "--prompts", prompts
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batching", ["continuous", "padded"])
-def test_on_a_gpu(folder, prompts, alone, batching):
-    result = invoke(folder, "--prompts", prompts, "--batching", batching, device="cuda")
+def test_on_a_gpu(folder, prompts, alone):
+    result = invoke(folder, "--prompts", prompts, device="cuda")
     assert {record["prompt"]: record["text"] for record in records(result.stdout).values()} == alone

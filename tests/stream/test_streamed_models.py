@@ -357,7 +357,7 @@ def answers(result: Any) -> dict[str, str]:
 def test_many_prompts_are_answered_within_the_budget(stored, tmp_path) -> None:
     each = stored["mixtral"]
     (tmp_path / "prompts.txt").write_text("One\nTwo and more\nThree\n")
-    options = ("--prompts", tmp_path / "prompts.txt", *GREEDY[1:], "--batching", "padded")
+    options = ("--prompts", tmp_path / "prompts.txt", *GREEDY[1:])
     plain = run(each.folder, *options, "--experts", "resident")
     ours = run(each.packed, *options, "--ram", f"{each.ram(1)}B")
     assert answers(ours) == answers(plain) and len(answers(ours)) == 3

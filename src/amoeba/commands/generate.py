@@ -60,8 +60,9 @@ class ManyPrompts:
     out: Annotated[Path | None, typer.Option(help="Results file for --prompts. Prompts already in it are skipped.")] = (
         None
     )
-    batching: Annotated[str, typer.Option(help="Batching for --prompts: continuous, padded or auto.")] = "auto"
-    batch_size: Annotated[int | None, typer.Option(help="Rows per padded batch.")] = None
+    batch_size: Annotated[
+        int | None, typer.Option(help="Prompts answered at once (default: 32 on a GPU, 8 on a CPU).")
+    ] = None
 
     def check(self, prompt: str | None) -> None:
         if (prompt is None) == (self.prompts is None):
@@ -69,7 +70,6 @@ class ManyPrompts:
             raise bad_value("generate", "a prompt, or --prompts FILE", got, "give one of them")
         given = {
             "--out": self.out is not None,
-            "--batching": self.batching != "auto",
             "--batch-size": self.batch_size is not None,
         }
         if self.prompts is None and (without := [name for name, is_given in given.items() if is_given]):
@@ -207,7 +207,6 @@ def generate(
             with over_ranks(options.experts, output) as rank_zero:
                 told = {
                     "--prompts": many.prompts is not None,
-                    "--batching": many.batching,
                     "--batch-size": many.batch_size,
                 }
                 check_same_job(rank_zero, "amoeba generate", options, told, model=model, adapter=adapter)
@@ -285,10 +284,9 @@ def _many(
 ) -> PromptsReport:
     with loading():
         from amoeba.data.sources import read_prompts
-        from amoeba.jobs.generate.generate_prompts import BatchOptions, Results, generate_prompts
+        from amoeba.jobs.generate.generate_prompts import Results, generate_prompts
 
     assert many.prompts is not None
-    batches = BatchOptions(many.batching, many.batch_size)  # type: ignore[arg-type]  # it checks the word
     of = model if adapter is None else f"{model} with {adapter}"
     asked = read_prompts(many.prompts, options.chat)
     content = repr([(each.line, each.content) for each in asked]).encode()
@@ -300,7 +298,7 @@ def _many(
     left = rank_zero.tell(lambda: [each.line for each in results.left])
     results.left = [each for each in asked if each.line in left]
     if not rank_zero.here:
-        return generate_prompts(model, results, options, batches, adapter, rank_zero=rank_zero)
+        return generate_prompts(model, results, options, many.batch_size, adapter, rank_zero=rank_zero)
 
     def progress(text: str) -> None:
         output.at_times(f"amoeba: {text}", _SECONDS_BETWEEN_LINES)
@@ -309,7 +307,7 @@ def _many(
         output.progress(f"amoeba: {text}")
 
     with output.working():
-        report = generate_prompts(model, results, options, batches, adapter, say, progress, rank_zero)
+        report = generate_prompts(model, results, options, many.batch_size, adapter, say, progress, rank_zero)
     output.progress(summary_of_prompts(report))
     _say_streaming(report, output)
     return report

@@ -184,6 +184,11 @@ class Engine:
         """Everything that waits or runs ends now."""
         self._fail(reason)
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self._waiting) or self._busy()
+
     def _busy(self) -> bool:
         return any(lane.active or lane.sent for lane in self._lanes.values())
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,13 +52,18 @@ def make_slots(model: Any, *, batch: int, length: int, capture: bool | None = No
 class Slots:
     def __init__(self, model: Any, batch: int, length: int, capture: bool) -> None:
         self.model, self.device, self.batch = model, model.device, batch
-        reason = why_not(model) or _why_wrong(model) if capture else "the model is not on a GPU"
+        reason = (
+            why_not(model) or _why_wrong(model)
+            if capture
+            else f"CUDA graphs hold steps on an NVIDIA GPU, the model is on {self.device.type}"
+        )
         if reason is None and not is_promised(model):
             reason = (
                 f"transformers does not guarantee that a step of {type(model).__name__} needs no decision by the host"
             )
-        self.captured = reason is None
-        self.kind, self.reason = ("captured", "steps are CUDA graphs") if self.captured else ("plain", str(reason))
+        self.captured = reason is None and self.device.type == "cuda"
+        self.kind: Literal["captured", "plain"] = "captured" if reason is None else "plain"
+        self.reason = "steps are CUDA graphs" if reason is None else reason
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._position_B1 = torch.zeros_like(self.token_B1)
         self._slot_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -263,7 +268,8 @@ class SlotLayer(FixedLayer):
 class RowByRow:
     """As Slots, for models whose state between tokens cannot be rows of one cache: a step is one pass for each row."""
 
-    kind, captured = "plain", False
+    kind: Literal["captured", "plain"] = "plain"
+    captured = False
 
     def __init__(self, model: Any, batch: int, length: int) -> None:
         self.model, self.device, self.batch, self.length = model, model.device, batch, cache_length(length)

@@ -27,13 +27,12 @@ from amoeba.decoding.engine import End, Engine, Grammar, Request, Token
 from amoeba.decoding.sampling import Sampling
 from amoeba.integrations.model_folder import find_adapter
 from amoeba.integrations.text_model import check_ids, positions
+from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids, sampling_of
 from amoeba.lora.attaching import put_on, take_off
 from amoeba.serve.grammar import Grammars
 
-# Rows at once, by the device. Not measured yet.
-GPU_SLOTS, CPU_SLOTS = 32, 8
 DEFAULT_CONTEXT = 4096
 _SECONDS = 5.0  # over which the speed is told
 
@@ -65,7 +64,7 @@ def open_model(
     loaded = load(found, options, token[0], say)
     try:
         most = context or min(DEFAULT_CONTEXT, room or DEFAULT_CONTEXT)
-        rows = slots or (GPU_SLOTS if loaded.device.type == "cuda" else CPU_SLOTS)
+        rows = slots or (GPU_BATCH if loaded.device.type == "cuda" else CPU_BATCH)
         return ServedModel(loaded, options, name, folders, rows, most)
     except BaseException:
         loaded.close()

@@ -27,7 +27,7 @@ from amoeba.integrations.text_model import positions
 from amoeba.jobs.generate.generate import TokenStream, stream_tokens
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids, set_generation_config
-from amoeba.jobs.generate.prompt_batches import tokenise
+from amoeba.jobs.generate.prompt_tokens import tokenise
 from amoeba.jobs.generate.token_steps import Steps, choose_steps
 from amoeba.parallel.rank_zero import ALONE
 

@@ -23,7 +23,7 @@ import torch
 from amoeba.integrations.text_model import text_config
 from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids
-from amoeba.jobs.generate.prompt_batches import most_new_tokens, tokenise
+from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.generate.token_steps import Steps, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero

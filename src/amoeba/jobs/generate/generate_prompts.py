@@ -2,7 +2,7 @@
 
     prompts = read_prompts(Path("questions.txt"), chat=False)
     results = Results(Path("answers.jsonl"), prompts, "models/base")
-    report = generate_prompts("models/base", results, GenerationOptions(), BatchOptions())
+    report = generate_prompts("models/base", results, GenerationOptions(), slots=8)
 
 Results are one JSON object per line. Prompts that have one already are left out, so a later run continues an earlier
 one.
@@ -18,48 +18,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from amoeba.core.errors import bad_value
 from amoeba.data.sources import Prompt, parse_json, read_text
+from amoeba.jobs.generate import token_steps
 from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids
-from amoeba.jobs.generate.prompt_batches import (
-    Answer,
-    Row,
-    batches_of,
-    continuous,
-    most_new_tokens,
-    padded,
-    tokenise,
-    why_not_continuous,
-)
-from amoeba.jobs.generate.token_steps import Kind, choose_steps
+from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.generate.token_steps import Kind
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero
 
 logger = logging.getLogger("amoeba")
 
-Batching = Literal["auto", "continuous", "padded"]
-# Rows of a padded batch. Not measured yet.
+# Answers generated at once. Not measured yet.
 GPU_BATCH, CPU_BATCH = 32, 8
 
 
-@dataclass(frozen=True)
-class BatchOptions:
-    """batching: "auto" is continuous where transformers has it for the model, else padded.
-    size: rows of a padded batch; None for as many as the device takes well."""
+class Row(NamedTuple):
+    """most: new tokens."""
 
-    batching: Batching = "auto"
-    size: int | None = None
+    prompt: Prompt
+    ids: list[int]
+    most: int
 
-    def __post_init__(self) -> None:
-        if self.batching not in ("auto", "continuous", "padded"):
-            raise bad_value("batching", "auto, continuous or padded", repr(self.batching), "leave it out for auto")
-        if self.size is not None and self.size < 1:
-            raise bad_value("batch_size", "at least 1", self.size, "leave it out for the default")
+
+Answer = tuple[Row, list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +64,7 @@ def generate_prompts(
     model_folder: str | Path,
     results: Results,
     options: GenerationOptions,
-    batches: BatchOptions,
+    slots: int | None = None,
     adapter: str | Path | None = None,
     say: Callable[[str], object] = lambda text: None,
     progress: Callable[[str], object] = lambda text: None,
@@ -85,9 +72,12 @@ def generate_prompts(
 ) -> PromptsReport:
     """A KeyboardInterrupt ends it with a report; what is answered by then is written.
 
+    slots: prompts that are answered at once; None: as many as the device takes well.
     say: is told in one line what computes. progress: after each answer, how far it is.
     rank_zero: the ranks over which the experts are; each calls this with the same prompts left.
     """
+    if slots is not None and slots < 1:
+        raise bad_value("batch_size", "at least 1", slots, "leave it out for the default")
     found = find_model(model_folder, adapter, options, rank_zero)
     rows = []
     for prompt in results.left:
@@ -103,7 +93,7 @@ def generate_prompts(
         devices = [loaded.device] if loaded.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
-                for row, ids in run.answers(loaded, rows, batches, options.compile):
+                for row, ids in run.answers(loaded, rows, slots):
                     run.answered(row, ids, loaded)
         except KeyboardInterrupt:
             run.stopped = "interrupted"
@@ -163,43 +153,68 @@ class _Run:
             **(loaded.facts() if loaded else {}),
         )
 
-    def answers(
-        self, loaded: LoadedModel, rows: Sequence[Row], batches: BatchOptions, compile: bool | None
-    ) -> Iterator[Answer]:
-        assert self.seed is not None
-        reason = "as requested" if batches.batching == "padded" else why_not_continuous(loaded.model)
-        if reason is not None and batches.batching == "continuous":
-            raise bad_value("batching", "one that supports this model", f"continuous: {reason}", "use padded or auto")
-        if reason is None:
-            self.batching, self.batching_reason = "continuous", "transformers' continuous batching"
-            logger.info("batching continuous")
-            failed = []
-            for row, ids in continuous(loaded.model, rows, self.seed):
-                if ids is None:
-                    failed.append(row)
-                else:
-                    yield row, ids
-            if not failed:
-                return
-            rows, reason = failed, f"continuous batching failed with {len(failed)} prompts"
-        self.batching, self.batching_reason = "padded", reason
-        logger.info("batching padded: %s", reason)
-        size = min(batches.size or (GPU_BATCH if loaded.device.type == "cuda" else CPU_BATCH), len(rows))
-        yield from self._padded(loaded.model, rows, size, compile)
+    def answers(self, loaded: LoadedModel, rows: Sequence[Row], slots: int | None) -> Iterator[Answer]:
+        """In any order: when they are done."""
+        from amoeba.decoding.decoder import why_not_chosen
 
-    def _padded(self, model: Any, rows: Sequence[Row], size: int, compile: bool | None) -> Iterator[Answer]:
-        from amoeba.decoding.cache import has_states
+        reason = why_not_chosen(loaded.model, loaded.model.generation_config)
+        if reason is not None:
+            self.batching, self.batching_reason, self.steps, self.steps_reason = "none", reason, "plain", reason
+            logger.info("one prompt after another: %s", reason)
+            self.parts.begin("prompts")
+            yield from self._one_by_one(loaded, rows)
+            return
+        yield from self._by_engine(loaded, rows, slots or (GPU_BATCH if loaded.device.type == "cuda" else CPU_BATCH))
+
+    def _by_engine(self, loaded: LoadedModel, rows: Sequence[Row], slots: int) -> Iterator[Answer]:
+        from amoeba.decoding.engine import End, Engine, Request, Token
+        from amoeba.decoding.sampling import Sampling
 
         assert self.seed is not None
-        # a state of another kind than keys and values may take in what a mask hides
-        cut = batches_of(rows, size, equal_lengths=has_states(model.config))
-        longest, most = len(cut[0][0].ids), max(row.most for row in rows)
-        tokens = {"batch": size, "prompt_tokens": longest, "new_tokens": most, "steps": most * len(cut)}
-        steps = choose_steps(model, self.sampling, **tokens, compile=compile)
-        self.steps, self.steps_reason, self.prepare_seconds = steps.kind, steps.reason, steps.seconds
-        logger.info("steps %s: %s", steps.kind, steps.reason)
+        began = time.perf_counter()
+        engine = Engine(
+            loaded.model,
+            slots=min(slots, len(rows)),
+            length=max(len(row.ids) + row.most for row in rows) - 1,
+            capture=token_steps.why_no_graphs(loaded.device) is None,
+            reads_together=loaded.streamed is not None,
+        )
+        self.prepare_seconds = time.perf_counter() - began
+        self.batching, self.batching_reason = "continuous", f"{engine.slots} at once"
+        self.steps, self.steps_reason = engine.kind, engine.reason
+        logger.info("steps %s: %s", engine.kind, engine.reason)
         self.parts.begin("prompts")
-        yield from padded(model, cut, size, steps, self.seed)
+        done: list[Answer] = []
+
+        def submit(row: Row) -> None:
+            ids: list[int] = []
+
+            def receive(told: Token | End) -> None:
+                if isinstance(told, Token):
+                    ids.append(told.id)
+                elif told.reason in ("stop", "length"):
+                    done.append((row, ids))
+
+            seed = (self.seed or 0) + row.prompt.line
+            ends = frozenset(end_ids(loaded.model))
+            engine.submit(Request(row.ids, row.most, receive, Sampling(**self.sampling), seed % 2**63, ends))
+
+        for row in sorted(rows, key=lambda row: -len(row.ids)):  # if memory is too small, that shows at once
+            submit(row)
+        while engine.busy:
+            engine.advance()
+            if engine.failure is not None:
+                raise engine.failure
+            yield from done
+            done.clear()
+
+    def _one_by_one(self, loaded: LoadedModel, rows: Sequence[Row]) -> Iterator[Answer]:
+        assert self.seed is not None
+        for row in rows:
+            torch.manual_seed(self.seed + row.prompt.line)
+            ids = torch.tensor([row.ids], dtype=torch.int64, device=loaded.device)
+            out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=row.most)
+            yield row, out[0, len(row.ids) :].tolist()
 
 
 _BEGIN = b'{"line": '
