@@ -7,7 +7,7 @@ runs as it is, so a cell's path is what a GPU would get.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace

@@ -56,10 +56,12 @@ def asked(engine: Engine, ids: list[int], most: int, **options) -> Heard:
     return heard
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["one_by_one", "prompts_together"])
+@pytest.mark.parametrize("together", [False, True], ids=["native_where_known", "plain_and_prompts_together"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_requests_that_come_and_go_get_the_tokens_of_plain_generate(family, together):
+def test_requests_that_come_and_go_get_the_tokens_of_plain_generate(family, together, monkeypatch):
     """More requests than rows, of different lengths: rows are freed, moved and taken again. Past a window of 16."""
+    if together:
+        monkeypatch.setattr(slots_module, "native_steps", lambda model: "not wanted here")
     model = built(family)
     engine = Engine(model, slots=3, length=64, reads_together=together)
     sizes = [(5, 21), (1, 3), (19, 9), (7, 1), (2, 17), (11, 6), (5, 12)]

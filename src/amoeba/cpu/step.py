@@ -207,7 +207,8 @@ class Stepper:
         logits_BV: Tensor | None = None,
     ) -> None:
         """From tokens, or from what enters the first of the layers, which x_BH holds, and what leaves the last
-        afterwards. first_B: the first slot that each row sees."""
+        afterwards. first_B: the first slot that each row sees; its token is written as many slots behind that as its
+        position says. slot: the last of these."""
         model = self.model
         rows, (first, last) = model.rows, layers or (0, model.layer_count)
         if not 0 <= slot < model.length or not 0 <= first <= last <= model.layer_count:

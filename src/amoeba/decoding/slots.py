@@ -25,7 +25,8 @@ from transformers.cache_utils import StaticLayer
 
 from amoeba.core.errors import one_line
 from amoeba.decoding.cache import FixedCache, FixedLayer
-from amoeba.decoding.decoder import Decoder, cache_length, why_no_slots, why_not
+from amoeba.decoding.cpu_step import NativeModel
+from amoeba.decoding.decoder import Decoder, cache_length, native_steps, why_no_slots, why_not
 from amoeba.decoding.rotations import Rotations
 from amoeba.decoding.step import Rows, Step
 from amoeba.decoding.trial import is_promised
@@ -62,8 +63,14 @@ class Slots:
                 f"transformers does not guarantee that a step of {type(model).__name__} needs no decision by the host"
             )
         self.captured = reason is None and self.device.type == "cuda"
-        self.kind: Literal["captured", "plain"] = "captured" if reason is None else "plain"
+        self._native: NativeModel | None = None
+        if reason is not None and self.device.type == "cpu":
+            found = native_steps(model)
+            reason, self._native = (found, None) if isinstance(found, str) else (reason, found)
+        self.kind: Literal["captured", "native", "plain"] = "captured" if reason is None else "plain"
         self.reason = "steps are CUDA graphs" if reason is None else reason
+        if self._native is not None:
+            self.kind, self.reason = "native", "the C++ core computes all layers of a step in one call"
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._position_B1 = torch.zeros_like(self.token_B1)
         self._slot_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -84,6 +91,7 @@ class Slots:
         self._steps: dict[int, Step] = {}
         self._memory: Any = None
         self._group: Decoder | None = None
+        self._steppers: dict[int, Any] = {}
         if self.captured:
             for tokens in PROMPT_SIZES:
                 if tokens <= self.length:
@@ -134,6 +142,9 @@ class Slots:
     def step(self, count: int, seen: int) -> int:
         """seen: tokens of the longest of these texts, with the one that is read now. Returns how many rows were run:
         the first `count`, or a few more."""
+        if self._native is not None:
+            self._step_natively(self._native, count, seen)
+            return count
         size = next((size for size in sorted(self._steps) if size >= count), count)
         if size not in self._steps:
             self._steps[size] = self._new_step(size)
@@ -141,6 +152,19 @@ class Slots:
         step.rows.cache.seen = self.length if step._graph is not None else min(seen, self.length)
         step()
         return size
+
+    def _step_natively(self, native: NativeModel, count: int, seen: int) -> None:
+        stepper = self._steppers.get(count)
+        if stepper is None or stepper.threads != torch.get_num_threads():
+            stepper = native.stepper([each[:count] for each in self._keys], [each[:count] for each in self._values])
+            self._steppers[count] = stepper
+        position_N1, token_N1 = self._position_B1[:count], self.token_B1[:count]
+        logits_NV = torch.empty(count, native.vocabulary, dtype=torch.float32, device="cpu")
+        first_N = torch.zeros(count, dtype=torch.int64, device="cpu")
+        stepper.run(position_N1, first_N, slot=seen - 1, token_B1=token_N1, logits_BV=logits_NV)
+        self.logits_BV[:count].copy_(logits_NV)
+        position_N1.add_(1)
+        self._slot_B[:count].add_(1)
 
     def check(self) -> None:
         """Behind a wait for a step, before what it made is used."""
@@ -268,7 +292,7 @@ class SlotLayer(FixedLayer):
 class RowByRow:
     """As Slots, for models whose state between tokens cannot be rows of one cache: a step is one pass for each row."""
 
-    kind: Literal["captured", "plain"] = "plain"
+    kind: Literal["captured", "native", "plain"] = "plain"
     captured = False
 
     def __init__(self, model: Any, batch: int, length: int) -> None:

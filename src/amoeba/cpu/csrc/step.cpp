@@ -333,7 +333,7 @@ class Stepper {
   template <class Number>
   void attend_heads(const StepLayer& layer, const StepCall& call, Private& own, int64_t r, int64_t g, int64_t head,
                     int64_t heads, bool writes) {
-    const int64_t size = m.head_size, stride = queries_ + 2 * keys_, slot = call.slot;
+    const int64_t size = m.head_size, stride = queries_ + 2 * keys_, slot = call.first[r] + call.position[r];
     const int64_t oldest = layer.window ? std::max(call.first[r], slot - layer.window + 1) : call.first[r];
     const int64_t seen = slot - oldest;  // before the token's own
     const float* row = projected_.data() + r * stride;
