@@ -51,7 +51,7 @@ def test_launches_find_what_was_compiled_ahead(what: str, tmp_path: Path) -> Non
 
 EXPECTED = {
     "train": {"gemm_kernel", "wgrad_kernel", "_activate_backward", "_combine", "_update", "_sum_of_squares"},
-    "generate": {"_up_by_slot", "_up_by_expert", "_attend", "choose_experts"},
+    "generate": {"_up_by_slot", "_up_by_expert", "_attend", "_linear", "choose_experts"},
     "finetune": {"_join", "_lora_backward", "_update"},
     "generate quantised": {"_up_by_slot", "_up_by_expert", "_attend"},
     "finetune quantised": {"_activate_backward", "_lora_backward"},

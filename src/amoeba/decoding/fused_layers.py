@@ -139,6 +139,7 @@ class _StepAttention:
                 past_key_values=past_key_values,
                 **others,
             )
+        from amoeba.kernels.decode.linear import linear
         from amoeba.kernels.norm_rotate import norm_rotate_cached
 
         cos, sin = position_embeddings
@@ -147,7 +148,7 @@ class _StepAttention:
         if not own.is_initialized:
             like = hidden_states.new_empty(rows, groups, 1, size)
             own.lazy_initialization(like, like)
-        qkv_TC = nn.functional.linear(hidden_states, weight, bias).flatten(0, 1)
+        qkv_TC = linear(hidden_states.flatten(0, 1), weight, bias)
         q_TQD, k_TGD = norm_rotate_cached(
             qkv_TC,
             layer.q_norm.weight,
@@ -166,7 +167,13 @@ class _StepAttention:
             v_TGD = qkv_TC[:, -groups * size :].unflatten(1, (groups, size))
             window = fused_attention.window_of(self.form.window, tokens)
             y = document_attention(q_TQD, k_TGD, v_TGD, ends, longest=tokens, scale=self.form.scale, window=window)
-        return layer.o_proj(y.reshape(rows, tokens, -1)), None
+        y_TC, out = y.reshape(rows * tokens, -1), layer.o_proj
+        return (linear(y_TC, out.weight, out.bias) if _is_plain(out) else out(y_TC)).unflatten(0, (rows, tokens)), None
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether calling it is its product and no more."""
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def _whole(attention: Any, name: str) -> Tensor | None:

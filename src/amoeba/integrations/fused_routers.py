@@ -112,10 +112,13 @@ class _FusedRouter:
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits_TE = _logits(self, x_TH)
+        kernels = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        logits_TE = _logits(self, x_TH, kernels and x_TH.device.type == "cuda")
         config, dtype = self.found
         if (requested := _route_and_request(self.__dict__[_EXPERTS], x_TH, logits_TE, config)) is not None:
             expert_TK, weight_TK = requested
+        elif kernels and fused_router.why_not(logits_TE, config) is None:
+            expert_TK, weight_TK = fused_router.choose(logits_TE, config, dtype or logits_TE.dtype)
         elif fused_router.why_not(logits_TE, config) is None:
             expert_TK, weight_TK, _ = fused_router.fused_route(logits_TE, config, None, scores=False)
         else:
@@ -145,8 +148,12 @@ def _config(experts: int, top_k: int, **kind: Any) -> RouterConfig:
     return RouterConfig(experts, top_k, **kind)
 
 
-def _logits(router: Any, hidden_TH: Tensor) -> Tensor:
-    return nn.functional.linear(hidden_TH, router.weight, getattr(router, "bias", None))
+def _logits(router: Any, hidden_TH: Tensor, kernels: bool = False) -> Tensor:
+    """kernels: few tokens by ours, without gradients."""
+    linear: Any = nn.functional.linear
+    if kernels:
+        from amoeba.kernels.decode.linear import linear
+    return linear(hidden_TH, router.weight, getattr(router, "bias", None))
 
 
 def _random(weight: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.decode.configuration import can_overlap
 from amoeba.kernels.launch import cdiv, quick
 from amoeba.kernels.launch.arguments import check_arguments, have_lines
 
@@ -94,11 +95,11 @@ def norm_rotate_cached(
     )
     q_TQD, k_TGD = (qkv_TC.new_empty((tokens, count, size)) for count in (query_heads, key_heads))
     if tokens:
-        heads = _heads_at_once(FORWARD, query_heads, key_heads)
+        heads, overlap = _heads_at_once(FORWARD, query_heads, key_heads), can_overlap(qkv_TC.device)
         _norm_rotate_cached[(tokens, (query_heads + 2 * key_heads) // heads)](
             qkv_TC, q_TQD, k_TGD, key_BGLD, value_BGLD, q_weight_D, k_weight_D, cos_RD, sin_RD, slot, tokens // rows,
             length, cos_RD.shape[0], eps, SLOTS=slot.shape[0] > 1, STRIDE=qkv_TC.stride(0), Q=query_heads,
-            G=groups, D=size, HEADS=heads, num_warps=1,
+            G=groups, D=size, HEADS=heads, OVERLAP=overlap, num_warps=1, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return q_TQD, k_TGD
 
@@ -276,8 +277,12 @@ def _cached(first, place, length, D: tl.constexpr, HEADS: tl.constexpr):
 def _norm_rotate_cached(
     qkv, q, k, keys, values, q_weight, k_weight, cos, sin, slot, tokens_of_row, length, num_rotations, eps,
     SLOTS: tl.constexpr, STRIDE: tl.constexpr, Q: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one token: with few tokens there is no other way to keep the GPU busy."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = q.dtype.element_ty
     HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.decode.configuration import can_overlap
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments
 
@@ -51,10 +52,10 @@ def _launch(
     rows = x.numel() // width
     if rows:
         block = next_power_of_2(width)
-        at_once = max(1, ELEMENTS // block)
+        at_once, overlap = max(1, ELEMENTS // block), can_overlap(x.device)
         _rms_norm[(cdiv(rows, at_once),)](
             x, added, total, weight, y, rows, eps, H=width, BLOCK=block, ROWS=at_once, ROUNDS_LATE=rounds_late,
-            num_warps=min(16, max(4, block // 512)),
+            OVERLAP=overlap, num_warps=min(16, max(4, block // 512)), **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return y
 
@@ -63,7 +64,7 @@ def _launch(
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, added, total, weight, y, rows, eps, H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ROUNDS_LATE: tl.constexpr,
+    ROUNDS_LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -71,6 +72,9 @@ def _rms_norm(
     inside = (row < rows)[:, None] & (column < H)[None, :]
     at = row[:, None] * H + column[None, :]
     w = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         v = (v + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)

@@ -28,6 +28,7 @@ from torch import Tensor
 from amoeba.core.config import DENOMINATOR_FLOOR, RouterConfig
 from amoeba.core.errors import bad_value
 from amoeba.kernels.constants import Group
+from amoeba.kernels.decode.configuration import can_overlap
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 MAX_COLUMNS = 512  # a row stays in registers
@@ -43,6 +44,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WARP_COLUMNS = 128
 TILE_ELEMENTS = 2048
 WIDE_TILE_ROWS = 2
+MOST_OVERLAPPED = 64  # tokens up to which its launch overlaps with those around it: more fill the GPU
 
 
 def columns(config: RouterConfig) -> int:
@@ -52,17 +54,22 @@ def columns(config: RouterConfig) -> int:
 
 
 def router_forward(
-    logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None, *, scores: bool = True
+    logits_TE: Tensor,
+    config: RouterConfig,
+    bias_E: Tensor | None,
+    *,
+    scores: bool = True,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """expert_TK (int64, best first), weight_TK (fp32), scores_TE (fp32; without `scores` empty)."""
+    """expert_TK (int64, best first), weight_TK, scores_TE (fp32; without `scores` empty)."""
     num_tokens, num_experts = logits_TE.shape
     device = logits_TE.device
     expert_TK = torch.empty(num_tokens, config.top_k, dtype=torch.int64, device=device)
-    weight_TK = torch.empty(num_tokens, config.top_k, dtype=torch.float32, device=device)
+    weight_TK = torch.empty(num_tokens, config.top_k, dtype=weight_dtype, device=device)
     scores_TE = torch.empty((num_tokens, num_experts) if scores else 0, dtype=torch.float32, device=device)
     if num_tokens == 0:
         return expert_TK, weight_TK, scores_TE
-    tile = _tile(columns(config))
+    tile, overlap = _tile(columns(config)), num_tokens <= MOST_OVERLAPPED and can_overlap(device)
     _forward[(cdiv(num_tokens, tile["TILE_ROWS"]),)](
         logits_TE.contiguous(),
         None if bias_E is None else bias_E.float().contiguous(),
@@ -71,7 +78,9 @@ def router_forward(
         scores_TE if scores else None,
         num_tokens,
         ROUTER=forward_constants(config),
+        OVERLAP=overlap,
         **tile,
+        **({"launch_pdl": True} if overlap else {}),
     )
     return expert_TK, weight_TK, scores_TE
 
@@ -235,8 +244,12 @@ def choose_experts(
     num_tokens,
     ROUTER: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
-    """Of the program's rows: experts, weights and scores, which are stored."""
+    """Of the program's rows: experts, weights and scores, which are stored. OVERLAP: with the launches around it."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     NOTHING: tl.constexpr = -0x80000000
     SIGMOID: tl.constexpr = ROUTER.SIGMOID
     K: tl.constexpr = ROUTER.K

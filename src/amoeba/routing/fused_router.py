@@ -76,6 +76,13 @@ def fused_route(
     return expert_TK, weight_TK, scores_TE
 
 
+def choose(logits_TE: Tensor, config: RouterConfig, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """expert_TK and weight_TK, rounded to its dtype, where no gradient is asked for."""
+    from amoeba.kernels.router import router_forward
+
+    return router_forward(logits_TE, config, None, scores=False, weight_dtype=weight_dtype)[:2]
+
+
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 

@@ -11,11 +11,14 @@ any fill. Sums are in fp32 and in a fixed order. Grids follow from shapes alone:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.decode.configuration import can_overlap
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
 BLOCK = 64  # slots that a program looks at together
@@ -45,6 +48,8 @@ def attention(
     # the largest logit and the sum of exponentials below it, of each split
     largest, total = (partial.new_empty((rows, heads, splits)) for _ in range(2))
     out_BQV = query_BQD.new_empty((rows, heads, width))
+    overlap = can_overlap(query_BQD.device)
+    launched: dict[str, Any] = {"OVERLAP": overlap, "num_warps": 4, **({"launch_pdl": True} if overlap else {})}
     _attend[(rows * groups * splits,)](
         query_BQD,
         key_BGLD,
@@ -67,8 +72,8 @@ def attention(
         BLOCK_D=max(16, next_power_of_2(depth)),
         BLOCK_V=max(16, next_power_of_2(width)),
         BLOCK_L=block,
-        num_warps=4,
         num_stages=1,
+        **launched,
     )
     _combine[(rows * heads,)](
         partial,
@@ -82,7 +87,7 @@ def attention(
         BLOCK_S=next_power_of_2(splits),
         V=width,
         BLOCK_V=max(16, next_power_of_2(width)),
-        num_warps=4,
+        **launched,
     )
     return out_BQV
 
@@ -121,7 +126,11 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:  # as in `_combine`: the next launch may begin, and this one's has
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     split = tl.program_id(0) % SPLITS
     group = (tl.program_id(0) // SPLITS % G).to(tl.int64)
     row = (tl.program_id(0) // SPLITS // G).to(tl.int64)
@@ -177,7 +186,11 @@ def _combine(
     BLOCK_S: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     v = tl.arange(0, BLOCK_V)

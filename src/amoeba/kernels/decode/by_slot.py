@@ -66,7 +66,7 @@ def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
         RANKS=ranks.of_up,
         ACTIVATION=activations.group(weights.activation),
         num_warps=tile.warps,
-        **({"launch_pdl": True} if chosen.overlap and ranks.any_up else {}),
+        **({"launch_pdl": True} if chosen.overlap else {}),
     )
 
 
@@ -125,7 +125,10 @@ def _up_by_slot(
 ):
     if MATRIX.QUANTISED:
         E, H, I, K = MATRIX.E, MATRIX.H, MATRIX.I, MATRIX.K
-    if TILE.OVERLAP:  # programs of the next launch may take the place of those of this one that are done
+    if TILE.OVERLAP:
+        if RANKS.GATE + RANKS.UP == 0:  # for x and ids, which the next launch reads before it waits
+            tl.extra.cuda.gdc_wait()
+        # programs of the next launch may take the place of those of this one that are done
         tl.extra.cuda.gdc_launch_dependents()
     COLUMNS: tl.constexpr = TILE.COLUMNS
     blocks = tl.cdiv(I, COLUMNS)
