@@ -29,7 +29,7 @@ from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.stream.attaching import Budgets, passing_bytes, slots_in_memory, slots_on_gpu, slots_on_host
 from amoeba.stream.sizes import show_size
 from amoeba.system.cpu_features import has_bf16_instructions
-from amoeba.system.files import write_whole
+from amoeba.system.files import shell_command, write_whole
 
 DOCUMENT = "amoeba plan"
 STREAMED, RANKS = "streamed", "ranks"
@@ -375,7 +375,7 @@ def read_plan(path: Path, purpose: Purpose) -> dict[str, Any]:
         raise bad_value("--plan", "a file that amoeba plan wrote", str(path), "run amoeba plan MODEL --out plan.json")
     made_for = "generate" if found["for"] == "serve" else found["for"]
     if made_for != ("generate" if purpose == "serve" else purpose):
-        remedy = f"run amoeba plan MODEL --for {purpose} --out {path}"
+        remedy = f"run {shell_command('amoeba plan MODEL', '--for', purpose, '--out', path)}"
         raise bad_value("--plan", f"a plan for {purpose}", f"one for {found['for']}", remedy)
     if found["best"] is None:
         remedy = "plan with a smaller --context or --batch, or for another machine"

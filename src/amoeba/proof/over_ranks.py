@@ -95,6 +95,8 @@ def _divided_cases(ranks: int) -> Iterator[DividedCase]:
     yield DividedCase(replace(plain, num_tokens=0), (0,) * ranks, local="fp8-saved")
     yield DividedCase(replace(plain, num_experts=2, bias=True), uneven, local="fp8")
     yield DividedCase(replace(plain, pattern="empty_experts", storage="transposed"), uneven, local="fp8-ste")
+    yield DividedCase(blocks, uneven, local="mxfp8")
+    yield DividedCase(blocks, uneven, local="nvfp4")
 
 
 def _uneven(tokens: int, ranks: int) -> tuple[int, ...]:
