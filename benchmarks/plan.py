@@ -187,7 +187,7 @@ def _with_share(facts: Any, machine: Machine, work: Work, share: float) -> Machi
         empty = replace(empty, budgets=Budgets(0, 0, none, none))
     needed = total(memory_of(facts, empty, work), empty.device) + int(share * facts.expert_bytes("resident"))
     if machine.gpu is None:
-        return machine.within(None, int(needed / 0.9))
+        return machine.within(None, int((needed + 0.05 * share * facts.expert_bytes("resident")) / 0.9))
     return machine.within(int(needed / 0.97), None)
 
 

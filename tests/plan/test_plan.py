@@ -199,3 +199,17 @@ class TestTheCommand:
     def test_a_preset_is_planned_before_it_has_files(self):
         result, document = plan_json("demo", "--for", "train", "--machine", "4090")
         assert result.exit_code == 0 and document["candidates"][document["best"]]["placement"] == "resident"
+
+
+def test_a_batch_that_does_not_fit_is_divided_and_not_rounded(facts):
+    wide = replace(TUNE, batch=16, checkpointing=True)
+    machine = described_machine("h200").within(74 * GIB, None)
+    best = make_plan(replace(facts, why_not_streamed="elsewhere"), machine, wide).best
+    assert best.micro_batches > 1 and best.error == 0
+    assert best.options["batch_size"] * best.options["accumulation"] == 16
+
+
+def test_gradients_of_factors_are_not_there_while_a_model_is_loaded(facts):
+    found = make_plan(facts, described_machine("h200"), TUNE).candidates
+    lines = next(each.lines for each in found if each.placement == "mxfp4-weights")
+    assert {line.when for line in lines if line.name in ("LoRA factors", "gradients", "optimizer")} == {"running"}

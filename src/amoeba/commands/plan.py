@@ -139,13 +139,15 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
     columns = ["experts", "numbers", *(["GPU"] if plan.machine.gpu else []), "host", *speeds, "error", ""]
     rows = []
     for each in plan.candidates:
-        if each.rejected is not None and each.first is None and not each.lines:
+        if each.rejected is not None and not each.lines:
             continue
         of_speed = each.speed
         numbers = (
             (of_speed.step_seconds, of_speed.step_tokens_per_second) if trains else (of_speed.prefill, of_speed.decode)
         )
+        parts = f"{each.micro_batches} micro-batches" if each.micro_batches > 1 else None
         more = (
+            parts,
             each.slots,
             each.checkpointing and "checkpointing",
             each.options.get("optimizer_states") and "bf16 moments",

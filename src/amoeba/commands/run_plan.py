@@ -58,7 +58,10 @@ def with_plan(
     )
     if taken.words is not None:
         output.progress(f"amoeba: {taken.words}")
-    return replace(settings, **taken.options), taken
+    options = dict(taken.options)
+    if "accumulation" in options:
+        options["accumulation"] *= settings.accumulation
+    return replace(settings, **options), taken
 
 
 def _config_of(settings: RunSettings) -> Any:

@@ -33,7 +33,7 @@ CUDA, HOST = "cuda", "cpu"
 # Measured with `python -m benchmarks plan` on a 2-core Neoverse-N1: a process with torch, transformers and a tokenizer,
 # and what allocator and threads keep on top of what is asked for.
 _PROCESS_BYTES, _TRAINER_BYTES = 464 << 20, 32 << 20
-_CPU_SLACK, _CPU_SLACK_SHARE = 12 << 20, 0.05
+_CPU_SLACK, CPU_SLACK_SHARE = 16 << 20, 0.05
 # On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own.
 _GPU_WORKSPACE = 96 << 20
 
@@ -129,8 +129,8 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
         lines.append(Line("activations", _forward_bytes(facts, work, dtype, choice), here, "running"))
     else:
         lines += _training(facts, choice, work, dtype, share)
-    held = sum(line.bytes for line in lines if line.when != "running" and line.name not in (_PROCESS, "slots", "reads"))
-    workspace = _GPU_WORKSPACE if here == CUDA else _CPU_SLACK + int(_CPU_SLACK_SHARE * held)
+    held = sum(line.bytes for line in lines if line.when != "running" and line.name != _PROCESS)
+    workspace = _GPU_WORKSPACE if here == CUDA else _CPU_SLACK + int(CPU_SLACK_SHARE * held)
     return tuple(line for line in (*lines, Line("workspace", workspace, here)) if line.bytes)
 
 
@@ -157,7 +157,8 @@ def _experts(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
             for each in plans
             for item in each.items
         ]
-        return [*found, Line("a layer while it is packed", as_stored, HOST, "loading")]
+        # an allocator may keep it: mimalloc, of torch's builds for ARM, does
+        return [*found, Line("a layer while it is packed", as_stored, HOST, "always" if work.trains else "loading")]
     held = facts.expert_bytes(choice.placement, dtype)
     placed = Line("experts", held, choice.device)
     if choice.placement == "resident":
@@ -230,10 +231,10 @@ def _trained(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
         numbers = facts.rest_numbers + -(-facts.expert_numbers // share)
         # on a GPU parameters are bf16, and the optimizer keeps the lower half of their fp32
         rounding = numbers * 2 if here == CUDA else 0
-        lines = [Line("gradients", numbers * dtype.itemsize, here)]
-        lines.append(Line("optimizer", numbers * moments + rounding, here))
+        lines = [Line("gradients", numbers * dtype.itemsize, here, "running")]
+        lines.append(Line("optimizer", numbers * moments + rounding, here, "running"))
         if work.precision != "bf16":
-            lines.append(Line("experts in fp8", _fp8_copies(facts) // share, here))
+            lines.append(Line("experts in fp8", _fp8_copies(facts) // share, here, "running"))
         return lines
     factors = sum(
         each.experts
@@ -244,9 +245,9 @@ def _trained(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
     )
     factors //= share
     return [
-        Line("LoRA factors", 4 * factors, here),
-        Line("gradients", 4 * factors, here),
-        Line("optimizer", moments * factors, here),
+        Line("LoRA factors", 4 * factors, here, "running"),
+        Line("gradients", 4 * factors, here, "running"),
+        Line("optimizer", moments * factors, here, "running"),
     ]
 
 

@@ -22,7 +22,7 @@ from amoeba.core.errors import bad_value, one_line
 from amoeba.core.placement import Situation
 from amoeba.placements import RESIDENT, all_placements, placement_named
 from amoeba.plan.machine import Machine
-from amoeba.plan.memory import CUDA, HOST, Choice, Line, Purpose, Work, memory_of, total
+from amoeba.plan.memory import CPU_SLACK_SHARE, CUDA, HOST, Choice, Line, Purpose, Work, memory_of, total
 from amoeba.plan.model import ModelFacts
 from amoeba.plan.speed import Speed, speed_of
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
@@ -51,6 +51,7 @@ class Candidate:
     numbers:   in which the experts are kept.
     options:   what a command is to be told, by the names of its settings.
     lines:     of memory.
+    micro_batches: into which a batch is divided, whose gradients are added up.
     error:     of the numbers against the checkpoint's; 0: they are the same.
     is_default: what the command does without a plan, where that fits.
     rejected:  why it cannot run, or None. first: a command that has to run before.
@@ -65,6 +66,7 @@ class Candidate:
     error: float = 0.0
     checkpointing: bool = False
     slots: str | None = None
+    micro_batches: int = 1
     is_default: bool = False
     rejected: str | None = None
     first: str | None = None
@@ -85,7 +87,8 @@ class Candidate:
 
     def __str__(self) -> str:
         what = self.placement if self.slots is None else f"{self.placement} ({self.slots})"
-        return f"experts {what} in {self.numbers}{', with checkpointing' if self.checkpointing else ''}"
+        parts = f", {self.micro_batches} parts of a batch" if self.micro_batches > 1 else ""
+        return f"experts {what} in {self.numbers}{', with checkpointing' if self.checkpointing else ''}{parts}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def make_plan(
     facts: ModelFacts, machine: Machine, work: Work, *, dtype: torch.dtype | None = None, helps: bool = True
 ) -> Plan:
     """dtype: in which the model is to compute; None to choose it as the commands do."""
-    found = sorted(_candidates(facts, machine, work, dtype), key=_order)
+    found = sorted((*_candidates(facts, machine, work, dtype), *_in_parts(facts, machine, work, dtype)), key=_order)
     plan = Plan(facts.name, facts.family, machine, work, tuple(found))
     return replace(plan, helps=tuple(_what_helps(facts, plan))) if helps else plan
 
@@ -135,6 +138,24 @@ def _candidates(facts: ModelFacts, machine: Machine, work: Work, dtype: torch.dt
                 coded = facts.quantised(FORMATS[name])
                 for after in _streamed(coded, base, machine, work):
                     yield _converted(facts, coded, after, name, machine)
+
+
+def _in_parts(facts: ModelFacts, machine: Machine, work: Work, dtype: torch.dtype | None) -> Iterator[Candidate]:
+    """A training batch in halves, quarters, ...: each of them by the first way that then fits and rounds nothing."""
+    parts = 2
+    while work.trains and work.ranks == 1 and work.batch % parts == 0:
+        part = replace(work, batch=work.batch // parts)
+        fit = [
+            each
+            for each in _candidates(facts, machine, part, dtype)
+            if each.rejected is None and not each.error and "optimizer_states" not in each.options
+        ]
+        for each in sorted(fit, key=_order)[:1]:
+            options = each.options | {"batch_size": part.batch, "accumulation": parts}
+            seconds = parts * (each.speed.step_seconds or 0.0)
+            speed = replace(each.speed, step_seconds=seconds)
+            yield replace(each, options=options, speed=speed, micro_batches=parts, is_default=False)
+        parts *= 2
 
 
 def _converted(facts: ModelFacts, coded: ModelFacts, after: Candidate, name: str, machine: Machine) -> Candidate:
@@ -273,7 +294,8 @@ def _with_slots(
     free = {where: _usable(size, where) for where, size in ((CUDA, machine.vram_free), (HOST, machine.ram_free))}
     if empty.budgets is None:
         everything = rest + scratch + sum(each.experts * each.expert_bytes for each in entries)
-        budget = min(everything, max(0, free[HOST] - (total(without, HOST) - rest - scratch)))
+        beside = total(without, HOST) - rest - scratch
+        budget = min(everything, int(max(0, free[HOST] - beside) / (1 + CPU_SLACK_SHARE)))
         slots = tuple(slots_in_memory(entries, rest, scratch, budget))
         return replace(empty, slots=slots), {"ram": str(budget)}
     vram = max(0, free[CUDA] - (total(without, CUDA) - rest))

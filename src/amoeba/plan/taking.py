@@ -55,7 +55,8 @@ class Taken:
         if self.candidate is None or self.candidate.choice is None:
             return None
         assert self.facts is not None and self.machine is not None and self.work is not None
-        done, choice = replace(self.work, **work), self.candidate.choice
+        batch = self.work.batch // self.candidate.micro_batches
+        done, choice = replace(self.work, **{"batch": batch} | work), self.candidate.choice
         lines = memory_of(self.facts, choice, done)
         found: dict[str, Any] = {"peak_memory_bytes": total(lines, choice.device)}
         if self.machine.is_measured:
