@@ -397,7 +397,7 @@ def read_plan(path: Path, purpose: Purpose) -> dict[str, Any]:
         raise bad_value("--plan", "a file that amoeba plan wrote", str(path), "run amoeba plan MODEL --out plan.json")
     made_for = "generate" if found["for"] == "serve" else found["for"]
     if made_for != ("generate" if purpose == "serve" else purpose):
-        remedy = f"run {shell_command('amoeba plan MODEL', '--for', purpose, '--out', path)}"
+        remedy = f"run {shell_command('plan', 'MODEL', '--for', purpose, '--out', path)}"
         raise bad_value("--plan", f"a plan for {purpose}", f"one for {found['for']}", remedy)
     if found["best"] is None:
         remedy = "plan with a smaller --context or --batch, or for another machine"
