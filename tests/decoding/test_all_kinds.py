@@ -125,6 +125,13 @@ def test_rotations_that_change_with_the_length_change_between_replayed_steps(rop
     assert not recorded.decisions
 
 
+def test_a_model_that_reads_its_text_again_at_some_length_is_refused():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "short_mscale": 1.0, "long_mscale": 1.2}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
+    said = "it reads its text again where its rotary embedding changes with the length"
+    assert why_not(build_kind("phimoe", rope_parameters=rope)) == said
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", kinds())

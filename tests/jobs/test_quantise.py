@@ -145,7 +145,7 @@ def test_the_command(models: dict[str, Path], tmp_path: Path) -> None:
     for words, said in (
         ((models["gpt_oss"], "--format", "int3"), "one of fp8, mxfp8, mxfp4, nvfp4"),
         ((tmp_path / "nowhere",), "which is not here"),
-        ((tmp_path / "out", "--format", "fp8"), "got mxfp4"),
+        ((tmp_path / "out", "--format", "fp8", "--out", tmp_path / "out"), "which exists"),
     ):
         assert said in call("quantise", *words, code=2).said
 

@@ -128,7 +128,7 @@ class _Lines:
 
 
 def quantise(
-    model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder or a store, quantised or not.")],
     format: Annotated[str, typer.Option(help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")] = "fp8",
     out: Annotated[str | None, typer.Option(help="Folder to write or to resume (default: MODEL-FORMAT).")] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -167,7 +167,7 @@ def _quantise(folder: Path, out: Path, format: str, trust_remote_code: bool, out
 
 
 def merge(
-    model: Annotated[str, typer.Argument(help="Base model: a Hugging Face folder or a hub name.")],
+    model: Annotated[str, typer.Argument(help="Base model: a Hugging Face folder, a store or a hub name.")],
     adapter: Annotated[str | None, typer.Option(help="PEFT adapter: its folder, or a run of amoeba finetune.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write. It must not exist yet.")] = None,
     dtype: Annotated[str, typer.Option(help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
@@ -190,6 +190,10 @@ def merge(
         except KeyboardInterrupt:
             raise interrupted("nothing was written") from None
     layers = f"{report.experts_layers} layers of experts and {report.linear_layers} linear layers"
-    output.line(f"written to {report.model} ({report.dtype}): {layers} changed")
+    output.line(f"written to {report.model} ({report.format or report.dtype}): {layers} changed")
+    if report.quantisation_error is not None:
+        output.line(
+            f"quantised again in {report.format}: relative error of the experts {report.quantisation_error:.2%}"
+        )
     output.line(f"try: {shell_command('generate', report.model, '...')}")
     finish(output, {"document": "amoeba merge", **asdict(report)}, True, json)

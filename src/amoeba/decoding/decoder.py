@@ -35,7 +35,7 @@ from amoeba.decoding.fused_layers import reads_documents
 from amoeba.decoding.rotations import Rotations
 from amoeba.decoding.sampling import Sampler, Sampling
 from amoeba.decoding.step import Choose, Rows, Step, replays_in
-from amoeba.decoding.trial import is_promised, raise_if_wrong
+from amoeba.decoding.trial import is_promised, raise_if_it_waits, raise_if_wrong
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import why_waits
 from amoeba.integrations.experts_module import experts_modules, placed_in
@@ -278,11 +278,20 @@ class Decoder:
     def _prepare_steps(self) -> None:
         if not self._prepared:
             self._prepared = True
-            if self.capture and not self._is_trial and not is_promised(self.model):
-                trial = Decoder(self.model, length=SHORTEST_CACHE, capture=True)
-                trial._is_trial = True
-                raise_if_wrong(self.model, trial)
+            if self.capture and not self._is_trial:
+                self._try()
             self._step.prepare(self.capture)
+
+    def _try(self) -> None:
+        """CannotCapture where a step would fail or be wrong. transformers' promise is trusted for keys and values."""
+        promised = is_promised(self.model)
+        if promised and why_more_than_keys(self.model.config) is None:
+            return
+        trial = Decoder(self.model, length=SHORTEST_CACHE, capture=True)
+        trial._is_trial = True
+        raise_if_it_waits(self.model, trial)
+        if not promised:
+            raise_if_wrong(self.model, trial)
 
     def _prompt_step(self, tokens: int) -> Step:
         size = self._prompt_size(tokens)
@@ -427,7 +436,7 @@ def why_not(model: Any) -> str | None:
         return "its parameters are on several devices"
     if len(replays_of(placed_in(module) for module in experts_modules(model).values())) > 1:
         return "its experts are streamed through several memories, which would wait for each other"
-    if (reason := why_not_fixed(model.config)) is not None:
+    if (reason := why_not_fixed(model.config) or Rotations(model).why_not()) is not None:
         return reason
     try:
         decoder_layers(model)
@@ -440,7 +449,7 @@ def why_no_slots(model: Any) -> str | None:
     """None, or why texts of different lengths cannot be the rows of one cache."""
     if (reason := _why_unknown(model) or why_more_than_keys(model.config)) is not None:
         return reason
-    if Rotations(model):
+    if (rotations := Rotations(model)) or rotations.why_not() is not None:
         return "its rotary embedding changes with the length"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention is not dispatched by transformers"

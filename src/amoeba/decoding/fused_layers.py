@@ -189,12 +189,12 @@ class _Norm(NamedTuple):
 class _StepNorm:
     form: _Norm
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:
         from amoeba.kernels.rms_norm import rms_norm
 
         norm: Any = self
-        if hidden_states.dtype != norm.weight.dtype:
-            return super().forward(hidden_states)  # type: ignore[misc]
+        if hidden_states.dtype != norm.weight.dtype or more or others:  # norms of Mamba layers take a gate
+            return super().forward(hidden_states, *more, **others)  # type: ignore[misc]
         return rms_norm(hidden_states.contiguous(), norm.weight, self.form.eps, rounds_late=self.form.rounds_late)
 
     def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Whether a step can be captured, found by trying it, for models whose steps transformers does not promise to be whole.
 
-    if not is_promised(model): raise_if_wrong(model, decoder)      # decoder: greedy, of one row
+    raise_if_it_waits(model, decoder)      # decoder: greedy, of one row, nothing captured yet
+    raise_if_wrong(model, decoder)         # and captures
 
 A few steps are run with an eye on every operator: one whose result, or its shape, the host waits for cannot be
 captured. Then their tokens are compared with those of the model as it is.
@@ -30,11 +31,13 @@ def is_promised(model: Any) -> bool:
     return all(getattr(model, name, False) for name in ("_can_compile_fullgraph", "_supports_attention_backend"))
 
 
-def raise_if_wrong(model: Any, decoder: Any) -> None:
-    """CannotCapture with the reason. Before and after the decoder's steps are captured, which it does."""
-    prompt = _prompt(model)
-    if (found := host_decision(decoder.plain_step(prompt))) is not None:
+def raise_if_it_waits(model: Any, decoder: Any) -> None:
+    if (found := host_decision(decoder.plain_step(_prompt(model)))) is not None:
         raise CannotCapture(f"the host waits for numbers of the device inside a step: {found}")
+
+
+def raise_if_wrong(model: Any, decoder: Any) -> None:
+    prompt = _prompt(model)
     tokens = [token for (token,) in decoder.generate([prompt], TOKENS)]
     if (place := first_wrong(model, prompt, tokens)) is not None:
         kind = type(model).__name__

@@ -25,9 +25,11 @@ from amoeba.core.placement import Load
 from amoeba.integrations.experts_module import described, stored, take_back_shapes
 from amoeba.integrations.model_folder import UnreadTensor, load_config, load_model, load_rest, load_without_weights
 from amoeba.integrations.place_experts import Placed, place_experts
+from amoeba.integrations.quantised_models import unquantised
 from amoeba.jobs.cpu_dtype import DtypeChoice
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
 from amoeba.stream.attaching import Streamed, attach
-from amoeba.stream.store import Store, is_store, open_store
+from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
 
 logger = logging.getLogger("amoeba")
 
@@ -46,15 +48,16 @@ def load_placed(
     place = functools.partial(
         place_experts, placement=placement, load=load, trains=trains, device=device, stored_dtype=choice.stored
     )
-    store = _open(name, trust_remote_code)
+    store = _open(name, trust_remote_code, placement)
     if store is None:
         model = load_model(name, choice.dtype, trust_remote_code=trust_remote_code)
         logger.info("dtype %s: %s", model.dtype, choice.reason)
         return model, place(model)
     with store:
-        config = load_config(name, trust_remote_code=trust_remote_code)
+        config = unquantised(load_config(name, trust_remote_code=trust_remote_code))
         shape = load_without_weights(config, name, trust_remote_code=trust_remote_code)
-        model = load_rest(shape, name, _unread(store), choice.dtype)
+        rest = _unread(store) if store.format is None else dict(store.rest_tensors())
+        model = load_rest(shape, name, rest, choice.dtype)
         logger.info("dtype %s: %s", model.dtype, choice.reason)
         placed = place(model, on_disk=_ExpertsOfStore(store))
     model.set_experts_implementation("amoeba")
@@ -74,16 +77,17 @@ def attach_in(choice: DtypeChoice, name: str, **options: Any) -> tuple[Streamed,
     return streamed, DtypeChoice(None, None, "the checkpoint's own")
 
 
-def _open(name: str, trust_remote_code: bool) -> Store | None:
+def _open(name: str, trust_remote_code: bool, placement: str) -> Store | None:
     """None where transformers has to load the model."""
-    if not Path(name).is_dir() or is_store(name):
+    packs = placement.startswith("cpu-")  # numbers, whatever they were stored as
+    if not Path(name).is_dir() or (is_store(name) and not packs):
         return None
     try:
         store = open_store(name, direct=False, trust_remote_code=trust_remote_code)
     except (ValueError, OSError) as error:
         logger.info("loaded by transformers: %s", error)
         return None
-    if store.format is not None:
+    if store.format is not None and not packs:
         store.close()
         return None
     return store
@@ -109,14 +113,40 @@ class _ExpertsOfStore:
 
     def read(self, name: str, module: Any, dtype: torch.dtype) -> None:
         take_back_shapes(module, dtype)
-        store, layer, found = self._store, self._layers[name], described(module)
-        with torch.no_grad():
-            parts = [_as_in_store(part, found.interleaved, place) for place, part in enumerate(stored(module, found))]
-            store.read_stacked(layer, range(store.layers[layer].experts), parts)
+        read_layer(self._store, self._layers[name], module)
 
 
-def _as_in_store(part: Tensor | None, interleaved: bool, place: int) -> Tensor | None:
-    """A view (E, 2, I, ...) of interleaved rows of gate and up, since a store has all of gate first."""
+@torch.no_grad()
+def read_layer(store: Store, layer: int, module: Any) -> None:
+    """All experts of a layer as numbers, into an experts module's own parameters."""
+    entry, found = store.layers[layer], described(module)
+    parts = [_gate_first(part, found.interleaved, place) for place, part in enumerate(stored(module, found))]
+    if entry.format is None:
+        store.read_stacked(layer, range(entry.experts), parts)
+        return
+    for expert in range(entry.experts):
+        for part, read in zip(parts, read_expert(store, layer, expert), strict=True):
+            if part is not None and read is not None:
+                part[expert].copy_(read.reshape(part[expert].shape))
+
+
+def read_expert(store: Store, layer: int, expert: int) -> tuple[Tensor | None, ...]:
+    """gate_up (rows of gate first), down and their biases; in fp32, if they are codes."""
+    entry, blob = store.layers[layer], aligned_buffer(store.expert_bytes(layer))
+    store.read(layer, expert, blob)
+    weights = entry.weights(blob[None])
+    if isinstance(weights, QuantisedExperts):
+        weights = dequantise_experts(weights)
+    parts = (weights.gate_up_EJH, weights.down_EHI, weights.gate_up_bias_EJ, weights.down_bias_EH)
+    found: list[Tensor | None] = []
+    for place, part in enumerate(parts):
+        ordered = _gate_first(part, entry.activation.interleaved, place)
+        found.append(None if part is None or ordered is None else ordered.reshape(part.shape)[0])
+    return tuple(found)
+
+
+def _gate_first(part: Tensor | None, interleaved: bool, place: int) -> Tensor | None:
+    """A view (E, 2, I, ...) of interleaved rows of gate and up: elsewhere all of gate comes first."""
     if part is None or not interleaved or place % 2:
         return part
     return part.unflatten(1, (-1, 2)).transpose(1, 2)

@@ -6,6 +6,10 @@ The new folder is the base model's, file by file and tensor by tensor, with othe
 adapter changes. What the adapter has nothing to do with, such as a vision part or heads for speculative decoding, is
 copied bit for bit, whether or not it was loaded.
 
+A base with quantised experts, or a store, is written as a folder of plain numbers first (`plain_folder`), and what was
+quantised is quantised again in the same format, unless another dtype is asked for. The experts' error by that is in
+the report.
+
 It notes which adapters are in it, so that none is added twice (`check_not_merged`).
 """
 
@@ -16,7 +20,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +37,17 @@ from amoeba.integrations.model_folder import (
     check_model,
     find_adapter,
     has_tokenizer,
+    load_config,
     load_model,
     load_tokenizer_and_config,
 )
+from amoeba.integrations.quantised_models import facts_of
+from amoeba.jobs.convert.plain_folder import write_plain
+from amoeba.jobs.convert.quantise import FORMATS, quantise_folder
+from amoeba.jobs.placed_model import read_expert
 from amoeba.lora.attaching import Attached
 from amoeba.lora.peft_files import TENSORS_NAME
+from amoeba.stream.store import FolderStore, Store, is_store, open_store
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import copy_small_files
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, TensorEntry, checkpoint_tensors, header_of
@@ -53,6 +64,8 @@ class MergeReport:
     dtype: str
     experts_layers: int  # whose weights the adapter changed
     linear_layers: int
+    format: str | None = None  # of the written experts; None: plain numbers
+    quantisation_error: float | None = None  # of the merged experts, relative L2
 
 
 def merge(
@@ -67,7 +80,6 @@ def merge(
 
     dtype: of the written model; None for the base checkpoint's own.
     """
-    from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -78,11 +90,75 @@ def merge(
         )
     name, adapter = check_model(str(model_folder)), find_adapter(adapter)
     check_not_merged(name, adapter)
-    tokenizer, _ = load_tokenizer_and_config(name, adapter, trust_remote_code=trust_remote_code)
-    model = load_model(name, dtype, trust_remote_code=trust_remote_code)
+    with _opened(name, trust_remote_code) as store:
+        if store is None:
+            return _merge(name, name, adapter, target, dtype, trust_remote_code)
+        return _merge_by_way_of_numbers(store, name, adapter, target, dtype, trust_remote_code)
+
+
+@contextmanager
+def _opened(name: str, trust_remote_code: bool) -> Iterator[Store | None]:
+    """A store, or a folder whose experts are codes; None where the files have numbers."""
+    of_store = Path(name).is_dir() and is_store(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if not of_store and not (Path(name).is_dir() and facts_of(load_config(name, **options))):
+        yield None
+        return
+    with open_store(name, **options) as store:
+        yield store if of_store or store.format is not None else None
+
+
+def _merge_by_way_of_numbers(
+    store: Store, name: str, adapter: Path, target: Path, dtype: torch.dtype | None, trust_remote_code: bool
+) -> MergeReport:
+    quantises = store.format is not None and dtype is None
+    format = next((each for each, known in FORMATS.items() if known == store.format), None)
+    if quantises and format is None:
+        expected, got = f"experts in one of {', '.join(FORMATS)}", str(store.as_codes.removeprefix(", as "))
+        raise bad_value("MODEL", expected, got, "add --dtype bfloat16, which writes plain numbers")
+    numbers, merged = (target.with_name(f".{target.name}.{part}") for part in ("numbers", "merged"))
+    try:
+        for folder in (numbers, merged):
+            shutil.rmtree(folder, ignore_errors=True)
+        write_plain(store, numbers, dtype, trust_remote_code=trust_remote_code)
+        out = merged if quantises else target
+        report = _merge(str(numbers), name, adapter, out, dtype, trust_remote_code)
+        if quantises:
+            assert format is not None
+            quantise_folder(merged, target, format, trust_remote_code=trust_remote_code)
+            error = _quantisation_error(merged, target, trust_remote_code)
+            report = replace(report, model=str(target), format=format, quantisation_error=error)
+        return report
+    finally:
+        for folder in (numbers, merged):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _quantisation_error(plain: Path, quantised: Path, trust_remote_code: bool) -> float:
+    """Of the first expert of each layer."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    wrong = size = 0.0
+    with FolderStore(plain, **options) as numbers, FolderStore(quantised, **options) as codes:
+        for layer in range(len(numbers.layers)):
+            of_both = (read_expert(each, layer, 0)[:2] for each in (numbers, codes))
+            for expected, found in zip(*of_both, strict=True):
+                assert expected is not None and found is not None
+                wrong += float((found.double() - expected.double()).square().sum())
+                size += float(expected.double().square().sum())
+    return round((wrong / size) ** 0.5, 5) if size else 0.0
+
+
+def _merge(
+    source: str, name: str, adapter: Path, target: Path, dtype: torch.dtype | None, trust_remote_code: bool
+) -> MergeReport:
+    """source: where the numbers of the base model are, whose name is `name`."""
+    from safetensors import SafetensorError
+
+    tokenizer, _ = load_tokenizer_and_config(source, adapter, trust_remote_code=trust_remote_code)
+    model = load_model(source, dtype, trust_remote_code=trust_remote_code)
     state = lora.load(model, adapter)
     lora.merge(model, keep_base=False)
-    folder = _folder_of(name)
+    folder = _folder_of(source)
     staging = target.with_name(f".{target.name}.writing")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -99,7 +175,7 @@ def merge(
         os.rename(staging, target)
     except (OSError, SafetensorError) as error:
         raise bad_value(
-            "--out", f"room to write {str(out)!r}", one_line(error), "free some space, or choose another folder"
+            "--out", f"room to write {str(target)!r}", one_line(error), "free some space, or choose another folder"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,8 +36,10 @@ from amoeba.cpu.quantise import Quantise, is_compiled, load_quantise
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules
 from amoeba.integrations.model_folder import UNFINISHED, load_config, load_without_weights
 from amoeba.integrations.quantised_files import BLOCKS, MATRIX_SCALE, OURS, SCALE_INV, SCALES
+from amoeba.jobs.convert.plain_folder import write_plain
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.quantised import QuantisedMatrix, empty_quantised, quantise
+from amoeba.stream.store import open_store
 from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.store.packing import copy_small_files, fingerprint, only_one, room_for
@@ -81,12 +84,31 @@ def quantise_folder(
     progress: Callable[[Progress], None] = lambda now: None,
 ) -> QuantiseReport:
     """format: fp8, mxfp8, mxfp4 or nvfp4. device: that quantises, None for a GPU with enough free memory, else the CPU.
-    Called again after it was interrupted, it goes on where it was."""
+    Called again after it was interrupted, it goes on where it was; not with a store or experts in another format, which
+    are written as numbers first."""
     if format not in FORMATS:
         raise bad_value("--format", f"one of {', '.join(FORMATS)}", repr(format), "use fp8, the most accurate one")
-    with FolderStore(model, trust_remote_code=trust_remote_code) as source:
-        source.check_plain("give the unquantised checkpoint")
-        return _Quantising(source, Path(out).expanduser(), format, trust_remote_code, device, progress).run()
+    target = Path(out).expanduser()
+    with open_store(model, trust_remote_code=trust_remote_code) as source:
+        if isinstance(source, FolderStore) and source.format is None:
+            return _Quantising(source, target, format, trust_remote_code, device, progress).run()
+        if target.exists():
+            raise bad_value(
+                "--out", "a folder that does not exist yet", f"{str(out)!r}, which exists", "choose another"
+            )
+        numbers, staging = (target.with_name(f".{target.name}.{part}") for part in ("numbers", "writing"))
+        try:
+            for folder in (numbers, staging):
+                shutil.rmtree(folder, ignore_errors=True)
+            # in fp32: what is quantised again would otherwise be rounded once more
+            write_plain(source, numbers, torch.float32, trust_remote_code=trust_remote_code)
+            with FolderStore(numbers, trust_remote_code=trust_remote_code) as plain:
+                report = _Quantising(plain, staging, format, trust_remote_code, device, progress).run()
+            staging.rename(target)
+            return replace(report, model=str(model), out=str(target))
+        finally:
+            for folder in (numbers, staging):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Item(NamedTuple):
