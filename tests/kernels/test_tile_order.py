@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amoeba.kernels.hopper import tile_order
-from amoeba.kernels.hopper.gemm import tile_table
+from amoeba.kernels.hopper.gemm import rows_of_tile, tile_table
 from amoeba.kernels.hopper.tile_order import BY_COLUMNS, IN_GROUPS, TALL
 
 BLOCK_M, GROUP_M = 128, 8
@@ -58,3 +58,8 @@ def test_a_group_is_one_experts_and_sweeps_the_columns_together(device: torch.de
         assert rows == list(range(rows[0], rows[0] + BLOCK_M * len(rows), BLOCK_M))
         heights.setdefault(expert, set()).add(len(rows))
     assert heights == {1: {1}, 2: {1}, 3: {1}, 4: {2}, 6: {16}, 7: {17}, 8: {12}, 9: {12}, 10: {16, 15}, 11: {1}}
+
+
+@pytest.mark.parametrize(("rows", "experts", "height"), [(0, 0, 64), (1, 1, 64), (4096, 128, 64), (8192, 128, 128)])
+def test_experts_with_few_rows_have_tiles_half_as_tall(rows: int, experts: int, height: int) -> None:
+    assert rows_of_tile(rows, experts) == height
