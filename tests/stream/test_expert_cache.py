@@ -159,20 +159,6 @@ def test_without_a_host_tier_everything_comes_from_the_disk_by_no_slot():
     assert settle(cache, [5]) == Fetch({}, {}, [], [], [(5, None, 0)])
 
 
-def test_a_write_goes_on_when_the_copy_up_that_waited_for_it_fails():
-    cache = lru(2, 3)
-    for ids in ([0, 1], [0, 2], [0, 3]):
-        settle(cache, ids)
-    assert cache.request(0, [3, 1]).writes == [(0, 0, 0)]
-    cache.loaded(0, 1)
-    cache.release(0, [3, 1])
-    assert cache.request(0, [0]).from_host == [(0, 0, 0)], "it is on its way down"
-    cache.failed(0, 0)
-    assert settle(cache, [4]).from_disk[0][1] != 0, "the copy downwards still writes there"
-    cache.arrived(0, 0)
-    assert settle(cache, [0]).from_host[0][:2] == (0, 0)
-
-
 def test_counters_begin_anew():
     cache = lru(2, 3)
     settle(cache, [0, 1])
