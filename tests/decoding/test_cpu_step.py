@@ -66,6 +66,14 @@ def test_every_format_of_experts_is_read(family, placement, dtype):
     native_of(model)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_weights_that_are_not_experts_are_read_in_int8_where_that_is_asked_for(family):
+    model = endless(family)
+    native = native_steps(model, "int8")
+    assert isinstance(native, NativeModel), native
+    assert native is not native_of(model)
+
+
 def test_logits_have_the_same_bits_for_any_number_of_threads(threads):
     model = endless("qwen3_moe", hidden_size=200, moe_intermediate_size=72, num_key_value_heads=1)
     place_experts(model, "cpu-int8")

@@ -119,6 +119,12 @@ class Computing:
     trace: Annotated[
         Path | None, typer.Option(help="With --ram or --vram: save a timeline of loads and waits for ui.perfetto.dev.")
     ] = None
+    dense: Annotated[
+        str,
+        typer.Option(
+            help="On a CPU, the weights that are not experts while decoding: auto (as loaded) or int8 (half of bf16)."
+        ),
+    ] = "auto"
     compile: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile the layers on a GPU (default: where it is faster)."),

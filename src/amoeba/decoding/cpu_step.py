@@ -36,6 +36,7 @@ from amoeba.cpu import step as core
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.pointers import address, place_of
+from amoeba.cpu.weights import PackedWeights
 from amoeba.decoding.cache_attention import attention_configs, decoding_attention
 from amoeba.decoding.step import Choose, Rows
 from amoeba.integrations.compiled_layers import decoder_layers, final_norm
@@ -139,13 +140,16 @@ class CpuStep:
 _known: weakref.WeakKeyDictionary[Any, tuple[tuple, NativeModel | str]] = weakref.WeakKeyDictionary()
 
 
-def native_model(model: Any) -> NativeModel | str:
-    """What the core computes of it, or why it does not. Found out once, and again when its parameters have changed."""
+def native_model(model: Any, dense: str = "auto") -> NativeModel | str:
+    """What the core computes of it, or why it does not. Found out once, and again when its parameters have changed.
+
+    dense: how projections, shared experts and the output head are read: "auto", as they are, or "int8".
+    """
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return "hooks watch the forward passes of its modules"
-    state = tuple((place_of(p), _version(p)) for p in (*model.parameters(), *model.buffers()))
+    state = dense, *((place_of(p), _version(p)) for p in (*model.parameters(), *model.buffers()))
     if model not in _known or _known[model][0] != state:
-        _known[model] = state, _recognised(model)
+        _known[model] = state, _recognised(model, dense)
     return _known[model][1]
 
 
@@ -153,10 +157,10 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _recognised(model: Any) -> NativeModel | str:
+def _recognised(model: Any, dense: str) -> NativeModel | str:
     try:
         core.load_step()
-        native, tolerance = _Reader(model).read()
+        native, tolerance = _Reader(model, dense).read()
         _check(model, native, tolerance)
     except CoreUnavailable as error:
         return str(error)
@@ -166,11 +170,11 @@ def _recognised(model: Any) -> NativeModel | str:
 
 
 class _Reader:
-    def __init__(self, model: Any) -> None:
-        self.model, self.config = model, text_config(model.config)
+    def __init__(self, model: Any, dense: str) -> None:
+        self.model, self.config, self.dense = model, text_config(model.config), dense
         self.kept: list[Any] = []
         self.read_parameters: set[int] = set()
-        self.quantised = False
+        self.quantised = dense == "int8"
         self.size = 0
 
     @torch.no_grad()
@@ -325,12 +329,12 @@ class _Reader:
             if each.bias is not None:
                 raise _Unknown(f"{type(mlp).__name__} has biases")
         both = torch.cat([self._parameter(each.weight) for each in linears[:2]])
-        gate_up = core.matrix("gate_up", self._stored(both), None, self.kept)
+        gate_up = core.matrix("gate_up", self._dense(both), None, self.kept)
         return core.experts(gate_up, self._linear(linears[2]), Activation(kind))
 
     def _linear(self, linear: Any) -> core.CStepMatrix:
         self._check_linear(linear)
-        weight, bias = self._stored(self._parameter(linear.weight)), self._bias(linear.bias)
+        weight, bias = self._dense(self._parameter(linear.weight)), self._bias(linear.bias)
         return core.matrix("linear", weight, bias, self.kept)
 
     def _check_linear(self, linear: Any) -> None:
@@ -355,6 +359,9 @@ class _Reader:
     def _parameter(self, parameter: Tensor) -> Tensor:
         self.read_parameters.add(id(parameter))
         return parameter.detach()
+
+    def _dense(self, weight: Tensor) -> Tensor | PackedWeights:
+        return PackedWeights.pack(weight[None], "int8") if self.dense == "int8" else self._stored(weight)
 
     def _stored(self, weight: Tensor) -> Tensor:
         """As the core reads it: in bf16 where that has the same numbers."""

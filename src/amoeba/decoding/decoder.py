@@ -463,13 +463,14 @@ def _why_unknown(model: Any) -> str | None:
     return None
 
 
-def native_steps(model: Any) -> NativeModel | str:
-    """The model as the C++ core computes its steps on a CPU, for `Decoder(native=...)`; or why it does not."""
+def native_steps(model: Any, dense: str = "auto") -> NativeModel | str:
+    """The model as the C++ core computes its steps on a CPU, for `Decoder(native=...)`; or why it does not.
+    dense: "int8": it reads weights that are not experts in int8."""
     try:
         decoder_layers(model)
     except NotImplementedError as error:
         return str(error)
-    return why_no_slots(model) or native_model(model)
+    return why_no_slots(model) or native_model(model, dense)
 
 
 def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSORS) -> str | None:

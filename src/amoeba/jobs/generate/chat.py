@@ -167,6 +167,7 @@ class Chat:
                 prompt_tokens=prompt_tokens,
                 new_tokens=self.context - prompt_tokens,
                 compile=self._options.compile,
+                dense=self._options.dense,
             )
             logger.info("steps %s: %s", self._steps.kind, self._steps.reason)
         return self._steps

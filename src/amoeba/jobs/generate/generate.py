@@ -82,7 +82,13 @@ def _generate(
     interrupted = False
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         steps = choose_steps(
-            model, sampling, batch=1, prompt_tokens=len(prompt_ids), new_tokens=most, compile=options.compile
+            model,
+            sampling,
+            batch=1,
+            prompt_tokens=len(prompt_ids),
+            new_tokens=most,
+            compile=options.compile,
+            dense=options.dense,
         )
         logger.info("steps %s: %s", steps.kind, steps.reason)
         began = time.perf_counter()

@@ -42,6 +42,7 @@ class GenerationOptions:
     miss: str = "move"  # experts that a step misses on a GPU: moved there, computed by the cpu, or auto
     record: str | None = None  # a file for the routing of streamed experts
     trace: str | None = None  # a file for a timeline of streaming
+    dense: str = "auto"  # on a CPU: weights of a step that are not experts, as loaded or "int8"
     compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
     trust_remote_code: bool = False  # whether Python code in the model's folder may run
 
@@ -61,6 +62,8 @@ class GenerationOptions:
         if self.products not in ("auto", "bf16"):
             remedy = 'for w8a8 in every pass use experts="w8a8"'
             raise bad_value("products", "auto or bf16", repr(self.products), remedy)
+        if self.dense not in ("auto", "int8"):
+            raise bad_value("dense", "auto or int8", repr(self.dense), "leave it out for the weights as they are")
         if (self.ram is not None or self.vram is not None) and self.experts != "auto":
             raise bad_value(
                 "experts", "no experts with ram or vram, which stream them", repr(self.experts), "leave one out"

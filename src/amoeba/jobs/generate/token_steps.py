@@ -51,14 +51,16 @@ def choose_steps(
     new_tokens: int,
     steps: int | None = None,
     compile: bool | None = None,
+    dense: str = "auto",
 ) -> Steps:
     """prompt_tokens: of the longest prompt. new_tokens: at most, after each prompt.
     steps: how many there will be, where it is more than one batch.
-    compile: None for compiled where it pays. The model has its generation_config already."""
+    compile: None for compiled where it pays. The model has its generation_config already.
+    dense: "int8": native steps read weights that are not experts in int8."""
     started = time.perf_counter()
     reason = why_plain(model)
     if reason is not None and model.device.type == "cpu":
-        return _native(model, sampling, batch, prompt_tokens + new_tokens, started)
+        return _native(model, sampling, batch, prompt_tokens + new_tokens, dense, started)
     if reason is None:
         length = prompt_tokens + new_tokens
         for compiled, why in _ways(model, batch, length, steps or new_tokens, compile):
@@ -79,11 +81,11 @@ def choose_steps(
     return Steps("plain", reason, None, time.perf_counter() - started)
 
 
-def _native(model: Any, sampling: dict[str, Any], batch: int, length: int, started: float) -> Steps:
+def _native(model: Any, sampling: dict[str, Any], batch: int, length: int, dense: str, started: float) -> Steps:
     from amoeba.decoding.decoder import Decoder, native_steps, why_not_chosen
     from amoeba.decoding.sampling import Sampling
 
-    native = why_not_chosen(model, model.generation_config) or native_steps(model)
+    native = why_not_chosen(model, model.generation_config) or native_steps(model, dense)
     if isinstance(native, str):
         return Steps("plain", native, None, time.perf_counter() - started)
     decoder = Decoder(model, batch=batch, length=length, sampling=Sampling(**sampling), native=native)
