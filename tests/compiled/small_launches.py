@@ -85,9 +85,18 @@ def _of_factors(dtype: torch.dtype) -> Launches:
 
 
 def _of_heads(dtype: torch.dtype) -> Launches:
-    from amoeba.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
+    from amoeba.kernels.decode.linear import linear
+    from amoeba.kernels.norm_rotate import norm_rotate, norm_rotate_backward_, norm_rotate_cached
+    from amoeba.kernels.rms_norm import add_rms_norm
 
-    found: Launches = {}
+    x, table, head, cache = (empty(*shape, dtype=dtype) for shape in ((4, H), (4, 128), (128,), (4, 4, 512, 128)))
+    found: Launches = {
+        "linear": lambda: linear(x, empty(40 * 128, H, dtype=dtype), empty(40 * 128, dtype=dtype)),
+        "add_rms_norm": lambda: add_rms_norm(x, x, empty(H, dtype=dtype), 1e-6),
+        "norm_rotate_cached": lambda: norm_rotate_cached(
+            empty(4, 40 * 128, dtype=dtype), head, head, table, table, cache, cache, ids(1), query_heads=32, eps=1e-6
+        ),
+    }
     for size in (64, 128, 256):
         qkv, weight = empty(4096, 40 * size, dtype=dtype), empty(size, dtype=dtype)
         given = qkv, weight, weight, *[empty(512, size, dtype=dtype)] * 2
