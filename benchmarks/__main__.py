@@ -222,7 +222,7 @@ def plan(
     place: Annotated[list[str] | None, typer.Option("--place", help="Only experts resident, streamed, ...")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no cell after this many.")] = 1e9,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep the models here (default: nowhere).")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the JSON document.")] = None,
+    out: Out = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -232,10 +232,12 @@ def plan(
         need("transformers")
         import torch
 
+        from amoeba.commands.bench_run import free_path
         from benchmarks.plan import choose_cells, run
 
+        path = free_path(out)
         cells = choose_cells(shape or [], passes or [], place or [], torch.cuda.is_available())
-    finish(output, *run(cells, folder, seconds, out, output), json)
+    finish(output, *run(cells, folder, seconds, path, output), json)
 
 
 @app.command()

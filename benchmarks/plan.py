@@ -114,16 +114,14 @@ def choose_cells(models: Sequence[str], purposes: Sequence[str], places: Sequenc
             raise bad_value(option, f"one of {', '.join(known)}", ", ".join(unknown), "leave it out for all")
     chosen = models or (["1b", "qwen3_30b"] if gpu else ["middle"])
     cells = []
-    small = {} if gpu else {"batch": 2, "length": 128, "steps": 3}
-    for model in chosen:
-        for place in places or PLACES:  # the most telling ones first, where time is short
+    small: dict[str, Any] = {} if gpu else {"batch": 2, "length": 128, "steps": 3}
+    for model in chosen:  # the most telling ones first, where time is short
+        for place in places or PLACES:
             for purpose in purposes or ("generate", "finetune"):
-                if purpose == "train" and place != "resident":
-                    continue
-                cells.append(Cell(model, purpose, place, **small))
-                if gpu and place == "resident":
-                    cells.append(replace(cells[-1], repeats=250, checkpointing=purpose != "generate"))
-    return cells
+                if purpose != "train" or place == "resident":
+                    cells.append(Cell(model, purpose, place, **small))
+    longer = [replace(cell, repeats=250, checkpointing=cell.purpose != "generate") for cell in cells]
+    return [*cells, *(cell for cell in longer if gpu and cell.place == "resident")]
 
 
 def measure(cells: Sequence[Cell], folder: Path, gpu: bool, seconds: float = 1e9) -> Iterator[Found]:

@@ -203,8 +203,10 @@ class TestTheCommand:
 
 def test_a_batch_that_does_not_fit_is_divided_and_not_rounded(facts):
     wide = replace(TUNE, batch=16, checkpointing=True)
-    machine = described_machine("h200").within(74 * GIB, None)
-    best = make_plan(replace(facts, why_not_streamed="elsewhere"), machine, wide).best
+    other, card = replace(facts, why_not_streamed="elsewhere"), described_machine("h200")
+    whole = make_plan(other, card, wide).best
+    assert whole.micro_batches == 1
+    best = make_plan(other, card.within(whole.gpu_bytes, None), wide).best
     assert best.micro_batches > 1 and best.error == 0
     assert best.options["batch_size"] * best.options["accumulation"] == 16
 

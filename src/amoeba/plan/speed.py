@@ -21,7 +21,7 @@ from amoeba.plan.model import ModelFacts
 # 606, 1253 and 2375 us where their bytes take 304, 882 and 1873; prompts of 128, 512, 2048 and 4096 tokens 2.47, 2.82,
 # 4.68 and 7.95 ms where bytes take 1.9 and operations 0.11, 0.45, 2.0 and 4.5. Bytes by 0.9, operations by 0.8 and
 # 45 us a layer give each within 5 %.
-_GPU_READS, _GPU_PRODUCTS, _GPU_LAYER = 0.9, 0.8, 45e-6
+_GPU_READS, _GPU_PRODUCTS, _GPU_LAYER = 0.9, 0.8, 38e-6
 # Of kernels that read codes, against those of bf16 (docs/benchmarks.md, one layer of 8 and of 64 tokens), and their
 # products in a prompt.
 _CODE_READS = {"fp8": 0.75, "mxfp8": 0.7, "mxfp4": 0.55, "nvfp4": 0.5, "w8a8": 0.75}
@@ -40,9 +40,10 @@ _CPU_CODES = 0.6
 _CPU_STEP = 0.5
 _DISK = 0.85
 # Hits of a cache with slots for so many times the experts of a token, where 45 % of the choices repeat at the next
-# token and 80 % within eight (Qwen3-30B; `python -m benchmarks cache --synthetic qwen3-30b`); then linear
-# up to all experts.
+# token and 80 % within eight (Qwen3-30B; `python -m benchmarks cache --synthetic qwen3-30b`); then a
+# curve up to all experts, through 88.8 % with half of them and 94.8 % with three quarters.
 _HITS = ((0.0, 0.0), (1.0, 0.40), (1.5, 0.558), (2.4, 0.685), (4.0, 0.81))
+_BEYOND = 0.8
 # Tokens above which a pass asks for nearly all experts of a layer, and streams them in order.
 _FEW_TOKENS = 64
 
@@ -91,7 +92,8 @@ def hit_rate(slots: int, experts: int, top_k: int) -> float:
         return 1.0
     times, last = slots / top_k, _HITS[-1]
     if times >= last[0]:
-        return last[1] + (1 - last[1]) * (slots - last[0] * top_k) / max(1, experts - last[0] * top_k)
+        beyond = (slots - last[0] * top_k) / max(1, experts - last[0] * top_k)
+        return last[1] + (1 - last[1]) * beyond**_BEYOND
     place = bisect_right(_HITS, (times, 2.0)) - 1
     (low, of_low), (high, of_high) = _HITS[place], _HITS[place + 1]
     return max(of_low + (of_high - of_low) * (times - low) / (high - low), slots / experts)
