@@ -138,6 +138,8 @@ def test_a_model_that_hands_nothing_over_says_so(model_type):
         lora.attach(model, 4, 8, ["experts"])
     assert not RouterWatch(model).names
     assert place_experts(model, "auto").reason == "there are no experts to place"
+    with pytest.raises(ValueError, match=rf"experts are computed by {expected} of transformers"):
+        place_experts(model, "mxfp4-weights")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -190,6 +192,7 @@ def test_every_command_refuses_the_experts_of_llama4_with_the_same_reason(tmp_pa
         "finetune": lambda: finetune(tuned, Quiet()),
         "attach": lambda: lora.attach(model, 4, 8, ["experts"]),
         "tune": lambda: shapes_of(str(folder), 64),
+        "place": lambda: place_experts(model, "mxfp4-weights"),
     }
     reasons = set()
     for name, command in commands.items():

@@ -50,16 +50,6 @@ def _others(layers: Any, known: set[str]) -> str | None:
     return f"its cache has other kinds of layers ({', '.join(sorted(others))})" if others else None
 
 
-def has_states(config: Any) -> bool:
-    """Whether layers keep a state of all tokens read so far, which takes in padding too. True if unknown."""
-    if why_not_fixed(config) is not None:
-        return True
-    return any(
-        type(layer).__name__ in (*_STATES, *_STATES_AND_KEYS)
-        for layer in StaticCache(config=config, max_cache_len=16).layers
-    )
-
-
 class FixedCache(Cache):
     def __init__(self, config: Any, length: int, device: torch.device) -> None:
         self.length = length

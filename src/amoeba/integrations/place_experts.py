@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import LayerSizes, Load, Placement, Situation
 from amoeba.cpu.packed_experts import PackedExperts
+from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import (
     LORA,
     described,
@@ -85,6 +86,8 @@ def place_experts(
     check_placement(placement)
     modules = experts_modules(model)
     if not modules:
+        if placement not in (AUTO, RESIDENT):
+            check_coverage(model, "experts", f"leave the placement {placement} out")
         return Placed(RESIDENT, "there are no experts to place")
     already = _already_placed(model, modules, placement)
     if already is not None:
