@@ -63,7 +63,7 @@ def test_requests_that_come_and_go_get_the_tokens_of_plain_generate(family, toge
     if together:
         monkeypatch.setattr(slots_module, "native_steps", lambda model: "not wanted here")
     model = built(family)
-    engine = Engine(model, slots=3, length=64, reads_together=together)
+    engine = Engine(model, slots=3, length=64, streams=together)
     sizes = [(5, 21), (1, 3), (19, 9), (7, 1), (2, 17), (11, 6), (5, 12)]
     heard = [asked(engine, prompt(length, seed), most) for seed, (length, most) in enumerate(sizes)]
     engine.finish_all()

@@ -13,6 +13,7 @@ adapters: each has rows and keys of its own, and they take turns.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,12 +27,13 @@ from torch import Tensor
 from amoeba.core.errors import one_line
 from amoeba.decoding.decoder import AHEAD, Outlet
 from amoeba.decoding.sampling import Sampler, Sampling, Uses
-from amoeba.decoding.slots import READ_TOGETHER, make_slots
+from amoeba.decoding.slots import make_slots
 
 logger = logging.getLogger("amoeba")
 
 MOST_LOGPROBS = 20
 PROMPT_TOKENS = 2048  # of requests that join between two steps; at least one joins
+UNLIKE = 2.0  # times as long: prompts that are not read in one pass, which pads them, unless experts are streamed
 
 
 class Token(NamedTuple):
@@ -96,12 +98,12 @@ class Engine:
         length: int,
         lanes: dict[str, Callable[[], object]] | None = None,
         capture: bool | None = None,
-        reads_together: bool = False,
+        streams: bool = False,
     ) -> None:
         """length: tokens of a text at most, with its prompt. lanes: what makes the model the version of that name.
-        reads_together: prompts that wait are read in one pass, which pays where experts are streamed."""
+        streams: whether its experts are streamed; prompts of any lengths are then read in one pass."""
         self.counts, self.failure = Counts(), None
-        self._reads_together = reads_together
+        self._streams = streams
         self._choose = lanes or {"": lambda: None}
         self._chosen: str | None = None
         self._lanes: dict[str, _Lane] = {}
@@ -215,10 +217,7 @@ class Engine:
                 continue
             if tokens and tokens + len(request.ids) > PROMPT_TOKENS:
                 return
-            group = [request]
-            if self._reads_together and not tokens:
-                others = [other for other in self._waiting if other.lane == request.lane and other is not request]
-                group += others[: min(lane.room, READ_TOGETHER) - 1]
+            group = [request] if tokens else self._group(request, lane)
             with self._changed:
                 for each in group:
                     self._waiting.remove(each)
@@ -233,6 +232,21 @@ class Engine:
             tokens += sum(len(each.ids) for each in group)
             if len(group) > 1:
                 return
+
+    def _group(self, first: Request, lane: _Lane) -> list[Request]:
+        """Those read in one pass. What begins like an earlier text is read from there on, alone."""
+        if lane.rows.known(first.ids)[0]:
+            return [first]
+        group, longest, unlike = [first], len(first.ids), math.inf if self._streams else UNLIKE
+        for other in self._waiting:
+            size = len(other.ids)
+            like = max(size, longest) <= unlike * min(size, *(len(each.ids) for each in group))
+            if other is first or other.lane != first.lane or not like or len(group) == lane.room:
+                continue
+            if max(size, longest) * (len(group) + 1) <= PROMPT_TOKENS and not lane.rows.known(other.ids)[0]:
+                group.append(other)
+                longest = max(size, longest)
+        return group
 
     def _fail(self, reason: str) -> None:
         with self._changed:

@@ -36,7 +36,6 @@ logger = logging.getLogger("amoeba")
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of captured steps: a third of the rows is idle at most
 PROMPT_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # of captured prompts: few, since all are captured before the first
-READ_TOGETHER = 8  # prompts whose experts are streamed: each layer's experts then come once for all of them
 SHARED_PREFIX = 32  # tokens that are worth a copy from another row. On a GPU more: the rest is read without a graph.
 SHARED_PREFIX_CAPTURED = 1024
 
@@ -80,7 +79,10 @@ class Slots:
         self.logits_BV: Tensor
         self._keys: list[Tensor]
         self._values: list[Tensor]
-        self._reader = self._new_reader(1, length)
+        keep = self._keep_prompt
+        self._reader = Decoder(
+            model, batch=1, length=length, capture=self.captured, choose=keep, prompt_sizes=PROMPT_SIZES
+        )
         self.length = self._reader.cache.length
         self._reader.read_all([[0]])  # one token: the shapes of keys, values and logits are known after it
         assert self._prompt_logits is not None
@@ -90,7 +92,6 @@ class Slots:
         self._values = [layer.values.new_zeros(batch, *layer.values.shape[1:]) for layer in layers]
         self._steps: dict[int, Step] = {}
         self._memory: Any = None
-        self._group: Decoder | None = None
         self._steppers: dict[int, Any] = {}
         if self.captured:
             for tokens in PROMPT_SIZES:
@@ -103,34 +104,34 @@ class Slots:
         """Returns how many tokens were known: of a text that begins like this one."""
         known = self._share(ids)
         self._reader.read_all([ids], known)
-        self._take(self._reader, 0, 0, row, ids)
+        assert self._prompt_logits is not None
+        self._take(self._reader.cache, self._prompt_logits[0], 0, 0, row, ids)
         return known
 
+    @torch.no_grad()
     def read_together(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """One pass for several prompts, as many as `READ_TOGETHER`."""
-        if self._group is None:
-            self._group = self._new_reader(READ_TOGETHER, self.length)
-        filled = [*prompts, *[prompts[0]] * (READ_TOGETHER - len(prompts))]
-        self._group.read_all(filled)
+        """One pass for several prompts: each layer's experts are then read once for all of them."""
         tokens = max(map(len, prompts))
-        for place, (row, ids) in enumerate(zip(rows, prompts, strict=True)):
-            self._take(self._group, place, tokens - len(ids), row, ids)
-
-    def _new_reader(self, rows: int, length: int) -> Decoder:
-        return Decoder(
-            self.model,
-            batch=rows,
-            length=length,
-            capture=self.captured and rows == 1,
-            choose=self._keep_prompt,
-            prompt_sizes=PROMPT_SIZES,
+        pads = [tokens - len(ids) for ids in prompts]
+        padded = [[ids[0]] * pad + list(ids) for ids, pad in zip(prompts, pads, strict=True)]
+        ids_NL, pad_N = (torch.tensor(each, dtype=torch.int64, device=self.device) for each in (padded, pads))
+        place_L = torch.arange(tokens, dtype=torch.int64, device=self.device)
+        cache = DynamicCache()  # of all tokens, also in layers with a window
+        out = self.model(
+            input_ids=ids_NL,
+            attention_mask=place_L[None] >= pad_N[:, None],
+            position_ids=(place_L[None] - pad_N[:, None]).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
+        for number, (row, ids, pad) in enumerate(zip(rows, prompts, pads, strict=True)):
+            self._take(cache, out.logits[number, -1], number, pad, row, ids)
 
-    def _take(self, reader: Decoder, place: int, pad: int, row: int, ids: Sequence[int]) -> None:
-        """What a reader has read in one of its rows, behind its padding, becomes a row of ours."""
-        assert self._prompt_logits is not None
-        self.logits_BV[row].copy_(self._prompt_logits[place])
-        count, layers = len(ids), [*reader.cache.layers]
+    def _take(self, cache: Any, logits_V: Tensor, place: int, pad: int, row: int, ids: Sequence[int]) -> None:
+        """What was read in a row of this cache, behind its padding, becomes a row of ours."""
+        self.logits_BV[row].copy_(logits_V)
+        count, layers = len(ids), [*cache.layers]
         came = [layer.keys for layer in layers] + [layer.values for layer in layers]
         torch._foreach_copy_(
             [each[row, :, :count] for each in (*self._keys, *self._values)],
@@ -194,13 +195,19 @@ class Slots:
         self._held[target], self._held[source] = self._held[source], []
         self._last[target], self._last[source] = self._last[source], None
 
-    def _share(self, ids: Sequence[int]) -> int:
-        """Copies what the row with the longest common beginning holds to where prompts are read."""
+    def known(self, ids: Sequence[int]) -> tuple[int, int]:
+        """How many tokens of this prompt a row holds, and which; 0 where it is not worth a copy."""
         lengths = [
             _common(held[: self.length - 1], ids[:-1]) for held in self._held
         ]  # the last has to be read: its logits are asked for
         row = max(range(self.batch), key=lambda row: lengths[row])
-        if (count := lengths[row]) < (SHARED_PREFIX_CAPTURED if self.captured else SHARED_PREFIX):
+        least = SHARED_PREFIX_CAPTURED if self.captured else SHARED_PREFIX
+        return (lengths[row] if lengths[row] >= least else 0), row
+
+    def _share(self, ids: Sequence[int]) -> int:
+        """Copies what the row with the longest common beginning holds to where prompts are read."""
+        count, row = self.known(ids)
+        if not count:
             return 0
         for layer, keys, values in zip(self._reader.cache.layers, self._keys, self._values, strict=True):
             layer.keys[0, :, :count].copy_(keys[row, :, :count])
@@ -208,11 +215,10 @@ class Slots:
         return count
 
     def _keep_prompt(self, logits_NV: Tensor) -> Tensor:
-        rows = len(logits_NV)
         if self._prompt_logits is None:
-            self._prompt_logits = logits_NV.new_zeros(READ_TOGETHER, logits_NV.shape[1])
-        self._prompt_logits[:rows].copy_(logits_NV)
-        return logits_NV.new_zeros(rows, dtype=torch.int64)
+            self._prompt_logits = torch.zeros_like(logits_NV)
+        self._prompt_logits.copy_(logits_NV)
+        return logits_NV.new_zeros(1, dtype=torch.int64)
 
     def _new_step(self, size: int) -> Step:
         cache = SlotCache(self._keys, self._values, self._slot_B, size)
@@ -331,6 +337,9 @@ class RowByRow:
 
     def note(self, row: int, token: int) -> None:
         """Nothing is shared."""
+
+    def known(self, ids: Sequence[int]) -> tuple[int, int]:
+        return 0, 0
 
     def free(self, row: int) -> None:
         self._caches[row] = None

@@ -88,7 +88,7 @@ class ServedModel:
         lanes = _lanes(loaded, name, adapters)
         with torch.random.fork_rng(devices=[loaded.device] if loaded.device.type == "cuda" else []):
             streams = loaded.streamed is not None
-            self.engine = Engine(loaded.model, slots=slots, length=context, lanes=lanes, reads_together=streams)
+            self.engine = Engine(loaded.model, slots=slots, length=context, lanes=lanes, streams=streams)
         vocabulary = next(iter(self.engine._lanes.values())).rows.logits_BV.shape[-1]
         self.grammars = Grammars(self.tokenizer, vocabulary, self._ends)
         self._speeds: collections.deque[tuple[float, int]] = collections.deque()

@@ -177,7 +177,7 @@ class _Run:
             slots=min(slots, len(rows)),
             length=max(len(row.ids) + row.most for row in rows) - 1,
             capture=token_steps.why_no_graphs(loaded.device) is None,
-            reads_together=loaded.streamed is not None,
+            streams=loaded.streamed is not None,
         )
         self.prepare_seconds = time.perf_counter() - began
         self.batching, self.batching_reason = "continuous", f"{engine.slots} at once"
