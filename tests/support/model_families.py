@@ -121,7 +121,7 @@ def table(chosen: Iterable[str], tell: Callable[[str], None] = lambda line: None
                     check(kind, Path(folder))
                     found[kind][column] = "yes"
                 except Exception as error:
-                    said = one_line(error) or "the numbers differ"
+                    said = (one_line(error) or "the numbers differ").partition(". ")[0]  # without the remedy
                     found[kind][column] = said.replace(folder, "the folder").replace("|", "/")[:240]
         tell(f"{kind}: {found[kind]}")
     return found
