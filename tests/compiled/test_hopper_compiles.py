@@ -25,6 +25,7 @@ from compiling import SHARED_BYTES, compile_for, compiled_by, figures
 # compile alike: `down`, `down_backward`, `down_gradient`.)
 HOT = ("up", "up_gradient", "rows_gradient")
 OTHERS = (
+    "down_backward_in_fp16",
     "up_in_halving_shares",
     "up_in_tall_groups",
     "rows_gradient_in_tall_groups",
@@ -158,6 +159,7 @@ def compiled(names: tuple[str, ...], cache: Path) -> dict[str, dict[str, int]]:
 def launches() -> dict[str, Callable[[], None]]:
     """Calls of the launchers as a backend makes them, by name."""
     from amoeba.core.config import Activation
+    from amoeba.kernels.activate import new_scales
     from amoeba.kernels.hopper import fp8_gemm as scaled_product
     from amoeba.kernels.hopper import gemm as product
     from amoeba.kernels.hopper import weight_only_gemm as coded_product
@@ -242,7 +244,7 @@ def launches() -> dict[str, Callable[[], None]]:
             "coded_up_with_factors": lambda: coded_up(addend=of_up),
             "coded_down": lambda: coded_product.multiply(a, of_down, table, y),
             "coded_down_backward": lambda: coded_product.multiply(
-                x, of_down, table, a, transposed=True, order_N=order, top_k=K
+                x, of_down, table, a, transposed=True, order_N=order, top_k=K, scales_NB=new_scales(a)
             ),
             "coded_rows_gradient_with_factors": lambda: coded_product.multiply(
                 h, of_gate_up, table, y, transposed=True, addend=of_rows
@@ -295,6 +297,9 @@ def launches() -> dict[str, Callable[[], None]]:
         "scaled_down_gradient": lambda: scaled_gradient(turned_a, turned_x, blocks, offs, down.transpose(1, 2)),
         "down": lambda: multiply(a, down, table, y),
         "down_backward": lambda: multiply(x, down.transpose(1, 2), table, a, order_N=order, top_k=K),
+        "down_backward_in_fp16": lambda: multiply(
+            x, down.transpose(1, 2), table, a, order_N=order, top_k=K, scales_NB=new_scales(a)
+        ),
         "rows_gradient": lambda: multiply(h, gate_up.transpose(1, 2), table, y),
         "down_gradient": lambda: weight_gradient(x, order, K, a, offs, offs, down),
         "narrow_gradient": lambda: weight_gradient(x, order, K, empty(N, 320), offs, offs, empty(E, H, 320)),

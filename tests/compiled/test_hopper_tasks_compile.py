@@ -209,12 +209,12 @@ def lines_of(intermediate: int) -> tuple[list, list]:
 
     plan = Plan(512, intermediate, 8, 2, **constants(Activation()))
     sizes = {"I": intermediate, "DA_STRIDE": intermediate, "H_STRIDE": plan.J, "DH_STRIDE": plan.J}
-    sizes |= {"SCALED_A_STRIDE": intermediate, "NUM_EXPERTS": 8}
+    sizes |= {"SCALED_A_STRIDE": intermediate, "NUM_EXPERTS": 8, "SCALES": plan.SCALES}
     values: dict = {"SIZES": Group(**sizes), "ACTIVATION": group(Activation())}
     values |= {"h_scales": None, "codes": None, "scales": None}
     values |= {"ROWS": BACKWARD_TILE // plan.BLOCK, "BLOCK": plan.BLOCK}
-    types = {"da": "*bf16", "h": "*bf16", "weight": "*fp32", "order": "*i32", "offs": "*i32", "dh": "*bf16"}
-    types |= {"scaled_a": "*bf16", "ds": "*fp32", "num_rows": "i32"}
+    types = {"da": "*fp16", "h": "*bf16", "weight": "*fp32", "order": "*i32", "offs": "*i32", "dh": "*bf16"}
+    types |= {"scaled_a": "*bf16", "ds": "*fp32", "num_rows": "i32", "da_scales": "*fp32"}
     text = compile_as(_activate_backward.kernel, types, values, num_warps=WARPS).asm["ttgir"]
     name = re.search(r'"tt.reduce".*?\(tensor<\w+, (#\w+)>\)', text, re.DOTALL)[1]
     told = re.search(rf"^{name} = #ttg.blocked<(.*)>", text, re.MULTILINE)[1]

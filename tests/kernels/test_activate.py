@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amoeba.core.config import Activation
 from amoeba.core.layout import build_layout
-from amoeba.kernels.activate import activate, activate_backward
+from amoeba.kernels.activate import SCALED_COLUMNS, activate, activate_backward, new_scales
 from amoeba.proof.reference import experts as truth
 from selection import each_value_once
 
@@ -160,6 +160,74 @@ def test_in_place_gives_the_same_bits(device, name, intermediate, dtype):
         ("scaled a", scaled_a, rows.da),
     ):
         assert torch.equal(out_of_place.nan_to_num(7), in_place.nan_to_num(7)), name_of
+
+
+def in_fp16(da: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As a product leaves it (`kernels.hopper.epilogue.row_scale`): in memory of another dtype of 16 bits."""
+    codes, scales = torch.empty_like(da, dtype=torch.float16), new_scales(da)
+    for block, part in enumerate(da.float().split(SCALED_COLUMNS, 1)):
+        exponent = part.nan_to_num(0).abs().amax(1).frexp().exponent  # the largest is below 2 ** this
+        codes[:, block * SCALED_COLUMNS :][:, : part.shape[1]] = torch.ldexp(part, (15 - exponent)[:, None])
+        scales[:, block] = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 15)
+    return codes.view(dtype), scales
+
+
+@pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
+@pytest.mark.parametrize("intermediate", [64, 192, 760])
+def test_in_fp16_with_scales_the_rounding_of_da_is_next_to_nothing(device, name, intermediate):
+    """Rows a million times as large as others; in place and not."""
+    activation = ACTIVATIONS[name]
+    rows = Rows(device, activation, intermediate=intermediate, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    da = torch.randn(rows.da.shape, generator=generator).to(device) * torch.logspace(-9, 3, rows.rows)[:, None].to(
+        device
+    )
+    h, owned, arguments = rows.h.clone(), rows.owned, (rows.weight_TK, rows.order_N, activation)
+    expected = (da.double() * truth.activate(h.double(), activation)).sum(-1)[:owned]
+
+    def errors(da: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor, float]:
+        dh, scaled_a = rows.output(rows.h), rows.output(rows.da)
+        ds = activate_backward(da, h, *arguments, dh, scaled_a, rows.offs_E, da_scales_NB=scales)
+        return ds, dh, scaled_a, float(((ds[:owned] - expected) / expected).abs().median())
+
+    codes, scales = in_fp16(da, torch.bfloat16)
+    *_, rounded = errors(da.bfloat16(), None)
+    ds, dh, scaled_a, found = errors(codes, scales)
+    print(f"median error of ds: {rounded:.1e} with dA' in bf16, {found:.1e} in fp16")
+    assert found < rounded / 4
+    of_dh = truth.activate_backward(rows.scale * da[:owned].double(), h[:owned].double(), activation)
+    assert error(dh[:owned], of_dh) < TOLERANCE[torch.bfloat16] and rows.untouched(dh, scaled_a)
+    assert torch.equal(activate_backward(codes, h, *arguments, h, codes, rows.offs_E, da_scales_NB=scales), ds)
+    assert torch.equal(h[:owned], dh[:owned]) and torch.equal(codes[:owned], scaled_a[:owned])
+
+
+def test_the_errors_of_dx_and_of_the_routing_weights_without_the_rounding_of_da(device):
+    """A layer with one expert, all but the row pass in torch: h, dh and rows of dx are rounded to bf16 either way."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, hidden, intermediate, activation = 24, 256, 256, Activation()
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).bfloat16().to(device)
+
+    rows = Rows(device, activation, tokens=tokens, intermediate=intermediate, expert_TK=torch.zeros(tokens, 1).long())
+    dy, x, down = random(tokens, hidden) * 16, random(tokens, hidden) * 16, random(hidden, intermediate)
+    gate_up = random(2 * intermediate, hidden)
+    exact_h, exact_da = x.double() @ gate_up.double().T, dy.double() @ down.double()
+    scale = rows.weight_TK[rows.order_N.long()].double()
+    expected_ds = (exact_da * truth.activate(exact_h, activation)).sum(-1)
+    expected_dx = truth.activate_backward(scale * exact_da, exact_h, activation) @ gate_up.double()
+    h, da = exact_h.bfloat16(), exact_da.float()
+    found = {}
+    for name, given in {"bf16": (da.bfloat16(), None), "fp16": in_fp16(da, torch.bfloat16)}.items():
+        # what the kernel writes is fp32 here: the interpreter truncates to bf16 where a GPU rounds
+        dh = torch.empty_like(h, dtype=torch.float32)
+        ds = activate_backward(
+            given[0], h, rows.weight_TK, rows.order_N, activation, dh, None, rows.offs_E, da_scales_NB=given[1]
+        )
+        dx = (dh.bfloat16().double() @ gate_up.double()).bfloat16()
+        found[name] = error(dx, expected_dx), error(ds, expected_ds)
+    print("errors of dx and of the routing weights' gradient:", found)
+    assert found["fp16"][0] < 0.92 * found["bf16"][0] and found["fp16"][1] < 0.9 * found["bf16"][1]
 
 
 @pytest.mark.gpu

@@ -54,10 +54,10 @@ class OverlappedRows(HopperRows):
         self._part = None
         return h_NJ
 
-    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None) -> None:
+    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None, scales_NB: Tensor | None) -> None:
         for part in self._as_rows_come():
             self._part = part
-            super()._multiply_dy(dy_TH, da_NI, addend)
+            super()._multiply_dy(dy_TH, da_NI, addend, scales_NB)
         self._part = None
 
     def _as_rows_come(self) -> Iterator[Tensor]:

@@ -101,12 +101,13 @@ class HopperQuantisedRows(HopperRows):
         *,
         bias_EO: Tensor | None = None,
         addend: Addend | None = None,
+        scales_NB: Tensor | None = None,
     ) -> None:
         from amoeba.kernels.hopper import gemm, weight_only_gemm
 
         plain, order_N = self._gathered(rows)
         matrix, transposed = matrix_EOI.matrix, matrix_EOI.transposed
-        order: dict[str, Any] = {"order_N": order_N, "top_k": self.top_k}
+        order: dict[str, Any] = {"order_N": order_N, "top_k": self.top_k, "scales_NB": scales_NB}
         if not self._is_dequantised(matrix):
             order |= {"transposed": transposed, "block_m": self.block_m}
             table = self.product_table

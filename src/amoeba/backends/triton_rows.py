@@ -22,7 +22,7 @@ from amoeba.core.layout import check_most_rows
 from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.cpu.pointers import place_of
 from amoeba.kernels import down_backward, grouped_gemm, weight_gradient
-from amoeba.kernels.activate import activate, activate_backward
+from amoeba.kernels.activate import activate, activate_backward, new_scales
 from amoeba.kernels.combine import combine, slot_gradient
 from amoeba.kernels.expert_sums import bias_dot, sum_per_expert
 from amoeba.kernels.lora.epilogue import Addend
@@ -199,18 +199,23 @@ class TritonRows(SortedRows):
         problem = self.problem
         da_NI = self.new_rows(problem.weights.intermediate)
         addend = None if self.low_rank is None else self.low_rank.add_to_da(dy_TH)
-        self._multiply_dy(dy_TH, da_NI, addend)
+        scales_NB = self._new_scales(da_NI)
+        self._multiply_dy(dy_TH, da_NI, addend, scales_NB)
         if (found := self._with_low_rank(da_NI, h_NJ, dh_NJ, needs)) is not None:
             return found
         scaled_a_NI = da_NI if needs.scaled_a else None
         activation = problem.weights.activation
-        ds_N = activate_backward(
-            da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
-        )
+        given = da_NI, h_NJ, problem.weight_TK, self.order_N, activation, dh_NJ, scaled_a_NI, self.offs_E
+        ds_N = activate_backward(*given, da_scales_NB=scales_NB)
         return ActivationGradients(dh_NJ, scaled_a_NI, ds_N, None)
 
-    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None) -> None:
-        self._multiply(ByToken(dy_TH), self.problem.weights.down_EHI.mT, da_NI, addend=addend)
+    def _new_scales(self, da_NI: Tensor) -> Tensor | None:
+        """Where dA' is kept in fp16, see `kernels.activate.new_scales`."""
+        return None
+
+    def _multiply_dy(self, dy_TH: Tensor, da_NI: Tensor, addend: Addend | None, scales_NB: Tensor | None) -> None:
+        scaled = {} if scales_NB is None else {"scales_NB": scales_NB}
+        self._multiply(ByToken(dy_TH), self.problem.weights.down_EHI.mT, da_NI, addend=addend, **scaled)
 
     def _with_low_rank(self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients | None:
         """The activation's backward together with LoRA's part in it, where one kernel does both."""
@@ -310,6 +315,7 @@ class HopperRows(TritonRows):
         *,
         bias_EO: Tensor | None = None,
         addend: Addend | None = None,
+        scales_NB: Tensor | None = None,
     ) -> None:
         from amoeba.kernels.hopper import gemm
 
@@ -325,10 +331,14 @@ class HopperRows(TritonRows):
             addend=addend,
             whole_table=self.whole_table,
             block_m=self.block_m,
+            scales_NB=scales_NB,
         )
 
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
         return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, needs)
+
+    def _new_scales(self, da_NI: Tensor) -> Tensor | None:
+        return new_scales(da_NI) if self.low_rank is None and da_NI.dtype == torch.bfloat16 else None
 
     def _with_low_rank(self, da_NI: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients | None:
         if self.low_rank is None:

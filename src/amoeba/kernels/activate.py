@@ -35,6 +35,8 @@ FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 WARPS = 4
 # Columns of a line. Backward: two warpgroups share a line of at most this width, see `amoeba.tasks.hopper.backward`.
 WIDEST_BLOCK, WIDEST_BACKWARD = 1024, 512
+# Of dA' in fp16 for which a row has one scale; a line has no more of them.
+SCALED_COLUMNS = 128
 
 
 @triton.jit
@@ -159,6 +161,7 @@ def activate(
 @triton.jit(do_not_specialize=["num_rows"])
 def _activate_backward(
     da,
+    da_scales,
     h,
     h_scales,
     weight,
@@ -201,6 +204,9 @@ def _activate_backward(
         column = (first_column + _lanes(BLOCK, h.dtype.element_ty, INTERLEAVED))[None, :]
         inside = row_in[:, None] & (column < I)
         d = tl.load(da + row_64 * SIZES.DA_STRIDE + column, mask=inside, other=0.0)
+        if da_scales is not None:  # of a line
+            place = row.to(tl.int64) * SIZES.SCALES + first_column // 128
+            d = d.to(tl.float32) * tl.load(da_scales + place, mask=row_in, other=0.0)[:, None]
         if INTERLEAVED:
             pair = (2 * first_column + tl.arange(0, 2 * BLOCK))[None, :]
             pair_inside = row_in[:, None] & (pair < 2 * I)
@@ -251,6 +257,23 @@ def has_whole_blocks(activation: Activation, intermediate: int) -> bool:
     return not activation.gated or intermediate % BLOCK == 0
 
 
+def backward_block(intermediate: int, scaled: bool) -> int:
+    """Columns of a line. scaled: dA' is in fp16 with scales."""
+    return column_block(intermediate, SCALED_COLUMNS if scaled else WIDEST_BACKWARD)
+
+
+def scales_of_row(intermediate: int) -> int:
+    """Two for each tile of the product that makes dA', which has 256 columns."""
+    return 2 * cdiv(intermediate, 2 * SCALED_COLUMNS)
+
+
+def new_scales(da_NI: Tensor) -> Tensor:
+    """Of dA' in fp16, one for 128 columns of a row. In bf16 its rounding is a fifth of the squared error of dx, and a
+    third of that of the routing weights' gradient."""
+    rows, intermediate = da_NI.shape
+    return torch.empty((rows, scales_of_row(intermediate)), dtype=torch.float32, device=da_NI.device)
+
+
 def activate_backward(
     da_NI: Tensor,
     h_NJ: Tensor | QuantisedMatrix,
@@ -261,6 +284,7 @@ def activate_backward(
     scaled_a_NI: Tensor | None,
     offs_E: Tensor,
     quantised_dh: QuantisedMatrix | None = None,
+    da_scales_NB: Tensor | None = None,
 ) -> Tensor:
     """From da' (no scale in it yet) and s = weight[order]: writes dh = act'(h)·s·da' and s·a, returns ds_N = <da', a>.
 
@@ -268,6 +292,7 @@ def activate_backward(
     quantised_dh: gets dh, as it was rounded, in e4m3 as well (see `amoeba.kernels.quantise`); no block of it may hold
     gates and ups (`has_whole_blocks`). h may be in e4m3, too; I is a multiple of 64 then. In neither case gates are
     interleaved with ups.
+    da_scales_NB: da' is in fp16, of which these are the scales (`new_scales`), whatever dtype its memory says.
     """
     rows, intermediate = order_N.shape[0], da_NI.shape[1]
     h_scales = None
@@ -282,12 +307,13 @@ def activate_backward(
     ds_N = torch.empty(rows, dtype=torch.float32, device=da_NI.device)
     if rows == 0:
         return ds_N
-    block = column_block(intermediate, WIDEST_BACKWARD)
+    block = backward_block(intermediate, scaled=da_scales_NB is not None)
     if in_blocks:
         block = max(block, BLOCK)  # of which a row has one scale
     tile_rows = BACKWARD_TILE // block
     _activate_backward[(cdiv(rows, tile_rows),)](
-        da_NI,
+        da_NI if da_scales_NB is None else da_NI.view(torch.float16),
+        da_scales_NB,
         h_NJ,
         h_scales,
         weight_TK.contiguous(),
@@ -306,6 +332,7 @@ def activate_backward(
             DH_STRIDE=dh_NJ.stride(0),
             SCALED_A_STRIDE=0 if scaled_a_NI is None else scaled_a_NI.stride(0),
             NUM_EXPERTS=offs_E.shape[0],
+            SCALES=scales_of_row(intermediate),
         ),
         ACTIVATION=group(activation),
         ROWS=tile_rows,

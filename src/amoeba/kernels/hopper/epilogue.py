@@ -31,6 +31,31 @@ def rounded(sums):
 
 
 @gluon.jit
+def row_scale(most):
+    """Powers of two by which rows of fp32 become fp16 and fp16 becomes them again, for the largest magnitude in each:
+    that one comes to lie below 2 ** 15. Rows with inf or NaN are left as they are."""
+    exponent = most.to(gl.int32, bitcast=True) >> 23
+    exponent = gl.where(exponent == 255, 141, gl.maximum(exponent, 15))
+    scale = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    return scale, ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def scaled_to_fp16(sums, scale):
+    """Rows in fp16, two numbers at a time; in a tensor that says bf16, as the memory they go to does."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [sums * scale[:, None]], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def store_row_scale(scales, inverse, stride, row, end, block):
+    """Of one block of columns of a tile's rows; there is room for those of whole tiles (`activate.new_scales`)."""
+    m = row + gl.arange(0, inverse.shape[0], inverse.type.layout)
+    gl.store(scales + m.to(gl.int64) * stride + block, inverse, mask=m < end)
+
+
+@gluon.jit
 def now(sums):
     """These, computed here: the compiler would do it where they are stored, and keep what the matrix unit gave beside
     them until then."""
@@ -122,12 +147,20 @@ def finish_tile(
         a = gated(gate, up, PLAN)
         store_tile(a, out, out_desc, buffer, out_stride, row, end, column, columns, 0)
     else:
+        if PLAN.SCALED and PLAN.FEW:  # whose halves have one scale
+            scale, inverse = row_scale(gl.max(gl.maximum(gl.abs(halves[0]), gl.abs(halves[1])), axis=1))
+            store_row_scale(h, inverse, h_stride, row, end, column // 128)
         for i in gl.static_range(2):
             value = halves[i]
             at = column + i * HALF
             if PLAN.BIAS:
                 value = add_bias(value, bias_row, at, width, HALF)
             buffer = buffers.index(WARPGROUP)
+            if PLAN.SCALED:  # h is where the scales go
+                if not PLAN.FEW:
+                    scale, inverse = row_scale(gl.max(gl.abs(value), axis=1))
+                    store_row_scale(h, inverse, h_stride, row, end, at // 128)
+                value = scaled_to_fp16(value, scale)
             if PLAN.ACTIVATE:
                 if PLAN.KEEP:
                     store_tile(value, h, h_desc, buffer, h_stride, row, end, at, width, 0)

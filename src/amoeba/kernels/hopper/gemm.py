@@ -115,6 +115,7 @@ class Operands(NamedTuple):
     h: Tensor | None
     addend: Addend | None
     block_m: int
+    scaled: bool = False  # h is where the scales of rows go
 
     def plan(self, activation: Activation | None) -> dict[str, Any]:
         """Fields of the plan that follow."""
@@ -122,7 +123,8 @@ class Operands(NamedTuple):
             "ACTIVATE": activation is not None,
             "GATHER": self.order_N is not None,
             "BIAS": self.bias_EO is not None,
-            "KEEP": self.h is not None,
+            "KEEP": self.h is not None and not self.scaled,
+            "SCALED": self.scaled,
             # of the addend's depth, which the matrix unit takes in 16s: no more than there is, if one step takes it all
             "LOW": 0 if self.addend is None else min(BLOCK_K, padded_rank(self.addend.rank)),
             "BLOCK_M": self.block_m,
@@ -133,13 +135,13 @@ class Operands(NamedTuple):
         self, plan: Plan, matrix_desc: Any, width: int, depth: int, pointers: tuple = (), numbers: tuple = ()
     ) -> tuple[Any, ...]:
         """As the kernel takes them. pointers, numbers: of what else the matrix has, where the kernel has them."""
-        rows, table, out, order_N, top_k, bias_EO, h, addend, _ = self
+        rows, table, out, order_N, top_k, bias_EO, h, addend, *_ = self
         if plan.ORDER > 0:
             table = list_tiles(table, cdiv(width, BLOCK_N), plan.ORDER, plan.BLOCK_M)
         # None for what this plan does not read: Triton makes each descriptor anew at each launch, in microseconds
         of_rows = plan.BLOCK_M, BLOCK_K
         row_desc = None if plan.GATHER else descriptor(rows, of_rows)
-        h_desc = None if h is None else descriptor(h, plan.STAGED)
+        h_desc = None if h is None or self.scaled else descriptor(h, plan.STAGED)
         low_desc, factor_desc, rank = None, None, 0
         if addend is not None:
             low_desc, rank = descriptor(addend.low_NR, of_rows), addend.low_NR.shape[1]
@@ -196,13 +198,17 @@ def multiply(
     addend: Addend | None = None,
     whole_table: bool = True,
     block_m: int = BLOCK_M,
+    scales_NB: Tensor | None = None,
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend; with order_N the rows are gathered, rows[order[n] // top_k].
 
     The addend's rank is padded as `padded_rank` says. whole_table: an expert's tiles follow one another in it.
     block_m: as the table was made for, BLOCK_M or FEW_ROWS; the bits are the same.
+    scales_NB: fp32, for blocks of 128 columns; then out holds fp16, which these powers of two make the product again.
     """
-    operands = Operands(rows_NW, table, out_NO, order_N, top_k, bias_EO, None, addend, block_m)
+    operands = Operands(
+        rows_NW, table, out_NO, order_N, top_k, bias_EO, scales_NB, addend, block_m, scales_NB is not None
+    )
     _launch(matrix_EOW, operands, None, whole_table)
 
 

@@ -67,12 +67,13 @@ class Plan:
     TILE_SYNC: bool = False  # programs wait for one another at each tile, so that they read what they share together
     ORDER: int = IN_GROUPS  # of tiles, see `amoeba.kernels.hopper.tile_order`
     BLOCK_M: int = BLOCK_M  # rows of a tile: these, of which each warpgroup has half, or FEW_ROWS
+    SCALED: bool = False  # results are fp16 with a scale for each row of `activate.SCALED_COLUMNS`, not bf16
     HALVINGS: int = 0  # of the programs' shares, see `amoeba.kernels.launch.persistent_grid`
 
     @property
     def OVERLAPPED(self) -> bool:
         """Half of a tile's sums leave while the next tile's products run."""
-        return self.UNROLLED and not self.ACTIVATE and not self.GATHER and not self.FEW
+        return self.UNROLLED and not self.ACTIVATE and not self.GATHER and not self.FEW and not self.SCALED
 
     @property
     def FEW(self) -> bool:

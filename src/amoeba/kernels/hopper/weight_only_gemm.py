@@ -117,11 +117,13 @@ def multiply(
     addend: Addend | None = None,
     whole_table: bool = True,
     block_m: int = BLOCK_M,
+    scales_NB: Tensor | None = None,
 ) -> None:
     """out[n] = rows[n] · matrix[e]ᵀ + bias[e] + addend, or rows[n] · matrix[e] where transposed; with order_N the rows
-    are gathered, rows[order[n] // top_k]. whole_table: an expert's tiles follow one another in it. block_m: as for
-    `amoeba.kernels.hopper.gemm`."""
-    operands = Operands(rows_NW, table, out_NO, order_N, top_k, bias_EO, None, addend, block_m)
+    are gathered, rows[order[n] // top_k]. whole_table: an expert's tiles follow one another in it. block_m, scales_NB:
+    as for `amoeba.kernels.hopper.gemm`."""
+    scaled = scales_NB is not None
+    operands = Operands(rows_NW, table, out_NO, order_N, top_k, bias_EO, scales_NB, addend, block_m, scaled)
     _launch(matrix, transposed, operands, None, whole_table)
 
 

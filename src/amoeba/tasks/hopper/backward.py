@@ -19,14 +19,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from amoeba.core.config import Activation
-from amoeba.kernels.activate import WIDEST_BACKWARD
+from amoeba.kernels.activate import backward_block, scales_of_row
 from amoeba.kernels.activation import constants
 from amoeba.kernels.expert_sums import CHUNK
 from amoeba.kernels.hopper.gemm_kernel import BLOCK_K, BLOCK_M, BLOCK_N, Constants
 from amoeba.kernels.hopper.tma import descriptor, shared_layout
 from amoeba.kernels.launch import cdiv, next_power_of_2
 from amoeba.kernels.launch.persistent_grid import multiprocessors
-from amoeba.kernels.tiles import column_block, slots
+from amoeba.kernels.tiles import slots
 from amoeba.tasks.hopper.kernel import backward_kernel
 from amoeba.tasks.hopper.task_list import make_list
 from amoeba.tasks.sizes import LEAST_WAVE, SUMMED_TOKENS, Sizes, Tiling, bundle_of, is_small, tiling_of
@@ -63,6 +63,7 @@ class Plan:
     # Over ranks, where dy of others is still on its way: how many, and the transport's programs that take rows.
     RANKS: int = 1
     TAKERS: int = 1
+    SCALED: bool = True  # dA' is kept in fp16, see `amoeba.kernels.activate.new_scales`
     # Of layers with few rows, see `is_small` and `bundle_of`.
     SMALL: bool = False
     BUNDLED: bool = False
@@ -184,7 +185,12 @@ class Plan:
     @property
     def BLOCK(self) -> int:
         """Columns of a line of the row pass, those of `activate_backward`."""
-        return column_block(self.I, WIDEST_BACKWARD)
+        return backward_block(self.I, self.SCALED)
+
+    @property
+    def SCALES(self) -> int:
+        """Of a row of dA'."""
+        return scales_of_row(self.I)
 
     @property
     def LINES(self) -> int:
@@ -280,8 +286,8 @@ def hopper_backward(
     if small is None:
         small = is_small(rows, hidden, intermediate, over_ranks=arrival is not None)
     bundle = bundle_of(rows, experts, small)
-    of_biases = biases.of_gate_up, biases.of_down
-    plan = plan_of(hidden, intermediate, experts, top_k, activation, small, bundle > 1, *of_biases)
+    flags = small, bundle > 1, biases.of_gate_up, biases.of_down, x_TH.dtype == torch.bfloat16
+    plan = plan_of(hidden, intermediate, experts, top_k, activation, *flags)
     most_tiles = slots(rows, experts, BLOCK_M)
     counters = torch.empty(plan.ROW_COUNTERS + most_tiles, dtype=torch.int32, device=device)
     table, peers, sends = make_table(offs_E, BLOCK_M, counters), None, 0
@@ -295,8 +301,9 @@ def hopper_backward(
     if plan.LISTED:
         records = make_list(table, offs_E, layout, most_tickets, row_counters=plan.ROW_COUNTERS)
     dh_NJ = h_NJ if overwrite_h else torch.empty_like(h_NJ)
-    both = h_NJ.new_empty(rows * (intermediate + hidden))  # dA', and dx behind it, where the kernel looks for them
-    da_NI, dx_NH = both[: rows * intermediate].view(rows, -1), both[rows * intermediate :].view(rows, -1)
+    # dA', dx behind it, and fp32 scales of dA' behind that, where the kernel looks for them
+    sizes = (rows * intermediate, rows * hidden, 2 * rows * plan.SCALES)
+    da_NI, dx_NH = (part.view(rows, -1) for part in h_NJ.new_empty(sum(sizes)).split(sizes)[:2])
     ds_N = torch.empty(rows, dtype=torch.float32, device=device)
     room = (torch.empty_like(each) for each in (x_TH, weight_TK, gate_up_EJH, down_EHI))
     found = Scheduled(*room, *biases.gradients)
@@ -354,8 +361,9 @@ def plan_of(
     bundled: bool,
     up_bias: bool = False,
     down_bias: bool = False,
+    scaled: bool = True,
 ) -> Plan:
-    flags = {"SMALL": small, "BUNDLED": bundled, "UP_BIAS": up_bias, "DOWN_BIAS": down_bias}
+    flags = {"SMALL": small, "BUNDLED": bundled, "UP_BIAS": up_bias, "DOWN_BIAS": down_bias, "SCALED": scaled}
     return Plan(hidden, intermediate, experts, top_k, **constants(activation), **flags)  # type: ignore[arg-type]
 
 

@@ -151,7 +151,7 @@ def _consume(
                 if row + 64 < end:
                     count, ahead, next_task = multiply(
                         next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, pending,
-                        depth, WARPGROUP, PLAN,
+                        depth, rows, WARPGROUP, PLAN,
                     )  # fmt: skip
                 else:
                     signal(pending, counters, PLAN)
@@ -159,7 +159,7 @@ def _consume(
             else:
                 count, ahead, next_task = multiply(
                     next_task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, pending, depth,
-                    WARPGROUP, PLAN,
+                    rows, WARPGROUP, PLAN,
                 )  # fmt: skip
             pending = (PLAN.ROW_COUNTERS + item) * (PLAN.EXPERTS + 1) + PLAN.EXPERTS
         elif (kind == DOWN_WEIGHTS) | (kind == UP_WEIGHTS):
@@ -182,8 +182,8 @@ def _consume(
             pending = -1
         elif kind == ACTIVATE:
             count = activate(
-                da, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row,
-                end, intermediate, WARPGROUP, PLAN,
+                da, dx, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row,
+                end, rows, intermediate, WARPGROUP, PLAN,
             )  # fmt: skip
             if PLAN.DOWN_BIAS:
                 add_bias_dots(biases, dy, ds, order, expert, row, end, WARPGROUP, PLAN)

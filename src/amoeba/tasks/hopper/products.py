@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from amoeba.kernels.activation import gated_backward
 from amoeba.kernels.expert_sums import DOT_COLUMNS as _DOT_COLUMNS
 from amoeba.kernels.expert_sums import dot_by_lanes, sum_of_chunks
-from amoeba.kernels.hopper.epilogue import column_parts, store_tile
+from amoeba.kernels.hopper.epilogue import column_parts, row_scale, scaled_to_fp16, store_row_scale, store_tile
 from amoeba.kernels.hopper.gemm_kernel import multiply_stage
 from amoeba.kernels.hopper.tma import barrier, bulk_load, gather, reinterpret
 from amoeba.kernels.hopper.wgrad import fill_gradient, store_gradient, sum_stage
@@ -52,7 +52,7 @@ def fill_gradients(
 
 @gluon.jit
 def multiply(
-    task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, pending, depth,
+    task, da, dx, da_desc, dx_desc, buffers, counters, queue, ring, count, taken, pending, depth, rows,
     WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A tile of dA' or of dx, this warpgroup's rows. Returns also whether the next task was taken, and that."""
@@ -74,15 +74,31 @@ def multiply(
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
     quarters = column_parts(acc, 4)
-    for quarter in gl.static_range(4):
-        first_row = row + WARPGROUP * 64
-        column = part * 256 + quarter * 64
-        buffer = buffers.index(WARPGROUP * 2 + quarter % 2)
-        if kind == DOWN:
-            store_tile(quarters[quarter], da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0, 1)
-        else:
+    first_row = row + WARPGROUP * 64
+    if kind == DOWN:
+        for half in gl.static_range(2):  # of which a row has one scale
+            left, right = quarters[2 * half], quarters[2 * half + 1]
+            column = part * 256 + half * 128
+            if PLAN.SCALED:
+                scale, inverse = row_scale(gl.max(gl.maximum(gl.abs(left), gl.abs(right)), axis=1))
+                store_row_scale(scales_behind(dx, rows, PLAN), inverse, PLAN.SCALES, first_row, end, column // 128)
+                left, right = scaled_to_fp16(left, scale), scaled_to_fp16(right, scale)
+            buffer = buffers.index(WARPGROUP * 2)
+            store_tile(left, da, da_desc, buffer, PLAN.I, first_row, end, column, PLAN.I, 0, 1)
+            buffer = buffers.index(WARPGROUP * 2 + 1)
+            store_tile(right, da, da_desc, buffer, PLAN.I, first_row, end, column + 64, PLAN.I, 0, 1)
+    else:
+        for quarter in gl.static_range(4):
+            column = part * 256 + quarter * 64
+            buffer = buffers.index(WARPGROUP * 2 + quarter % 2)
             store_tile(quarters[quarter], dx, dx_desc, buffer, PLAN.H, first_row, end, column, PLAN.H, 0, 1)
     return count, ahead, next_task
+
+
+@gluon.jit
+def scales_behind(dx, rows, PLAN: gl.constexpr):
+    """Of dA' in fp16: behind the rows of dx, so that there is no pointer more in registers."""
+    return (dx + rows.to(gl.int64) * PLAN.H).to(gl.pointer_type(gl.float32))
 
 
 @gluon.jit
@@ -151,7 +167,7 @@ def fill_lines(da_desc, h_desc, da_bufs, h_bufs, full, empty, count, row, end, i
 
 @gluon.jit
 def activate(
-    da, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row, end,
+    da, dx, dh, ds, weight, order, counters, pending, da_bufs, h_bufs, scales, full, empty, count, row, end, rows,
     intermediate, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """dh, s·a and ds of this warpgroup's lines, half of each stage. Sums as `_activate_backward` makes them."""
@@ -167,16 +183,16 @@ def activate(
     for line in range(row, gl.minimum(end, row + BLOCK_M), PLAN.LINES):
         scale_buf = scale_bufs.index((line - row) // PLAN.OWN_LINES + WARPGROUP)
         count = _activate_lines(
-            da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + FIRST, end, intermediate, FIRST,
-            WARPGROUP, PLAN,
+            da, dx, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, line + FIRST, end, rows, intermediate,
+            FIRST, WARPGROUP, PLAN,
         )  # fmt: skip
     return count
 
 
 @gluon.jit
 def _activate_lines(
-    da, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, row, end, intermediate, FIRST: gl.constexpr,
-    WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
+    da, dx, dh, ds, da_bufs, h_bufs, scale_buf, full, empty, count, row, end, rows, intermediate,
+    FIRST: gl.constexpr, WARPGROUP: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Of the stages' lines those from FIRST on."""
     layout: gl.constexpr = PLAN.LINE_LAYOUT
@@ -187,6 +203,9 @@ def _activate_lines(
     scale = scale_buf.load(gl.SliceLayout(1, layout))[:, None]
     n_64 = n.to(gl.int64)[:, None]
     dot = gl.zeros((PLAN.OWN_LINES, PLAN.BLOCK), gl.float32, layout)
+    if PLAN.SCALED:  # those of the next columns are on their way while these are computed
+        scales_of_da = scales_behind(dx, rows, PLAN) + n.to(gl.int64) * PLAN.SCALES
+        next_scale = gl.load(scales_of_da, mask=own, other=0.0)
     for first_column in range(0, intermediate, PLAN.BLOCK):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -204,7 +223,12 @@ def _activate_lines(
             d = gl.where(column < PLAN.I, d, zero)
             gate = gl.where(column < PLAN.I, gate, zero)
             up = gl.where(column < PLAN.I, up, zero)
-        d = d.to(gl.float32)
+        if PLAN.SCALED:
+            d = d.to(gl.float16, bitcast=True).to(gl.float32) * next_scale[:, None]
+            following = first_column + PLAN.BLOCK
+            next_scale = gl.load(scales_of_da + following // 128, mask=own & (following < intermediate), other=0.0)
+        else:
+            d = d.to(gl.float32)
         gate = gate.to(gl.float32)
         up = up.to(gl.float32)
         a, dgate, dup = gated_backward(scale * d, gate, up, PLAN)
