@@ -17,7 +17,7 @@ from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.fp8_choice import takes_w8a8, why_no_w8a8_kernel, with_products_for
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
-from amoeba.precision.formats import Format
+from amoeba.precision.formats import MXFP4, Format
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 # Up to this many tokens a pass without gradients decodes, as in `triton`.
@@ -26,6 +26,9 @@ DECODE_TOKENS = triton.DECODE_TOKENS
 # 365, MXFP4 329 for 350, NVFP4 363 for 480 (512 tokens of Qwen3-30B's layer, H200, dev/log). More slots than these
 # were not timed.
 DECODE_SLOTS_PER_EXPERT, DECODE_SLOTS = 32, 4096
+# Of MXFP4 on Hopper fewer: at 32 of each expert sorted rows in tiles of 64 take 303 us in place of 315 (Qwen3-30B),
+# 1262 for 1300 (DeepSeek-V3) and 652 for 685 (Mixtral); at 16 they take 315 in place of 224.
+DECODE_SLOTS_MXFP4 = 28
 
 
 class QuantisedTritonBackend(PassesBackend):
@@ -94,7 +97,12 @@ def is_few(problem: Problem) -> bool:
 def is_few_of_each(problem: Problem, experts: int) -> bool:
     """Whether a pass of more tokens without gradients is decoded, too, by expert. experts: as many as the layer has, of
     which the problem's may be some."""
-    few = problem.rows <= min(DECODE_SLOTS_PER_EXPERT * experts, DECODE_SLOTS)
+    most = DECODE_SLOTS_PER_EXPERT
+    if problem.weights.format is MXFP4 and problem.x_TH.device.type == "cuda":
+        from amoeba.kernels.decode.configuration import can_overlap
+
+        most = DECODE_SLOTS_MXFP4 if can_overlap(problem.x_TH.device) else most
+    few = problem.rows <= min(most * experts, DECODE_SLOTS)
     return few and problem.x_TH.shape[0] > DECODE_TOKENS and problem.x_TH.element_size() == 2
 
 
