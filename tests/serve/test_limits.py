@@ -245,3 +245,26 @@ def test_sigterm_finishes_answers_that_have_begun_and_refuses_new_ones(folder):
     finally:
         process.kill()
         process.wait()
+
+
+def test_streamed_experts_give_the_same_text_and_tell_their_hit_rate(folder, server):
+    from amoeba.jobs.generate.options import GenerationOptions
+
+    options = GenerationOptions(max_new_tokens=40, ram="auto")
+    with running(folder, options=options) as streamed:
+        bodies = [TEXT | {"prompt": "Once " * (number + 1), "max_tokens": 12} for number in range(5)]
+        found: dict[int, dict] = {}
+
+        def ask(number: int) -> None:
+            found[number] = call(streamed, "/v1/completions", bodies[number])[1]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number, body in enumerate(bodies):
+            assert found[number]["choices"] == call(server, "/v1/completions", body)[1]["choices"]
+        cache = call(streamed, "/status", method="GET")[1]["expert_cache"]
+        assert cache["requested"] > 0 and 0 < cache["hit_rate"] <= 1
+        assert "amoeba_experts_hit_total" in call(streamed, "/metrics", method="GET")[1]
