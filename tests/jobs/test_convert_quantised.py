@@ -77,6 +77,20 @@ def test_merge_into_a_quantised_base_quantises_again_and_tells_the_error(base, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
 
 
+def test_merge_into_what_quantise_wrote_in_nvfp4(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
+    build("qwen3_moe").save_pretrained(tmp_path / "plain")
+    save_byte_tokenizer(tmp_path / "plain")
+    quantise_folder(tmp_path / "plain", tmp_path / "base", "nvfp4")
+    save_adapter(load_model(str(tmp_path / "base"), None), tmp_path / "adapter")
+    report = merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert report.format == "nvfp4" and 0.05 < (report.quantisation_error or 0) < ERRORS["nvfp4"]
+    assert formats_in(tmp_path / "merged") == {"nvfp4"}
+    model = load_model(str(tmp_path / "base"), None)
+    lora.load(model, tmp_path / "adapter")
+    assert relative(logits(load_model(str(tmp_path / "merged"), None)), logits(model)) < 4 * ERRORS["nvfp4"]
+
+
 def test_merge_with_a_dtype_writes_plain_numbers(base, tmp_path: Path) -> None:
     root, _, twin = base
     report = merge(root / "base", root / "adapter", tmp_path / "merged", torch.float32)
