@@ -59,7 +59,7 @@ _OPENMP = "-fopenmp"
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TIMEOUT_SECONDS = 300
 # What compiling takes on one core (Neoverse-N1 at 3 GHz, GCC 12, 2026-11-15), and from when on it is said aloud.
-_ONE_CORE_SECONDS = {"core": 9, "packed": 2, "node": 40, "serve": 4, "quantise": 2, "step": 24}
+_ONE_CORE_SECONDS = {"core": 9, "packed": 2, "node": 40, "serve": 4, "quantise": 2, "step": 12}
 _SAID_ALOUD_SECONDS = 5
 # Of a compiler that ran out of disk: another folder may have more.
 _NO_ROOM = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)))

@@ -477,11 +477,26 @@ void each_plain_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, co
   }
 }
 
+// What is called with each result: any function of (j, r, value), behind a pointer, so that the products are compiled
+// once and not for every caller.
+class Sink {
+ public:
+  template <class Function>
+  Sink(const Function& function)
+      : function_(&function), call_([](const void* f, int64_t j, int64_t r, float value) {
+          (*static_cast<const Function*>(f))(j, r, value);
+        }) {}
+  void operator()(int64_t j, int64_t r, float value) const { call_(function_, j, r, value); }
+
+ private:
+  const void* function_;
+  void (*call_)(const void*, int64_t, int64_t, float);
+};
+
 // Calls take(j, r, <row j of expert e, row which[r]> + bias) for j in [from, to) and r below count. Rows are padded with
 // zeros to a multiple of PLANE_UNIT.
-template <class Take>
-void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows, const int64_t* which,
-              int64_t count, const Take& given) {
+inline void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
+                     const int64_t* which, int64_t count, const Sink& given) {
   const float* bias = m.bias ? m.bias + e * m.out : nullptr;
   const auto take = [&](int64_t j, int64_t r, float value) { given(j, r, bias ? value + bias[j] : value); };
   switch (m.kind) {
