@@ -486,7 +486,7 @@ def test_a_product_in_fp16_with_scales_loses_next_to_nothing(routing, hidden, in
     assert memory[rows.owned :].isnan().all()
 
 
-def test_gradients_of_x_and_of_the_routing_weights_have_no_rounding_of_da_in_them(device, monkeypatch):
+def test_gradients_of_x_and_of_routing_weights_have_no_rounding_of_da(device, monkeypatch):
     """Against fp64, with dA' in fp16 and, as it was, in bf16."""
     from amoeba.backends.triton_rows import HopperRows
 
