@@ -139,3 +139,9 @@ def test_on_a_gpu_fp8_by_plain_triton_agrees_with_fp64(recipe: str, case: Case, 
     monkeypatch.setattr(fp8_triton, "takes_plain_triton", lambda device, recipe: True)
     result = verify_case(case, recipe, torch.device("cuda"), torch.bfloat16)
     assert result.ok and result.refused is None, result
+
+
+def test_products_that_write_no_scales_of_da_are_given_none() -> None:
+    """In bf16, which the interpreter does not multiply."""
+    for rows in PLAIN_ROWS.values():
+        assert rows._new_scales(None, torch.empty(2, 2, dtype=torch.bfloat16)) is None  # type: ignore[arg-type]

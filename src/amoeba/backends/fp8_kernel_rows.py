@@ -239,7 +239,8 @@ class _PlainTriton(StraightThroughKernelRows):
     `amoeba.kernels.quantised_gemm`."""
 
     products = quantised_gemm
-    _multiply = TritonRows._multiply
+    _multiply = TritonRows._multiply  # type: ignore[assignment]  # without scales of dA'
+    _new_scales = TritonRows._new_scales
     weight_gradient = TritonRows.weight_gradient
 
     @property
