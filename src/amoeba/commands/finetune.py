@@ -90,7 +90,8 @@ def finetune(own: FinetuneOptions, shared: RunOptions, json: Json = False, verbo
         streamed = settings.ram is not None or settings.vram is not None
         compiler.begin(None if streamed else Work.of_run("finetune", settings))
         document = run(settings, shared, output)
-        document["plan"] = compared(taken, document, output)
+        if taken is not None:
+            document["plan"] = compared(taken, document, output)
     finish(output, document, True, json and speaks())
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])

@@ -72,9 +72,9 @@ def _config_of(settings: RunSettings) -> Any:
     return None if preset is None else preset.build(settings.vocab_size, settings.sequence_length)  # type: ignore[attr-defined]
 
 
-def compared(taken: Taken | None, document: dict[str, Any], output: Output) -> dict[str, Any] | None:
+def compared(taken: Taken, document: dict[str, Any], output: Output) -> dict[str, Any] | None:
     """What was predicted next to what was measured, for people too where the machine's speeds are known."""
-    found = None if taken is None or not document.get("steps") else taken.compared(document)
+    found = None if not document.get("steps") else taken.compared(document)
     if found is not None and "tokens_per_second" in found["predicted"]:
         predicted, measured = found["predicted"], found["measured"]
         peak = "" if not measured["peak_memory_bytes"] else f", peak {measured['peak_memory_bytes'] / 2**30:.2f} GiB"

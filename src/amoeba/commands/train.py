@@ -63,7 +63,8 @@ def train(own: TrainOptions, shared: RunOptions, json: Json = False, verbose: Ve
         settings, taken = with_plan("train", settings, shared, output)
         compiler.begin(None if settings.experts == "ranks" else Work.of_run("train", settings))
         document = run(settings, shared, output)
-        document["plan"] = compared(taken, document, output)
+        if taken is not None:
+            document["plan"] = compared(taken, document, output)
     finish(output, document, True, json and speaks())
     if document["exit_code"]:
         raise typer.Exit(document["exit_code"])

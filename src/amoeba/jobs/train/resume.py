@@ -330,5 +330,9 @@ def _final_line(folder: Path) -> dict[str, Any] | None:
             continue
         if isinstance(line, dict) and line.get("kind") == "final":
             # what runs of older versions do not have
-            return {"exit_code": 0, "streaming": None} | line if not line.get("interrupted") else None
+            return (
+                {"exit_code": 0, "streaming": None, "peak_memory_bytes": None} | line
+                if not line.get("interrupted")
+                else None
+            )
     return None
