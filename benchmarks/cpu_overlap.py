@@ -71,7 +71,7 @@ def compare(model: Any, ids: torch.Tensor, rounds: int) -> dict[str, list[float]
     try:
         for number in range(rounds + 2):
             for name, found in times.items():
-                experts_module.runs_alongside = own if name == "meanwhile" else lambda x: False
+                experts_module.runs_alongside = (lambda x: True) if name == "meanwhile" else (lambda x: False)
                 seconds = seconds_of(model, ids)
                 found += [1e3 * seconds] if number > 1 else []
     finally:

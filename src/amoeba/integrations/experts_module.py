@@ -138,8 +138,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def runs_alongside(x: Tensor) -> bool:
-    """Whether what is computed with x does not take the CPU's time."""
-    return x.is_cuda and not torch.compiler.is_compiling()
+    """Whether what is computed with x does not take the CPU's time, in training: decoding so was not measured."""
+    return x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def overlap_shared_experts(block: nn.Module, experts: Any) -> None:
