@@ -25,7 +25,7 @@ def test_hits_of_a_short_trace_are_those_counted_by_hand() -> None:
     assert hit_rates(trace, Setting("two", [2], None), warm_up=4)["best possible"] == pytest.approx(1 / 2)
 
 
-def test_no_rule_is_better_than_the_best_possible_and_all_slots_hit_all_but_once() -> None:
+def test_no_rule_is_better_than_the_best_possible() -> None:
     trace = parse_synthetic("next=0.45,within=0.8,skew=1,drift=300,layers=2,experts=32,top_k=4,tokens=300")
     for slots in (6, 8, 16):
         rates = hit_rates(trace, Setting("some", [slots] * 2, None))

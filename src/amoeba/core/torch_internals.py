@@ -158,6 +158,11 @@ def is_view(operation: Any) -> bool:
     return operation.is_view
 
 
+def copy_all(to: list[Tensor], of: list[Tensor]) -> None:
+    """By one launch for many."""
+    torch._foreach_copy_(to, of)
+
+
 def reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     """The same numbers in another shape, and to autograd no view of the tensor, which is not used any more."""
     return torch.ops.aten._unsafe_view(tensor.contiguous(), shape)

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from amoeba.core.errors import one_line
+from amoeba.core.errors import bad_value, one_line
 from amoeba.decoding.decoder import AHEAD, Outlet
 from amoeba.decoding.sampling import Sampler, Sampling, Uses
 from amoeba.decoding.slots import make_slots
@@ -133,7 +133,13 @@ class Engine:
         return sum(lane.active for lane in self._lanes.values())
 
     def submit(self, request: Request) -> None:
-        assert request.ids and len(request.ids) + request.most - 1 <= self.length and request.lane in self._lanes
+        needed = len(request.ids) + request.most - 1
+        if not request.ids or needed > self.length:
+            raise bad_value(
+                "a request", f"a prompt that fits with its answer into {self.length} tokens", needed, "shorten it"
+            )
+        if request.lane not in self._lanes:
+            raise bad_value("an adapter", f"one of {', '.join(self._lanes)}", repr(request.lane), "load it first")
         with self._changed:
             self._waiting.append(request)
             self._changed.notify()

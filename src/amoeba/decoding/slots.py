@@ -24,6 +24,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import StaticLayer
 
 from amoeba.core.errors import one_line
+from amoeba.core.torch_internals import copy_all
 from amoeba.decoding.cache import FixedCache, FixedLayer
 from amoeba.decoding.cpu_step import NativeModel
 from amoeba.decoding.decoder import Decoder, cache_length, native_steps, why_no_slots, why_not
@@ -133,7 +134,7 @@ class Slots:
         self.logits_BV[row].copy_(logits_V)
         count, layers = len(ids), [*cache.layers]
         came = [layer.keys for layer in layers] + [layer.values for layer in layers]
-        torch._foreach_copy_(
+        copy_all(
             [each[row, :, :count] for each in (*self._keys, *self._values)],
             [each[place, :, pad : pad + count] for each in came],
         )
@@ -189,7 +190,7 @@ class Slots:
         count = min(len(self._held[source]) + 64, self.length)  # steps that are on their way have written more
         tables = (*self._keys, *self._values)
         to, of = ([each[row, :, :count] for each in tables] for row in (target, source))
-        torch._foreach_copy_(to, of)
+        copy_all(to, of)
         for table in (self.token_B1, self._position_B1, self._slot_B, self.logits_BV):
             table[target].copy_(table[source])
         self._held[target], self._held[source] = self._held[source], []

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amoeba.core.graph_replays import CannotCapture
+from amoeba.core.torch_internals import TorchDispatchMode
 from amoeba.integrations.text_model import text_config
 
 PROMPT, TOKENS = 9, 12

@@ -151,7 +151,8 @@ def _add_step(result, row_tile, row_scale, matrix_tile, matrix_scale, PRODUCT: t
             product = tl.dot(decode(row_tile), tl.trans(decode(matrix_tile)), input_precision="ieee")
         else:
             left = row_tile.to(tl.float8e4nv, bitcast=True)
-            product = tl.dot(left, tl.trans(matrix_tile.to(tl.float8e4nv, bitcast=True)))
+            right = tl.trans(matrix_tile.to(tl.float8e4nv, bitcast=True))
+            product = tl.dot(left, right, input_precision="ieee")
         return result + product * (row_scale * tl.trans(matrix_scale))  # one of each
     elif OPERANDS.EMULATED:
         left = _numbers(row_tile, row_scale, PRODUCT.BLOCK_M, PRODUCT.BLOCK_K, OPERANDS)

@@ -70,11 +70,11 @@ class JsonGrammar:
 
     def allowed(self) -> Tensor:
         if self._matcher.is_terminated():
-            allowed = torch.zeros(self._vocabulary, dtype=torch.bool)
+            allowed = torch.zeros(self._vocabulary, dtype=torch.bool, device="cpu")
             allowed[sorted(self._ends)] = True
             return allowed
         self._matcher.fill_next_token_bitmask(self._bits)
-        places = torch.arange(32, dtype=torch.int32)
+        places = torch.arange(32, dtype=torch.int32, device="cpu")
         return ((self._bits[0][:, None] >> places) & 1).bool().flatten()[: self._vocabulary]
 
     def accept(self, token: int) -> None:
