@@ -432,7 +432,7 @@ def _check(model: Any, native: NativeModel, tolerance: float) -> None:
     caches = [[torch.zeros(shape, dtype=native.dtype, device="cpu") for _ in native.layers] for _ in range(2)]
     stepper = native.stepper(*caches)
     generator = torch.Generator("cpu").manual_seed(0)
-    ids_BC = torch.randint(native.vocabulary, (_ROWS, _TOKENS), generator=generator, device="cpu")
+    ids_BC = torch.randint(native.vocabulary, (_ROWS, _TOKENS), generator=generator, dtype=torch.int64, device="cpu")
     pairs, logits_BCV = _hidden_states(model, ids_BC)
     first_B = torch.zeros(_ROWS, dtype=torch.int64, device="cpu")
     own_BV = torch.empty(_ROWS, native.vocabulary, dtype=torch.float32, device="cpu")

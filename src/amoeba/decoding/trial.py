@@ -56,7 +56,9 @@ def first_wrong(model: Any, prompt: list[int], tokens: list[int]) -> int | None:
     """The first of these tokens that the model, read them one after another, would not choose."""
     cache, ids = None, prompt
     for place, token in enumerate(tokens):
-        out = model(input_ids=torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True)
+        out = model(
+            input_ids=torch.tensor([ids], dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True
+        )
         cache, ids, logits_V = out.past_key_values, [token], out.logits[0, -1].float()
         if logits_V.max() - logits_V[token] > NEAR * logits_V.std():
             return place
@@ -66,7 +68,7 @@ def first_wrong(model: Any, prompt: list[int], tokens: list[int]) -> int | None:
 def _prompt(model: Any) -> list[int]:
     generator = torch.Generator("cpu").manual_seed(0)
     most = text_config(model.config).vocab_size
-    return torch.randint(most, (PROMPT,), generator=generator, device="cpu").tolist()
+    return torch.randint(most, (PROMPT,), generator=generator, dtype=torch.int64, device="cpu").tolist()
 
 
 class _Watched(TorchDispatchMode):
