@@ -59,7 +59,11 @@ def _same(sentence: str, page: str) -> Documented:
 
 DOCUMENTED = (
     # a slower path, and why
-    _same("CUDA graphs hold steps on an NVIDIA GPU", "generate.md"),
+    Documented(
+        r"the core does not know this model: its experts (are streamed|have LoRA factors)",
+        "generate.md",
+        "Not yet: latent attention (DeepSeek), adapters, streamed experts",
+    ),
     _same("its experts are computed on the CPU, and the host waits for their rows in every layer", "generate.md"),
     _same("its experts are on several ranks, and the host watches over each exchange between them", "generate.md"),
     Documented(
@@ -72,7 +76,6 @@ DOCUMENTED = (
     _same("its experts are streamed, and in training the host copies them group by group", "training.md"),
     # what is refused
     _same("quantised experts cannot be distributed yet", "howto/several-processes.md"),
-    Documented(r"expected experts as ordinary tensors", "cpu.md", "Only an unquantised checkpoint can be packed"),
     Documented(
         r"experts: expected resident or ranks|No such option: --v?ram",
         "training.md",
@@ -148,7 +151,7 @@ State = Literal["green", "refused", "red"]
 
 @dataclass(frozen=True)
 class Cell:
-    """path: what made it fast, or did not: captured, compiled, continuous, plain. says: reasons, in the command's own
+    """path: what made it fast, or did not: captured, compiled, continuous, native, plain. says: reasons, in the command's own
     words. pages: of the documentation, one for each of them that has one."""
 
     road: str

@@ -398,6 +398,7 @@ def stand_in_multiply(
     transposed: bool = False,
     order_N: Tensor | None = None,
     top_k: int = 1,
+    scales_NB: None = None,
     bias_EO: Tensor | None = None,
     addend: Addend | None = None,
     block_m: int = gemm.BLOCK_M,

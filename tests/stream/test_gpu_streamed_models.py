@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import amoeba
+from amoeba.decoding import decoder
 from amoeba.decoding.decoder import Outlet, why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
@@ -222,6 +223,7 @@ def test_captured_steps_give_the_resident_tokens(miss: str, stores, monkeypatch)
 
     with monkeypatch.context() as plain:
         plain.setattr(token_steps, "why_plain", lambda model: "plain")
+        plain.setattr(decoder, "native_steps", lambda *_: "plain")
         expected = generated(resident(folder), "plain")
     has_all = miss != "move"  # in host memory
     given = {"vram": vram(packed, TOP_K), "ram": "auto" if has_all else "1MiB"}

@@ -59,7 +59,7 @@ def choose_steps(
     dense: "int8": native steps read weights that are not experts in int8."""
     started = time.perf_counter()
     reason = why_plain(model)
-    if reason is not None and model.device.type == "cpu":
+    if reason is not None and why_no_graphs(model.device) is not None:
         return _native(model, sampling, batch, prompt_tokens + new_tokens, dense, started)
     if reason is None:
         length = prompt_tokens + new_tokens

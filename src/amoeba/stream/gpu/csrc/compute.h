@@ -17,7 +17,7 @@ struct Blobs {
 
 class Computer {
  public:
-  explicit Computer(int threads) : pool_(threads, nullptr, AWAKE), worker_([this] { work(); }) {}
+  explicit Computer(int threads) : pool_(threads, nullptr, -1, AWAKE), worker_([this] { work(); }) {}
   ~Computer() {
     wait();
     {
