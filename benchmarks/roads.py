@@ -151,8 +151,8 @@ State = Literal["green", "refused", "red"]
 
 @dataclass(frozen=True)
 class Cell:
-    """path: what made it fast, or did not: captured, compiled, continuous, native, plain. says: reasons, in the command's own
-    words. pages: of the documentation, one for each of them that has one."""
+    """path: what made it fast, or did not: captured, compiled, continuous, native, plain. says: reasons, in the
+    command's own words. pages: of the documentation, one for each of them that has one."""
 
     road: str
     place: str
