@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import amoeba
 from amoeba.cli import app
 from amoeba.plan import Work, measured_machine, read_facts, taking
+from amoeba.plan import plan as plan_module
 from amoeba.plan.plan import make_plan
 from tiny_runs import make_inputs
 
@@ -38,7 +39,8 @@ def generate(folder, *words):
     return result, json.loads(result.stdout.splitlines()[-1])
 
 
-def test_a_model_that_fits_is_loaded_as_before_and_nothing_is_said(folder):
+def test_a_model_that_fits_is_loaded_as_before_and_nothing_is_said(folder, monkeypatch):
+    monkeypatch.setattr(plan_module, "placement_named", lambda name: pytest.fail(f"{name} may have to be compiled"))
     taken = taking.take_plan(str(folder), WORK, gpu=False)
     assert taken.options == {} and taken.words is None
     result, document = generate(folder)

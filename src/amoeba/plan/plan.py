@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -108,11 +109,22 @@ class Plan:
 
 
 def make_plan(
-    facts: ModelFacts, machine: Machine, work: Work, *, dtype: torch.dtype | None = None, helps: bool = True
+    facts: ModelFacts,
+    machine: Machine,
+    work: Work,
+    *,
+    dtype: torch.dtype | None = None,
+    helps: bool = True,
+    whole: bool = True,
 ) -> Plan:
-    """dtype: in which the model is to compute; None to choose it as the commands do."""
-    found = sorted((*_candidates(facts, machine, work, dtype), *_in_parts(facts, machine, work, dtype)), key=_order)
-    plan = Plan(facts.name, facts.family, machine, work, tuple(found))
+    """dtype: in which the model is to compute; None to choose it as the commands do.
+    whole: False to look at no other candidate once the default is the best one; others may need a compiler first."""
+    found = []
+    for candidate in chain(_candidates(facts, machine, work, dtype), _in_parts(facts, machine, work, dtype)):
+        found.append(candidate)
+        if not whole and not any(_order(candidate)[:3]):
+            break
+    plan = Plan(facts.name, facts.family, machine, work, tuple(sorted(found, key=_order)))
     return replace(plan, helps=tuple(_what_helps(facts, plan))) if helps else plan
 
 

@@ -97,7 +97,7 @@ def take_plan(
     try:
         facts = read_facts(model, config=config, trust_remote_code=trust_remote_code)
         machine = measured_machine(measure=False, gpu=gpu)
-        plan = make_plan(facts, machine, work, dtype=dtype, helps=False)
+        plan = make_plan(facts, machine, work, dtype=dtype, helps=False, whole=False)
         best = plan.best
         if best is not None and not best.is_default and not machine.is_measured:
             machine = measured_machine(gpu=gpu)
