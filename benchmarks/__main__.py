@@ -67,7 +67,7 @@ def stream(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Streamed experts compared with resident ones: decode, disk, lora and turns."""
+    """Streamed experts compared with resident ones: decode, disk and lora."""
     output = start(verbose, passive_waiting=False)
     with usage():
         from amoeba.commands.bench_run import free_path

@@ -1,2 +1,2 @@
 """Streamed experts: `problem` says what is measured, `stores` where experts come from, `place` how a token is run here,
-`decode`, `turns` and `lora` what is timed, `run` runs it all."""
+`decode` and `lora` what is timed, `run` runs it all."""

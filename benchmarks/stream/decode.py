@@ -113,51 +113,36 @@ class DecodeMeasurement:
 
 
 class Tokens:
-    """Layers, and the memory that a captured step reads and writes. rows: tokens of a step. captured: by itself; else
-    `run_once` is, by someone else."""
+    """Layers, and the memory that a captured step reads and writes."""
 
     def __init__(
-        self,
-        problem: StreamProblem,
-        place: Place,
-        kinds: Sequence,
-        memory: StreamedMemory | None = None,
-        pause_us: float = 0.0,
-        rows: int = 1,
-        seed: int = 1,
-        captured: bool = True,
+        self, problem: StreamProblem, place: Place, kinds: Sequence, memory: StreamedMemory | None = None
     ) -> None:
-        size, self.place, self._kinds, self._pause_us = problem.size, place, kinds, pause_us
-        generator = torch.Generator(problem.device).manual_seed(seed)
-        x_TH = torch.empty(rows, size.hidden, dtype=problem.dtype, device=problem.device)
+        size, self.place, self._kinds = problem.size, place, kinds
+        generator = torch.Generator(problem.device).manual_seed(1)
+        x_TH = torch.empty(1, size.hidden, dtype=problem.dtype, device=problem.device)
         self._x_TH = x_TH.normal_(generator=generator)
-        shape = len(kinds), rows, size.top_k
+        shape = len(kinds), 1, size.top_k
         self._ids = torch.arange(size.top_k, dtype=torch.int64, device=problem.device).expand(shape).clone()
-        self._weight_TK = torch.full((rows, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
+        self._weight_TK = torch.full((1, size.top_k), 1 / size.top_k, dtype=torch.float32, device=problem.device)
         self.y: list[Tensor] = []  # of each layer, of the latest step
         self.seconds: list[float] = []  # of each token of the latest run
-        self._step = place.repeated(self.run_once, memory) if captured else None
+        self._step = place.repeated(self._run_once, memory)
 
-    def run_once(self) -> None:
+    def _run_once(self) -> None:
         self.y = []
         with torch.no_grad():
             for layer, kind in enumerate(self._kinds):
                 routing = Routing(self._ids[layer], self._weight_TK, trusted=True)
                 backend = self.place.backend if isinstance(kind, StoredExperts) else "auto"
                 self.y.append(experts(self._x_TH, routing, kind, backend=backend))
-                if self._pause_us:
-                    self.place.pause(self._pause_us)
 
     def outputs(self, ids: Tensor) -> list[Tensor]:
         self.run([ids])
         return [y_TH.clone() for y_TH in self.y]
 
-    def feed(self, ids: Tensor) -> None:
-        self._ids.copy_(ids)
-
     def step(self, ids: Tensor) -> None:
-        assert self._step is not None
-        self.feed(ids)
+        self._ids.copy_(ids)
         self._step()
 
     def run(self, routes: Sequence[Tensor]) -> float:

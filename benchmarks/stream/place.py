@@ -13,15 +13,13 @@ from __future__ import annotations
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from amoeba.core.graph_replays import Member
 from amoeba.core.torch_internals import occupy_gpu
 from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.gpu.device import CudaDevice, Device
@@ -30,7 +28,6 @@ from amoeba.stream.store.store import Store
 
 # Requests whose way to the host is timed, and cycles of idling ahead of each: their launch is not part of it.
 _EXPORTS, _IDLE = 40, 200_000
-_CYCLES = 1800  # of a microsecond, about
 
 StreamedMemory = Any  # an ExpertMemory or a DeviceMemory
 
@@ -46,12 +43,6 @@ class Place(ABC):
     def repeated(self, run: Callable[[], None], memory: StreamedMemory | None = None) -> Callable[[], None]:
         """Runs once more at each call; with streamed experts, whose memory is given, or without."""
 
-    def in_turns(
-        self, runs: Sequence[Callable[[], None]], memory: StreamedMemory
-    ) -> Callable[[Sequence[Callable[[], None]], int], None]:
-        """A call of (feeds, steps) repeats each so many times, in turns; each repetition behind a call of its feed."""
-        raise NotImplementedError("turns are for a link")
-
     @abstractmethod
     def wait(self) -> None:
         """For all that was called."""
@@ -59,10 +50,6 @@ class Place(ABC):
     @abstractmethod
     def check(self, memory: StreamedMemory) -> None:
         """Raises where the latest steps went on without their experts."""
-
-    def pause(self, microseconds: float) -> None:
-        """About that long nothing else happens; where nobody is told to wait, not at all."""
-        return
 
     def link_rate(self) -> float | None:
         return None
@@ -145,43 +132,8 @@ class GpuPlace(LinkedPlace):
             run()
         return graph.replay if replays is None else lambda: replays.replay(passes, graph.replay)
 
-    def in_turns(
-        self, runs: Sequence[Callable[[], None]], memory: StreamedMemory
-    ) -> Callable[[Sequence[Callable[[], None]], int], None]:
-        replays, captured = memory.replays, []
-        for number, run in enumerate(runs):
-            stream, graph = torch.cuda.Stream(self._device), torch.cuda.CUDAGraph()
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with replays.as_group(number, len(runs)):
-                with torch.cuda.stream(stream), replays.rehearsing():
-                    run()
-                self.wait()
-                with (
-                    replays.capturing() as passes,
-                    torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-                ):
-                    run()
-            captured.append((passes, graph, stream))
-
-        def repeat(feeds: Sequence[Callable[[], None]], steps: int) -> None:
-            def launch_of(feed: Callable[[], None], graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-                with torch.cuda.stream(stream):
-                    feed()
-                    graph.replay()
-
-            members = [
-                Member(passes, partial(launch_of, feed, graph, stream), stream)
-                for feed, (passes, graph, stream) in zip(feeds, captured, strict=True)
-            ]
-            replays.interleave(members, steps)
-
-        return repeat
-
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
-
-    def pause(self, microseconds: float) -> None:
-        occupy_gpu(int(microseconds * _CYCLES))
 
     def link_rate(self) -> float:
         device = CudaDevice(self._device)

@@ -30,9 +30,8 @@ from amoeba.stream.store.layers import LayerEntry, StoredExperts, layer_entry
 from amoeba.system.machine import available_memory
 from benchmarks.stream.synthetic import Locality, synthetic_trace
 
-Part = Literal["decode", "disk", "lora", "turns"]
-PARTS: tuple[Part, ...] = ("decode", "disk", "lora", "turns")
-OVER_A_LINK: tuple[Part, ...] = ("turns",)
+Part = Literal["decode", "disk", "lora"]
+PARTS: tuple[Part, ...] = ("decode", "disk", "lora")
 
 
 @dataclass(frozen=True)
@@ -124,11 +123,7 @@ def check_room(problem: StreamProblem, folder: Path | None = None) -> None:
     the folder that they are written to."""
     size, of_layer = problem.size, problem.size.experts * problem.entry.expert_bytes
     has_link = problem.device.type == "cuda"
-    of_part = {
-        "decode": size.layers if has_link else size.disk_layers,
-        "disk": size.disk_layers,
-        "turns": size.layers,
-    }
+    of_part = {"decode": size.layers if has_link else size.disk_layers, "disk": size.disk_layers}
     layers = max(of_part.get(part, size.lora_layers) for part in problem.parts)
     needs = {"memory on the device": (2 * layers * of_layer, available_memory(problem.device))}
     if has_link:
@@ -149,10 +144,6 @@ def choose_problem(shapes: Sequence[str], passes: str | None, device: torch.devi
     parts = [part for part in PARTS if passes in (None, part)]
     if not parts:
         raise bad_value("--pass", f"one of {', '.join(PARTS)}", repr(passes), "leave it out for all")
-    if passes in OVER_A_LINK and device.type != "cuda":
-        there = ", ".join(part for part in PARTS if part not in OVER_A_LINK)
-        expected = f"a GPU: it times copies from pinned memory to slots (on a CPU there are {there})"
-        raise bad_value(f"--pass {passes}", expected, f"--device {device.type}", "run it on a GPU, or leave --pass out")
     problem = StreamProblem(SIZES[name], device, tuple(parts))
     check_room(problem)
     return problem

@@ -1,5 +1,5 @@
 """`python -m benchmarks stream`: experts beyond memory. Resident layers, then fewer and fewer of their experts in
-slots; two sequences over the same slots; a fine-tuning step.
+slots; a fine-tuning step.
 
 report = run_stream(choose_problem([], None, torch.device("cuda")), tokens=200)
 report.decodes[0].us
@@ -23,7 +23,7 @@ from amoeba.commands.output import Output
 from amoeba.stream.report import read_rate
 from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
-from benchmarks.stream import lora, turns
+from benchmarks.stream import lora
 from benchmarks.stream.decode import (
     BAR_BYTES_PER_SECOND,
     BAR_TIMES,
@@ -38,15 +38,10 @@ from benchmarks.stream.lora import LoraMeasurement
 from benchmarks.stream.place import Place, place_of
 from benchmarks.stream.problem import PARTS, StreamProblem, StreamSize
 from benchmarks.stream.stores import FileStore, ResidentStore
-from benchmarks.stream.turns import TurnsMeasurement
 
 TOKENS_PER_REPEAT = 10
 # Of the tokens: a read takes a hundred times as long as a copy.
 _TOKENS_FROM_DISK = 4
-# What attention and all else between two layers of experts take, about.
-PAUSE_US = 50.0
-# Of two sequences in turns: so many of the experts have slots, one of so many, and pauses.
-TURNS_SHARES, TURNS_PAUSES = (2, 4), (0.0, PAUSE_US)
 
 
 @dataclass
@@ -62,13 +57,12 @@ class StreamSuiteReport:
     resident_us: float | None = None  # of one layer
     decodes: list[DecodeMeasurement] = field(default_factory=list)
     lora: LoraMeasurement | None = None
-    turns: list[TurnsMeasurement] = field(default_factory=list)
     disk_bytes_per_second_afterwards: float | None = None
 
     @property
     def wrong(self) -> list[str]:
         """Reasons of ours without times."""
-        found = *self.decodes, self.lora, *self.turns
+        found = *self.decodes, self.lora
         return [each.reason for each in found if each is not None and each.reason is not None]
 
 
@@ -109,10 +103,7 @@ def run_stream(
             wanted = [each for each in wanted if each.miss == "move"]
         wants_lora = "lora" in problem.parts
         layers = [size.layers if place.has_link and not each.is_on_disk else size.disk_layers for each in wanted]
-        wants_turns = "turns" in problem.parts and place.has_link
-        resident = problem.resident(
-            max([*layers, size.lora_layers if wants_lora else 1, size.layers if wants_turns else 1])
-        )
+        resident = problem.resident(max([*layers, size.lora_layers if wants_lora else 1]))
         files = None
 
         def written() -> FileStore:
@@ -127,8 +118,6 @@ def run_stream(
         for setting in wanted:
             if not setting.is_on_disk:
                 decodes.measure(setting)
-        if wants_turns:
-            decodes.measure_turns()
         if wants_lora:
             progress(f"{size.name}: a fine-tuning step over {size.lora_layers} layers")
             some = resident[: size.lora_layers]
@@ -165,7 +154,7 @@ class _Decodes:
     ) -> None:
         self._problem, self._place, self._resident, self._files = problem, place, resident, files
         self._tokens, self._report, self._progress, self._so_far = tokens, report, progress, so_far
-        self._residents: dict[tuple[int, int], Tokens] = {}
+        self._residents: dict[int, Tokens] = {}
 
     def measure(self, setting: Setting) -> None:
         problem, place, report, tokens = self._problem, self._place, self._report, self._tokens
@@ -192,26 +181,6 @@ class _Decodes:
             return found
         return replace(found, over_disk=found.over_disk * max(1.0, after / before))
 
-    def measure_turns(self) -> None:
-        problem, report, layers = self._problem, self._report, self._problem.size.layers
-        if report.resident_us is None:
-            report.resident_us = self._time_resident(layers)
-        for share in TURNS_SHARES:
-            slots = max(1, problem.size.experts // share)
-            self._progress(f"{problem.size.name}: two sequences, {slots} slots")
-            report.turns += turns.measure(
-                problem,
-                self._place,
-                ResidentStore(problem, self._resident[:layers]),
-                slots,
-                lambda ids, number: self._of_resident(layers, 1 + number).outputs(ids),
-                TURNS_PAUSES,
-                self._tokens,
-                report.link_bytes_per_second,
-            )
-            self._so_far(report)
-            gc.collect()
-
     def _time_resident(self, layers: int) -> float:
         problem, resident = self._problem, self._of_resident(layers)
         routes = problem.routes(problem.trace(layers, WARM + self._tokens))
@@ -219,11 +188,10 @@ class _Decodes:
         resident.run(routes[:WARM])
         return resident.run(routes[WARM:]) * 1e6 / layers
 
-    def _of_resident(self, layers: int, seed: int = 1) -> Tokens:
-        if (layers, seed) not in self._residents:
-            kinds = self._resident[:layers]
-            self._residents[layers, seed] = Tokens(self._problem, self._place, kinds, seed=seed)
-        return self._residents[layers, seed]
+    def _of_resident(self, layers: int) -> Tokens:
+        if layers not in self._residents:
+            self._residents[layers] = Tokens(self._problem, self._place, self._resident[:layers])
+        return self._residents[layers]
 
 
 @contextmanager
@@ -257,7 +225,7 @@ def run(
         """After each setting: what is measured is not lost where the rest is stopped, and can be seen."""
         measured.keep(report)
         of_decodes = [line for each in report.decodes for line in (_in_short(each), *_round_lines(each))]
-        lines = *of_decodes, *map(_turns_line, report.turns), *_lora_lines(report)
+        lines = *of_decodes, *_lora_lines(report)
         for line in lines:
             if line not in said:
                 said.append(line)
@@ -364,23 +332,7 @@ def _notes(report: StreamSuiteReport, timed: Sequence[DecodeMeasurement]) -> lis
             lines.append("x disk: over the bytes from the disk at its rate")
     if any(each.computed_us is not None for each in timed):
         lines.append("by CPU: experts of a layer that it computed and that were not moved; CPU us: it took for one")
-    return lines + [_turns_line(each) for each in report.turns] + _lora_lines(report)
-
-
-def _turns_line(found: TurnsMeasurement) -> str:
-    about = f"two sequences, {found.layers} layers, {found.slots} slots, pauses of {found.pause_us:g} us"
-    if found.turns_us is None or found.turns_hit_rate is None:
-        return f"{about}: refused, {found.reason}"
-    ways = {
-        "one alone": found.alone_us,
-        "one after the other": found.one_after_the_other_us,
-        "a batch": found.batch_us,
-        "in turns": found.turns_us,
-    }
-    each = ", ".join(f"{name} {three_digits(us)}" for name, us in ways.items() if us is not None)
-    of_link = "" if found.turns_share_of_link is None else f", {found.turns_share_of_link:.0%} of the link"
-    said = f"{each} us a layer and token; in turns {found.turns_hit_rate:.1%} hits{of_link}"
-    return f"{about}: {said}, bits {'same' if found.same_bits else f'{found.error:.0e}'}"
+    return lines + _lora_lines(report)
 
 
 def _lora_lines(report: StreamSuiteReport) -> list[str]:

@@ -151,7 +151,6 @@ def test_a_run_that_is_stopped_has_shown_what_it_measured(capsys, monkeypatch) -
         (["qwen3"], None, "one of tiny, small, qwen3_30b"),
         (["tiny", "small"], None, "Give one name"),
         (["tiny"], "training", "one of decode, disk, lora"),
-        (["tiny"], "turns", "--pass turns: expected a GPU.*on a CPU there are decode, disk, lora.*got --device cpu"),
     ],
 )
 def test_what_it_does_not_measure_is_refused(shapes, passes, said) -> None:
@@ -200,7 +199,6 @@ def test_on_a_gpu_every_setting_is_right_and_timed(tmp_path: Path) -> None:
     report = suite.run_stream(StreamProblem(SIZES["small"], torch.device("cuda")), 8, tmp_path)
     assert not report.wrong and all(each.same_bits or each.miss != "move" for each in report.decodes)
     assert {each.miss for each in report.decodes} == {"move", "cpu", "auto"}
-    assert len(report.turns) == 4 and all(each.same_bits and each.turns_us > 0 for each in report.turns)
     assert report.lora.error < 1e-3  # groups of experts one after the other add up in another order than all at once
     assert all(0 < each.export_us < 1000 for each in report.decodes if each.slots < 32)
 
@@ -211,4 +209,4 @@ def test_on_a_gpu_codes_are_right_and_timed(format: str, tmp_path: Path) -> None
     problem = StreamProblem(replace(SIZES["small"], format=format), torch.device("cuda"))
     report = suite.run_stream(problem, 8, tmp_path)
     assert not report.wrong and all(each.same_bits and each.miss == "move" for each in report.decodes)
-    assert all(each.same_bits and each.turns_us > 0 for each in report.turns) and report.lora.error < 1e-3
+    assert report.lora.error < 1e-3

@@ -109,7 +109,7 @@ def _of_streaming(dtype: torch.dtype) -> Launches:
     from amoeba.core.config import RouterConfig
     from amoeba.kernels.expert_request import add_computed, request_experts, route_and_request
     from amoeba.kernels.index_export import export_indices, to_slots
-    from amoeba.kernels.mailbox import HostComputeBuffer, MailboxWords, Turn
+    from amoeba.kernels.mailbox import HostComputeBuffer, MailboxWords
 
     box = MailboxWords(words(3), words(64, 3 + E), words(64, 3 + 2 * E), words(1), words(64, 2))
     tokens = 8
@@ -117,10 +117,8 @@ def _of_streaming(dtype: torch.dtype) -> Launches:
     chosen, slots = ids(tokens, K), ids(tokens, K)
     sizes = numbers(tokens * H), ids(tokens * K), numbers(tokens * K), words(1), numbers(tokens * H), words(1)
     buffer = HostComputeBuffer(*sizes)
-    turn = Turn(words(1), 0, 2)
     return {
         "request": lambda: request_experts(chosen, slots, shown, E, box, words(1), 1.0),
-        "interleaved request": lambda: request_experts(chosen, slots, shown, E, box, words(1), 1.0, turn=turn),
         "request for the host": lambda: request_experts(chosen, slots, shown, E, box, words(1), 1.0, buffer, x, weight),
         "route and request": lambda: route_and_request(
             numbers(tokens, E), RouterConfig(E, K), None, chosen, weight, slots, shown, box, words(1), 1.0

@@ -24,7 +24,6 @@ from amoeba.kernels.mailbox import (
     PROMOTED,
     HostComputeBuffer,
     MailboxWords,
-    Turn,
     answer_length,
 )
 
@@ -118,30 +117,6 @@ def test_what_does_not_fit_is_refused(device) -> None:
         asked(mailbox_of(device), list(range(E)), {}, device)
 
 
-# --- in turns with others ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 0), (-1, -1)])
-def test_who_has_the_turn_hands_it_on_behind_the_map(before: int, after: int, missing: bool, device) -> None:
-    """Of three groups, 1 and 2; below 0 nobody takes turns."""
-    mailbox, turn = mailbox_of(device, serial=5), torch.full((1,), before, dtype=torch.int32, device=device)
-    answer(mailbox, 6, {7: 1, 3: -1})
-    mailbox.state[1] = 6
-    given = None, None, None, None, Turn(turn, max(before, 0), 3)
-    slots, shown = asked(mailbox, [7, 4], {3: 1, 4: 2} if missing else {7: 1, 4: 2}, device, *given)
-    assert slots == [1, 2] and mailbox.trouble.tolist() == [0] and turn.tolist() == [after]
-    assert shown[:E].tolist() == [-1, -1, -1, -1, 2, -1, -1, 1]
-
-
-@pytest.mark.parametrize("stopped", [False, True], ids=["too long", "stopped"])
-def test_who_waits_for_a_turn_in_vain_goes_on_and_hands_nothing_on(stopped: bool, device) -> None:
-    mailbox, turn = mailbox_of(device, serial=5), torch.zeros(1, dtype=torch.int32, device=device)
-    mailbox.trouble[0] = 9 if stopped else 0
-    asked(mailbox, [4], {4: 2}, device, None, None, None, None, Turn(turn, 1, 2))
-    assert mailbox.trouble.item() != 0 and turn.tolist() == [0] and mailbox.state.tolist()[0] == 6
-
-
 # --- experts that the host computes -----------------------------------------------------------------------------------
 
 
@@ -215,45 +190,36 @@ def test_the_sum_of_the_host_is_added_once_it_is_there(state: str, dtype: torch.
 def test_on_hopper_words_are_written_and_read_between_fences(tmp_path) -> None:
     found = compiled_by(__file__, tmp_path)
     one_line = " ".join(found["order"])
-    assert "near" not in one_line
     # the row and what is handed over, then a barrier, then the fence, then the serial and the state
     assert re.search(r"(store )+barrier fence store store ", one_line), one_line
     # looks, the fence, and only then the answer; looks and a fence again, and only then the map
     assert re.search(r"(look )+fence barrier (look ){4}(look )*fence barrier store store barrier ", one_line), one_line
-    # in turns the map is read behind a fence, and buffer on behind another; in between all is as it was
-    turns, alone = " ".join(found["in turns"]), one_line.removeprefix("load load look ")
-    inside = re.fullmatch(r"load load look look (look )*near barrier store (.*) barrier near store", turns)
-    assert inside and inside[2] == alone, turns
 
 
 def main() -> dict[str, list[str]]:
     from amoeba.kernels import expert_request as module
+    from amoeba.kernels.constants import Group
     from amoeba.kernels.index_export import sizes
 
-    return {name: _order(module._request.kernel, groups, sizes) for name, groups in (("order", 1), ("in turns", 2))}
-
-
-def _order(kernel, groups: int, sizes) -> list[str]:
-    from amoeba.kernels.constants import Group
-
     constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, **sizes(128, 8)}
-    request = Group(**constants, HOST_COMPUTES=True, GROUPS=groups, ON_GPU=True)
-    types = dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS", "mine"), "i32")
-    types |= dict.fromkeys(("shown", "state", "due", "turn", "requests", "answers", "trouble", "times"), "*i32")
+    request = Group(**constants, HOST_COMPUTES=True, ON_GPU=True)
+    types = dict.fromkeys(("expert_N", "slot_N"), "*i64") | dict.fromkeys(("limit", "N", "NUMBERS"), "i32")
+    types |= dict.fromkeys(("shown", "state", "due", "requests", "answers", "trouble", "times"), "*i32")
     types |= {"x_TH": "*bf16", "buffer_expert": "*i64", "buffer_arrived": "*i32"}
     types |= dict.fromkeys(("weight_N", "buffer_x", "buffer_weight"), "*fp32")
     absent = ("logits_TE", "bias_E", "chosen_weight_N", "num_tokens", "ROUTER", "TILE_ROWS")
-    ptx = compile_as(kernel, types, {"REQUEST": request, **dict.fromkeys(absent)}, aligned=(), num_warps=1).asm["ptx"]
+    ptx = compile_as(
+        module._request.kernel, types, {"REQUEST": request, **dict.fromkeys(absent)}, aligned=(), num_warps=1
+    ).asm["ptx"]
     kinds = {
         "ld.volatile.global": "look",
         "ld.global": "load",
         "st.global": "store",
         "fence.acq_rel.sys": "fence",
-        "fence.acq_rel.gpu": "near",
         "bar.sync": "barrier",
     }
     found = re.findall("|".join(re.escape(each) for each in kinds), ptx)
-    return [kinds[each] for each in found]
+    return {"order": [kinds[each] for each in found]}
 
 
 if __name__ == "__main__":

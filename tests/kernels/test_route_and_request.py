@@ -173,12 +173,12 @@ def main() -> dict[str, object]:
     config = RouterConfig(128, 8)
     of_router = router.forward_constants(config)
     constants = {"EXPERTS": 128, "RING": 64, "ROW": 131, "MOST": 128, "ENTRIES": 16, **sizes(128, 8)}
-    request = Group(**constants, HOST_COMPUTES=True, GROUPS=1, ON_GPU=True)
+    request = Group(**constants, HOST_COMPUTES=True, ON_GPU=True)
     groups = {"REQUEST": request, "ROUTER": of_router, "bias_E": None}
     apart_of = {"ROUTER": of_router, "bias_E": None, "scores_TE": None}
     types = dict.fromkeys(("expert_N", "slot_N", "buffer_expert", "expert_TK"), "*i64")
-    types |= dict.fromkeys(("limit", "N", "NUMBERS", "mine", "num_tokens"), "i32") | {"x_TH": "*bf16"}
-    words = ("shown", "state", "due", "turn", "requests", "answers", "trouble", "times", "buffer_arrived")
+    types |= dict.fromkeys(("limit", "N", "NUMBERS", "num_tokens"), "i32") | {"x_TH": "*bf16"}
+    words = ("shown", "state", "due", "requests", "answers", "trouble", "times", "buffer_arrived")
     types |= dict.fromkeys(words, "*i32")
     numbers = ("logits_TE", "chosen_weight_N", "weight_N", "buffer_x", "buffer_weight", "weight_TK", "scores_TE")
     types |= dict.fromkeys(numbers, "*fp32")

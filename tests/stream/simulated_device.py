@@ -282,23 +282,19 @@ class LiveGraph:
 class RepeatedFunction:
     """Stands for the graph of a function that computes by torch: at a replay it is called again, by the device."""
 
-    def __init__(
-        self, device: LiveDevice, replays: GpuReplays, function: Callable[[], object], group: tuple[int, int] = (0, 1)
-    ) -> None:
-        self.device, self._replays, self._function, self._group = device, replays, function, group
-        with replays.as_group(*group):
-            with replays.rehearsing():
-                function()
-            with replays.capturing() as self.passes, LiveGraph(device):  # nothing waits, and the numbers mean nothing
-                function()
+    def __init__(self, device: LiveDevice, replays: GpuReplays, function: Callable[[], object]) -> None:
+        self.device, self._replays, self._function = device, replays, function
+        with replays.rehearsing():
+            function()
+        with replays.capturing() as self.passes, LiveGraph(device):  # nothing waits, and the numbers mean nothing
+            function()
 
     def replay(self) -> None:
         self._replays.replay(self.passes, self.launch)
 
-    def launch(self, ahead: Callable[[], None] = lambda: None) -> None:
-        """ahead: called by the device, ahead of the function."""
-        self.device.enqueue_call(lambda: (ahead(), self._call()))
+    def launch(self) -> None:
+        self.device.enqueue_call(self._call)
 
     def _call(self) -> None:
-        with self._replays.as_group(*self._group), self._replays.capturing():
+        with self._replays.capturing():
             self._function()

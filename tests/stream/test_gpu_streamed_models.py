@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import amoeba
 from amoeba.decoding import decoder
-from amoeba.decoding.decoder import Outlet, why_not
+from amoeba.decoding.decoder import why_not
 from amoeba.decoding.step import Step
 from amoeba.jobs.generate import token_steps
 from amoeba.kernels import expert_request
@@ -143,7 +143,7 @@ class RepeatedSteps:
     """Stands for CUDA's graphs where there is no GPU: a captured step is called again at each replay, by the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.device, self.replays, self.groups = LiveDevice(inline=True), 0, dict[Step, tuple[int, int]]()
+        self.device, self.replays = LiveDevice(inline=True), 0
         monkeypatch.setattr(attaching, "gpu", self.gpu)
         monkeypatch.setattr(token_steps, "why_plain", why_not)
         monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
@@ -155,7 +155,6 @@ class RepeatedSteps:
 
         def prepared(step: Step, capture: bool) -> None:
             prepare(step, capture=True)
-            self.groups[step] = step._replays.groups.mine
             step._graph.replay = lambda: self.device.enqueue_call(lambda: self.run(step))
 
         def called(step: Step) -> None:
@@ -165,21 +164,6 @@ class RepeatedSteps:
         monkeypatch.setattr(Step, "prepare", prepared)
         monkeypatch.setattr(Step, "__call__", called)
 
-    def send_behind_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As a stream does."""
-        send = Outlet.send
-
-        def behind(call):
-            def waits(out: Outlet):
-                self.device.record(self.device.compute).wait()
-                return call(out)
-
-            return waits
-
-        monkeypatch.setattr(Outlet, "send", lambda out: self.device.enqueue_call(lambda: send(out)))
-        for name in ("receive", "__len__"):
-            monkeypatch.setattr(Outlet, name, behind(getattr(Outlet, name)))
-
     def gpu(self) -> LiveDevice:
         if self.device.closed:
             self.device = LiveDevice(inline=True)
@@ -187,8 +171,7 @@ class RepeatedSteps:
 
     def run(self, step: Step) -> None:
         self.replays += 1
-        of_groups = nullcontext() if step not in self.groups else step._replays.as_group(*self.groups[step])
-        with of_groups, step._replays.capturing(), ExitStack() as stack:
+        with step._replays.capturing(), ExitStack() as stack:
             step._enter(stack, compiled=False, fused=True)
             step._run()
 
@@ -241,36 +224,6 @@ def test_captured_steps_give_the_resident_tokens(miss: str, stores, monkeypatch)
         return
     with amoeba.stream.attach(packed, vram=vram(packed, TOP_K - 1), ram="1MiB") as streamed:
         assert generated(streamed.model, "plain") == expected
-
-
-@without_a_gpu_thorough
-def test_two_rows_are_interleaved_and_give_the_tokens_of_one_after_the_other(stores, monkeypatch) -> None:
-    _, packed = stores[torch.float32]
-    if not ON_GPU:  # one stream: steps run as they are launched, one after the other
-        repeated = RepeatedSteps(monkeypatch)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: repeated.device.compute)
-        monkeypatch.setattr(repeated.device.compute.__class__, "wait_stream", lambda *_: None, raising=False)
-        repeated.send_behind_steps(monkeypatch)
-    prompts = [[5, 6, 7], [9, 8]]
-    with amoeba.stream.attach(packed, vram=vram(packed, 2 * TOP_K), ram="1MiB") as streamed:
-        model = streamed.model
-        model.generation_config.update(eos_token_id=None, do_sample=False)
-
-        def generated(rows: list[list[int]]) -> list[list[int]]:
-            given = {"batch": len(rows), "prompt_tokens": 3, "new_tokens": NEW_TOKENS}
-            steps = token_steps.choose_steps(model, {"do_sample": False}, **given)
-            is_interleaved = steps.reason.endswith("interleaved")
-            assert steps.kind == "captured" and is_interleaved == (len(rows) == 2), steps.reason
-            return list(steps.decoder.generate(rows, NEW_TOKENS))
-
-        alone = [generated([row]) for row in prompts]
-        expected = [[one, two] for (one,), (two,) in zip(*alone, strict=True)]
-        assert generated(prompts) == expected
-        assert streamed.report().requested > streamed.report().hits
-    with amoeba.stream.attach(packed, vram=vram(packed, 2 * TOP_K - 1), ram="1MiB") as streamed:
-        given = {"batch": 2, "prompt_tokens": 3, "new_tokens": NEW_TOKENS}
-        streamed.model.generation_config.update(eos_token_id=None, do_sample=False)
-        assert token_steps.choose_steps(streamed.model, {"do_sample": False}, **given).kind == "plain"
 
 
 @pytest.mark.parametrize(("given", "said"), [({"miss": "guess"}, "one of move, cpu, auto"), ({"miss": "cpu"}, "vram")])

@@ -3,15 +3,12 @@ nothing; that there are some is what is tested."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from simulated_device import LiveDevice, RepeatedFunction
 
-from amoeba.commands.output import Output
-from amoeba.core.graph_replays import Member
 from benchmarks.stream import decode, place
 from benchmarks.stream import run as suite
 from benchmarks.stream.problem import SIZES, StreamProblem
@@ -43,20 +40,6 @@ class SimulatedPlace(place.LinkedPlace):
         def repeat() -> None:
             step.replay()
             memory.device.record(memory.device.compute).wait()
-
-        return repeat
-
-    def in_turns(self, runs, memory):
-        """In one stream: steps run as they are launched, one after the other."""
-        device = memory.device
-        steps = [RepeatedFunction(device, memory.replays, run, (number, 2)) for number, run in enumerate(runs)]
-
-        def repeat(feeds, count: int) -> None:
-            members = [
-                Member(step.passes, partial(step.launch, feed), device.compute)
-                for step, feed in zip(steps, feeds, strict=True)
-            ]
-            memory.replays.interleave(members, count)
 
         return repeat
 
@@ -106,18 +89,3 @@ def test_a_fine_tuning_step_over_a_link_is_right_and_timed(tmp_path: Path) -> No
     lora = report.lora
     assert lora.same_bits and lora.ms > 0 and lora.resident_ms > 0 and lora.share_of_link > 0
     assert lora.bytes_per_step > 0 and lora.bytes_per_step % report.expert_bytes == 0
-
-
-def test_two_sequences_in_turns_are_right_and_timed_beside_a_batch(tmp_path: Path, monkeypatch, capsys) -> None:
-    for name, value in (("TURNS_SHARES", (4,)), ("TURNS_PAUSES", (0.0,)), ("WARM", 1)):
-        monkeypatch.setattr(suite, name, value)
-    monkeypatch.setattr(suite.turns, "WARM", 2)
-    problem = replace(TINIEST, parts=("turns",))
-    report = suite.run_stream(problem, 2, tmp_path, make_place=SimulatedPlace)
-    assert not report.wrong and not report.decodes and report.resident_us > 0
-    (found,) = report.turns
-    assert (found.slots, found.layers, found.tokens) == (4, 1, 2) and found.same_bits and found.error == 0
-    times = found.alone_us, found.one_after_the_other_us, found.batch_us, found.turns_us
-    assert all(us > 0 for us in times) and 0 < found.turns_hit_rate <= 1
-    suite._print(report, Output())
-    assert "two sequences, 1 layers, 4 slots" in capsys.readouterr().out

@@ -6,20 +6,14 @@
     replays.replay(passes, graph.replay)                    # and serves it; returns when nothing is left to serve
     replays.check()                                         # behind a wait for the step, before its results are used
 
-Steps of several groups may be interleaved: while one waits for its experts, another one computes.
-
-    with replays.as_group(0, 2): ...                        # around rehearsing and capturing a step of the first of two
-    replays.interleave([Member(passes, launch, stream), ...], steps=16)
-
 A kind of weights that can do this has an attribute `replays`. The code that captures need not know where the experts
 are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -29,16 +23,6 @@ from amoeba.core.config import RouterConfig
 
 class CannotCapture(RuntimeError):
     """A step that has to run as it is, and why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """One of the groups. launch: enqueues a step, in that stream alone; nothing in it may wait for the device, nor
-    allocate memory there."""
-
-    passes: Any
-    launch: Callable[[], None]
-    stream: Any
 
 
 class Replays(Protocol):
@@ -56,12 +40,6 @@ class Replays(Protocol):
 
     def replay(self, passes: Any, launch: Callable[[], None]) -> None:
         """launch: enqueues what was captured, once."""
-
-    def as_group(self, number: int, groups: int) -> AbstractContextManager[None]:
-        """Around both of the above: of one of several groups. CannotCapture where these cannot be interleaved."""
-
-    def interleave(self, members: Sequence[Member], steps: int) -> None:
-        """Runs this many steps of each. The current stream then waits for all of them."""
 
     def check(self) -> None:
         """RuntimeError where a replay went on without an expert; its results mean nothing, and nor do later ones."""

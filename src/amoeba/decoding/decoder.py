@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value, one_line
-from amoeba.core.graph_replays import CannotCapture, Member, replays_of
+from amoeba.core.graph_replays import replays_of
 from amoeba.decoding.cache import cache_of, why_more_than_keys, why_not_fixed
 from amoeba.decoding.cpu_step import CpuStep, NativeModel, native_model
 from amoeba.decoding.fused_layers import reads_documents
@@ -46,7 +46,6 @@ SHORTEST_CACHE = 512  # lengths are rounded up to powers of two from here, so th
 # Tokens of all rows. Where attention needs a mask, that costs more than the host above it.
 CAPTURED_PROMPT, CAPTURED_WITH_MASK = 8192, 512
 SHORTEST_PIECE = 16
-STEPS = 16  # interleaved at a time: at both ends, one sequence waits without another that computes
 PIECE = 8192  # tokens of all rows of a longer prompt that are read at once
 
 
@@ -138,15 +137,6 @@ class Decoder:
         pairs = zip(self._held, ids[:-1], strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def read(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Outlet:
-        """The prompts, once it is prepared; the first tokens are on their way."""
-        prompt_BL, pad_B = self._checked(prompts, max_new_tokens)
-        self._begin(prompts, pad_B, seed)
-        self._read_prompts(prompt_BL, pad_B)
-        out = Outlet(self._rows.token_B1)
-        out.send()
-        return out
-
     def read_all(self, prompts: Sequence[Sequence[int]], known: int = 0) -> None:
         """Prompts, of which the cache has the first `known` tokens: `choose` is given the logits after them."""
         prompt_BL, pad_B = self._checked(prompts, 1)
@@ -156,10 +146,6 @@ class Decoder:
     def prepare_prompt(self, tokens: int) -> None:
         if self._captures_prompt(tokens):
             self._prompt_step(tokens)
-
-    def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
-        assert isinstance(self._step, Step)
-        return self._step.member(stream, behind)
 
     def _checked(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[Tensor, Tensor]:
         prompt_BL, pad_B = self._padded(prompts)
@@ -313,73 +299,6 @@ class Decoder:
         return next(size for size in self._prompt_sizes if size >= tokens)
 
 
-class InterleavedDecoder:
-    """As a Decoder, for experts that come while a step runs: a batch in groups whose captured steps are interleaved, so
-    that while one waits for its experts, another one computes.
-
-    Each group is a Decoder of its own, with its cache and a stream of its own. The tokens are those of the groups one
-    after the other. Steps are called for a few tokens at a time: a caller that stops early has computed those for
-    nothing.
-    """
-
-    is_interleaved = True
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        batch: int,
-        length: int,
-        sampling: Sampling | None = None,
-        compiled: bool = False,
-        groups: int = 2,
-    ) -> None:
-        if not 1 < groups <= batch:
-            raise bad_value("groups", f"2 to {batch}, the rows", groups, "use Decoder for one group")
-        replays = replays_in(model)
-        if replays is None:
-            raise CannotCapture("all experts are resident, so no step waits for them")
-        if Rotations(model):
-            raise CannotCapture("its rotary embedding changes with the length")
-        self._replays, self.batch = replays, batch
-        self._sizes = [batch // groups + (number < batch % groups) for number in range(groups)]
-        options: dict[str, Any] = {"length": length, "sampling": sampling, "compiled": compiled}
-        self._groups = [Decoder(model, batch=size, **options) for size in self._sizes]
-        self.cache = self._groups[0].cache  # the others are as long
-        self._streams = [torch.cuda.Stream() for _ in self._groups]
-
-    def prepare(self, prompt_tokens: int) -> None:
-        for number, group in enumerate(self._groups):
-            with self._replays.as_group(number, len(self._groups)):
-                group.prepare(prompt_tokens)
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0) -> Iterator[list[int]]:
-        """The new tokens of all rows, step by step; who has enough stops asking."""
-        if len(prompts) != self.batch:
-            raise bad_value("prompts", str(self.batch), len(prompts), "make one for as many rows as there are prompts")
-        self.prepare(max(len(prompt) for prompt in prompts))
-        outlets, left = [], list(prompts)
-        for number, (group, size) in enumerate(zip(self._groups, self._sizes, strict=True)):
-            # another group's random numbers are others
-            outlets.append(group.read(left[:size], max_new_tokens, seed + number * 1_000_003))
-            left = left[size:]
-        return self._tokens(outlets, max_new_tokens)
-
-    def _tokens(self, outlets: list[Outlet], count: int) -> Iterator[list[int]]:
-        members: list[Member] = []
-        for group, stream, out in zip(self._groups, self._streams, outlets, strict=True):
-            out.reserve(STEPS)  # ahead of steps that wait: memory may not be taken then
-            members.append(group.member(stream, out.send))
-        yield [token for out in outlets for token in out.receive()]
-        for first in range(1, count, STEPS):
-            steps = min(STEPS, count - first)
-            self._replays.interleave(members, steps)
-            for _ in range(steps):
-                tokens = [token for out in outlets for token in out.receive()]
-                self._replays.check()
-                yield tokens
-
-
 class Outlet:
     """Tokens on their way to the host, in order."""
 
@@ -391,17 +310,13 @@ class Outlet:
     def __len__(self) -> int:
         return len(self._sent)
 
-    def reserve(self, count: int) -> None:
-        """This many may be sent before memory is allocated."""
-        while len(self._free) < count and self._token_B1.device.type == "cuda":
-            host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._free.append((host, torch.cuda.Event()))
-
     def send(self) -> None:
         if self._token_B1.device.type != "cuda":
             self._sent.append((self._token_B1.clone(), None))
             return
-        self.reserve(1)
+        if not self._free:
+            host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._free.append((host, torch.cuda.Event()))
         host, event = self._free.pop()
         host.copy_(self._token_B1, non_blocking=True)
         event.record()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amoeba.core.graph_replays import Member, Replays, replays_of
+from amoeba.core.graph_replays import Replays, replays_of
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.cache_attention import NAME, attention_configs, decoding_attention
 from amoeba.decoding.compiled_layers import compiled_layers
@@ -119,18 +119,6 @@ class Step:
         with ExitStack() as stack:
             self._enter(stack, self.compiled)
             self._run()
-
-    def member(self, stream: torch.cuda.Stream, behind: Callable[[], None]) -> Member:
-        """Of interleaved steps, once captured. behind: enqueues what follows each."""
-        assert self._graph is not None
-        replay = self._graph.replay
-
-        def launch() -> None:
-            with torch.cuda.stream(stream):
-                replay()
-                behind()
-
-        return Member(self._passes, launch, stream)
 
     def check(self) -> None:
         """Behind a wait for a call of it, before what it made is used."""

@@ -27,11 +27,6 @@ sentinel here and `add_computed` adds it; LATER + slot: the same, and from the n
 
 `shown` is the map: slot of each of E experts (-1: in none), then the expert in each of S slots.
 
-When several graphs pass over the layers alternately, each in its own stream with its own mailbox, the map is for all of
-them. `turn` is then a word of the layer that says whose turn it is: ahead of 2 the program waits for its own, and when
-all is done it is the next group's. So a layer's requests come one after the other in the order of the groups, and each
-finds the map as the one before left it. Below 0, no graph waits.
-
 After `limit` seconds of waiting, or where the answer is not to this request, or an id is still without a slot, the
 serial is written to `trouble`, and the kernel ends with -1 in slot_TK, which decode kernels take for sentinels. The
 host may write there too. From then on nothing waits any more, until the host has cleared it: tokens mean nothing.
@@ -66,7 +61,6 @@ from amoeba.kernels.mailbox import (
     PROMOTED,
     HostComputeBuffer,
     MailboxWords,
-    Turn,
     answer_length,
 )
 from amoeba.kernels.router import (
@@ -106,13 +100,11 @@ def request_experts(
     buffer: HostComputeBuffer | None = None,
     x_TH: Tensor | None = None,
     weight_TK: Tensor | None = None,
-    turn: Turn | None = None,
     *,
     router: tuple[Tensor, Tensor | None, RouterConfig] | None = None,
 ) -> None:
     """due: (1,) int32 on the device, of the layer. limit: seconds. x_TH, weight_TK: with a buffer.
-    turn: where others pass over the layer too. router: logits_TE, bias_E and what else chooses the ids, and writes
-    weight_TK."""
+    router: logits_TE, bias_E and what else chooses the ids, and writes weight_TK."""
     ids, ring, row = expert_TK.numel(), *mailbox.requests.shape
     most = (mailbox.answers.shape[1] - ANSWER_HEADER) // 2
     fit = ids <= MOST_IDS and row >= row_length(experts, ids) and most >= answer_length(experts, ids)
@@ -133,9 +125,8 @@ def request_experts(
         check_arguments(fit, expected, x_TH=x_TH, weight_TK=weight_TK)
         given = x_TH, weight_TK, buffer.x, buffer.expert, buffer.weight, buffer.arrived
     told = mailbox.requests, mailbox.answers, mailbox.trouble, mailbox.times
-    word, mine, groups = (mailbox.state, 0, 1) if turn is None else (turn.word, turn.mine, turn.groups)
-    numbers_of = int(limit * 1e6), ids, numbers, mine
-    operands = expert_TK, slot_TK, shown, mailbox.state, due, word, *told, *given, *numbers_of
+    numbers_of = int(limit * 1e6), ids, numbers
+    operands = expert_TK, slot_TK, shown, mailbox.state, due, *told, *given, *numbers_of
     of_router: tuple[Any, ...] = (None,) * 4
     chosen: dict[str, Any] = {"ROUTER": None, "TILE_ROWS": None}
     if router is not None:
@@ -151,7 +142,6 @@ def request_experts(
         MOST=most,
         ENTRIES=entries,
         HOST_COMPUTES=buffer is not None,  # x, ids and weights are written to the buffer too
-        GROUPS=groups,  # that take turns
         ON_GPU=expert_TK.is_cuda,
         **sizes(experts, ids),
     )
@@ -213,14 +203,13 @@ def route_and_request(
     limit: float,
     buffer: HostComputeBuffer | None = None,
     x_TH: Tensor | None = None,
-    turn: Turn | None = None,
 ) -> None:
     """slot_TK is there once the experts are; the rest as `request_experts` has it."""
     tokens, experts = logits_TE.shape
     reason = why_not(tokens, config)
     fit = reason is None and expert_TK.shape == weight_TK.shape == (tokens, config.top_k) and weight_TK.is_contiguous()
     check_arguments(fit, reason or "contiguous results of (T, K)", logits_TE=logits_TE, weight_TK=weight_TK)
-    given = buffer, x_TH, weight_TK, turn
+    given = buffer, x_TH, weight_TK
     router = logits_TE, bias_E, config
     request_experts(expert_TK, slot_TK, shown, experts, mailbox, due, limit, *given, router=router)
 
@@ -256,7 +245,7 @@ def _copy_routing(expert_N, weight_N, buffer_expert, buffer_weight, N, PIECE: tl
 
 
 @quick
-@triton.jit(do_not_specialize=["limit", "N", "NUMBERS", "mine"])
+@triton.jit(do_not_specialize=["limit", "N", "NUMBERS"])
 def _request(
     logits_TE,
     bias_E,
@@ -267,7 +256,6 @@ def _request(
     shown,
     state,
     due,
-    turn,
     requests,
     answers,
     trouble,
@@ -281,7 +269,6 @@ def _request(
     limit,
     N,
     NUMBERS,
-    mine,
     REQUEST: tl.constexpr,
     ROUTER: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -295,21 +282,6 @@ def _request(
     place = serial & (REQUEST.RING - 1)
     row = requests + place * REQUEST.ROW
     began = microseconds(tl.zeros((), tl.int64), REQUEST.ON_GPU)
-    whose = serial * 0
-    if REQUEST.GROUPS > 1:
-        whose = tl.load(turn, volatile=True)
-        now = began
-        looks = serial * 0
-        stop = looks
-        while (whose != mine) & (whose >= 0) & (stop == 0) & (now - began < limit):
-            stop = tl.load(trouble, mask=looks % LOOKS == 0, other=0, volatile=True)
-            whose = tl.load(turn, volatile=True)
-            now = microseconds(now, REQUEST.ON_GPU)
-            looks += 1
-        whose = fenced(whose, REQUEST.ON_GPU, FOR_HOST=False)
-        tl.debug_barrier()  # who came before has left the map as it is now
-        tl.store(trouble, tl.where(serial == 0, 1, serial), mask=(whose != mine) & (whose >= 0))
-        began = now
     if REQUEST.ON_GPU:
         tl.store(times + 2 * place, began.to(tl.int32))
     misses = write_row(expert_N, shown, slot_N, row, N, REQUEST.EXPERTS, REQUEST.BINS, REQUEST.PIECE)
@@ -371,9 +343,6 @@ def _request(
     # as late as can be, so that serials that wrap stay comparable
     tl.store(due, tl.where((about & _PROMOTED) != 0, serial, arrived))
     tl.store(state + 2, about & _COMPUTES)
-    if REQUEST.GROUPS > 1:
-        tl.debug_barrier()  # every thread has written its part of the map
-        tl.store(turn, fenced((mine + 1) % REQUEST.GROUPS, REQUEST.ON_GPU, FOR_HOST=False), mask=whose == mine)
 
 
 @quick

@@ -8,17 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_FOR_HOST = tl.constexpr("fence.acq_rel.sys; mov.b32 $0, $1;")
-_FOR_KERNELS = tl.constexpr("fence.acq_rel.gpu; mov.b32 $0, $1;")
+_FENCE = tl.constexpr("fence.acq_rel.sys; mov.b32 $0, $1;")
 
 
 @triton.jit
-def fenced(value, ON_GPU: tl.constexpr, FOR_HOST: tl.constexpr = True):
-    """The value, once all reads and writes ahead of it are done for the host too; or for other kernels of this GPU
-    alone, which does not wait for what was written to the host. Those behind it come after."""
+def fenced(value, ON_GPU: tl.constexpr):
+    """The value, once all reads and writes ahead of it are done for the host too. Those behind it come after."""
     if ON_GPU:
-        fence: tl.constexpr = _FOR_HOST if FOR_HOST else _FOR_KERNELS
-        value = tl.inline_asm_elementwise(fence, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+        value = tl.inline_asm_elementwise(_FENCE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
     return value
 
 

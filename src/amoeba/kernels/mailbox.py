@@ -50,16 +50,6 @@ class HostComputeBuffer:
     word: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """Of one layer and one of several groups that pass over it. word: (1,) int32 on the device, the group whose turn it
-    is, or below 0."""
-
-    word: Tensor
-    mine: int
-    groups: int
-
-
 def answer_length(experts: int, ids: int) -> int:
     """Each id may bring one expert and drive out another."""
     return min(experts, 2 * ids)

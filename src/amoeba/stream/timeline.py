@@ -249,7 +249,6 @@ class _OnGpu:
         around.call(memory.loads, "begin", _of_loads)
         around.call(memory.reads, "read_and_copy", _of_load)
         around.call(replays, "replay", lambda _, passes, *__: ("pass", "a captured step", {"tokens": passes.tokens}))
-        around.call(replays, "interleave", _of_interleaved)
         around.call(replays.serving, "wait_for", lambda _, *asked: self._of_looking(asked[-1]))
         for owner, name, timed in (
             (memory.pool, "turn", self.turn),
@@ -328,10 +327,6 @@ class _OnGpu:
 
 def _of(layer: int) -> dict[str, Any]:
     return {"layer": layer}
-
-
-def _of_interleaved(_: Any, members: Any, steps: int) -> Described:
-    return "pass", f"{steps} captured steps of {len(members)} groups, interleaved", {"steps": steps}
 
 
 def _of_read(_: Any, layer: int, expert: int, *__: Any) -> Described:

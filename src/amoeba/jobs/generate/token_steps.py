@@ -29,9 +29,6 @@ Kind = Literal["compiled", "captured", "native", "plain"]
 # millisecond or two. Not measured yet.
 STEPS_WORTH_COMPILING = 20_000
 STEPS_WORTH_LOADING = 2_000
-# Rows of a batch whose experts are streamed that are better interleaved than one batch: with two, 6 to 17 % faster
-# (docs/benchmarks.md). More were not measured.
-INTERLEAVED_BATCH = 2
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,6 @@ def choose_steps(
                 reason = _failed("compiling" if compiled else "capturing", error)
             else:
                 why = why if reason is None else reason
-                why += "; interleaved" if getattr(decoder, "is_interleaved", False) else ""
                 return Steps("compiled" if compiled else "captured", why, decoder, time.perf_counter() - started)
             _free_memory()
     assert reason is not None
@@ -120,32 +116,13 @@ def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -
     return [(False, f"not compiled: that pays from {least} steps on, and there are {steps} at most")]
 
 
-def _prepared(
-    model: Any,
-    sampling: dict[str, Any],
-    batch: int,
-    length: int,
-    prompt_tokens: int,
-    compiled: bool,
-) -> Any:
+def _prepared(model: Any, sampling: dict[str, Any], batch: int, length: int, prompt_tokens: int, compiled: bool) -> Any:
     from amoeba.decoding import compiled_layers
-    from amoeba.decoding.decoder import Decoder, InterleavedDecoder
+    from amoeba.decoding.decoder import Decoder
     from amoeba.decoding.sampling import Sampling
-    from amoeba.decoding.step import replays_in
 
-    options: dict[str, Any] = {"batch": batch, "length": length, "sampling": Sampling(**sampling), "compiled": compiled}
-    decoder: Decoder | InterleavedDecoder | None = None
-    if batch == INTERLEAVED_BATCH and replays_in(model) is not None:
-        try:
-            decoder = InterleavedDecoder(model, **options)
-            decoder.prepare(prompt_tokens)
-        except CannotCapture as refused:
-            logger.info("steps are not interleaved: %s", refused)
-            decoder = None
-            _free_memory()
-    if decoder is None:
-        decoder = Decoder(model, **options)
-        decoder.prepare(prompt_tokens)
+    decoder = Decoder(model, batch=batch, length=length, sampling=Sampling(**sampling), compiled=compiled)
+    decoder.prepare(prompt_tokens)
     if compiled:
         compiled_layers.note(model, batch, decoder.cache.length)
     return decoder

@@ -128,18 +128,12 @@ class ExpertCache:
         return self._layers[layer].top
 
     def request(
-        self,
-        layer: int,
-        ids: Iterable[int],
-        computed: Sequence[int] = (),
-        stay: Collection[int] = (),
-        passing: Collection[int] = (),
+        self, layer: int, ids: Iterable[int], computed: Sequence[int] = (), passing: Collection[int] = ()
     ) -> Fetch:
         """What `SlotTable.request` refuses, this does, with nothing changed. computed: missing, and computed where they
-        are: nothing is fetched for them. stay: none of these leaves for it. passing: are read from the disk without a
-        host slot."""
+        are: nothing is fetched for them. passing: are read from the disk without a host slot."""
         here, counters = self._layers[layer], self.counters
-        plan = here.top.request(ids, computed, stay)
+        plan = here.top.request(ids, computed)
         present = len(plan.hits) + len(plan.waiting)
         counters.requested += present + len(plan.loads) + len(computed)
         counters.computed += len(computed)

@@ -73,16 +73,16 @@ class SlotTable:
     def is_loading(self, expert: int) -> bool:
         return expert in self._loading
 
-    def request(self, ids: Iterable[int], computed: Sequence[int] = (), stay: Collection[int] = ()) -> Plan:
+    def request(self, ids: Iterable[int], computed: Sequence[int] = ()) -> Plan:
         """All of them, held until `release`. ValueError where there are not that many slots (see `waves`), SlotsInUse
         where others hold too many; both leave everything as it was. An id that comes twice is held once.
-        computed: used by the same pass without a slot. stay: none of these is evicted for it."""
+        computed: used by the same pass without a slot."""
         slot_of = self._slot_of
         ids = ids if isinstance(ids, Sequence) else list(ids)
         try:
             hits = {expert: slot_of[expert] for expert in ids}
         except KeyError:
-            return self._request_with_misses(dict.fromkeys(ids), computed, stay)
+            return self._request_with_misses(dict.fromkeys(ids), computed)
         holds = self._holds
         for expert in hits:
             holds[expert] += 1
@@ -148,11 +148,11 @@ class SlotTable:
                 raise RuntimeError(f"expert {expert} was released, but no request holds it")
             holds[expert] -= 1
 
-    def _request_with_misses(self, distinct: dict[int, None], computed: Sequence[int], stay: Collection[int]) -> Plan:
+    def _request_with_misses(self, distinct: dict[int, None], computed: Sequence[int]) -> Plan:
         if len(distinct) > self.slots:
             remedy = "split them with waves(), or give the layer a larger budget"
             raise bad_value("experts of one request", f"at most {self.slots}, the slots", len(distinct), remedy)
-        plan = self._take(distinct, {*distinct, *stay} if stay else distinct, all_or_none=True)
+        plan = self._take(distinct, distinct, all_or_none=True)
         self.policy.use([*distinct, *computed])
         self._note_use(distinct)
         return plan

@@ -27,7 +27,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from ctypes import c_int8, c_int32, c_uint64, c_void_p
 from typing import Any
 
@@ -49,15 +49,14 @@ class _Prepared:
     def __init__(self, tiers: LayerTiers, experts: int, slots: int) -> None:
         self.slot_of, self.blob_of = (c_int32 * experts)(), (c_uint64 * experts)()
         self.expert_in, self.kept = (c_int32 * slots)(), (c_int8 * experts)()
-        self.held, self.held_ids = (c_int8 * experts)(), list[int]()
         self.policy: LFRU | None = None  # by whose arrays it is ranked
         self.is_known = False  # who is in which slot, and which blob
         self.written: list[tuple[int, int]] = []  # experts and blobs that are being written, as far as is known
         self.parts = tiers.addresses
         self._of_parts = [(c_uint64 * len(self.parts))(*each) for each in zip(*self.parts, strict=True)]
-        arrays: tuple[ctypes.Array, ...] = (self.slot_of, self.blob_of, *self._of_parts, self.kept, self.held)
-        slot_of, blob_of, *of_parts, kept, held = (ctypes.addressof(array) for array in arrays)
-        self.layer = ServedLayer(0, slot_of, blob_of, len(self.parts), *of_parts, Order(), kept, held)
+        arrays: tuple[ctypes.Array, ...] = (self.slot_of, self.blob_of, *self._of_parts, self.kept)
+        slot_of, blob_of, *of_parts, kept = (ctypes.addressof(array) for array in arrays)
+        self.layer = ServedLayer(0, slot_of, blob_of, len(self.parts), *of_parts, Order(), kept)
         self.address = ctypes.addressof(self.layer)
 
     def rank_by(self, policy: LFRU) -> None:
@@ -76,43 +75,21 @@ class FastPath:
     """computing: where the CPU may compute what is missing."""
 
     def __init__(self, pool: SlotPool, mailbox: Mailbox, computing: HostCompute | None = None) -> None:
-        self._pool, self._mailbox, self._computing = pool, mailbox, computing
-        self._calls = calls = pool.device.calls()
+        self._pool, self.mailbox, self._computing = pool, mailbox, computing
+        self._calls = calls = pool.device.calls()  # kept: compiled code has their addresses
         self._half_served: int | None = None  # a layer
         sizes = zip(pool.tiers, pool.store.layers, pool.slots, strict=True)
         self._layers = [_Prepared(tiers, entry.experts, slots) for tiers, entry, slots in sizes]
-        self._tables: dict[Mailbox, ctypes.Array] = {}  # of addresses, for serve.cpp
         self._compiled: Any = None
         if computing is not None:
             for here, blobs in zip(self._layers, computing.blobs, strict=True):
                 here.layer.blobs = blobs
         if calls is not None and (library := serving_library()) is not None:
             self._compiled = library.amoeba_serve
-        self.serve(mailbox)
-        pool.watchers.append(self)
-
-    def serve(self, mailbox: Mailbox) -> None:
-        """Requests of this one from now on."""
-        calls = self._calls
-        self._mailbox = mailbox
-        if mailbox not in self._tables and calls is not None and self._compiled is not None:
             functions = calls.to_device, calls.write_word, calls.to_device_at_once
             pointers = [0 if call is None else ctypes.cast(call, c_void_p).value or 0 for call in functions]
-            addresses = *pointers, calls.stream.value, mailbox.arrived_word, LEAST_AT_ONCE
-            self._tables[mailbox] = (c_uint64 * 6)(*addresses)
-        self._table_address = ctypes.addressof(self._tables[mailbox]) if mailbox in self._tables else 0
-
-    def hold(self, layer: int, experts: Collection[int]) -> None:
-        """None of these leaves, and others may, until the next call: who reads them is not ahead of the request."""
-        here = self._layers[layer]
-        for expert in here.held_ids:
-            here.held[expert] = 0
-        here.held_ids = list(experts)
-        for expert in experts:
-            here.held[expert] = 1
-
-    def held(self, layer: int) -> list[int]:
-        return self._layers[layer].held_ids
+            self._table = (c_uint64 * 6)(*pointers, calls.stream.value, mailbox.arrived_word, LEAST_AT_ONCE)
+        pool.watchers.append(self)
 
     def forget(self, layer: int) -> None:
         if self._computing is not None:
@@ -157,13 +134,13 @@ class FastPath:
 
     def look(self, layer: int, serial: int, looks: int) -> int:
         """Whether the request has arrived, after at most this many polls. A prepared one is answered too."""
-        mailbox, here = self._mailbox, self._layers[layer]
+        mailbox, here = self.mailbox, self._layers[layer]
         if here.layer.may_leave:
             self._half_served = layer
         if self._compiled is not None:
             places, number = mailbox.places(serial), mailbox.wrapped(serial)
             compute = 0 if self._computing is None else self._computing.address(layer)
-            found = self._compiled(*places, number, looks, here.address, self._table_address, compute)
+            found = self._compiled(*places, number, looks, here.address, ctypes.addressof(self._table), compute)
             if found < 0:
                 raise RuntimeError(f"CUDA error {-found}")
         else:
@@ -186,12 +163,12 @@ class FastPath:
 
         pool, shown, here = self._pool, self._pool.shown[layer], self._layers[layer]
         self.forget_who_leaves(layer)
-        answer = self._mailbox.answered(serial)
+        answer = self.mailbox.answered(serial)
         came = [(expert, slot % LATER) for expert, slot in answer if slot >= 0]
         comers = [expert for expert, _ in came]
         ids, computed = there + comers, [expert for expert in missing if expert not in comers]
         with pool.lock:
-            fetch = pool.cache.request(layer, ids, computed, here.held_ids)
+            fetch = pool.cache.request(layer, ids, computed)
             for expert in comers:
                 pool.cache.loaded(layer, expert)
             pool.cache.release(layer, ids)

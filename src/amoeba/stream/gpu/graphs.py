@@ -16,7 +16,6 @@ of this replay has been read. All that reads slots of that layer and was enqueue
 among it, comes ahead of that request in the stream, and a kernel begins when those ahead of it have ended; what comes
 behind it in this replay reads the slots of experts that this request asks for, and these are held until the answer is
 given: none of them is chosen to leave. Passes outside of graphs have events, which are waited for when a replay begins.
-Interleaved replays of several groups have one more rule (interleaved.py).
 
 **While a replay waits, nothing may synchronise the device** or wait for what is behind the replay: no allocation of
 device or pinned memory, no kernel that was never launched (its module would be loaded), no event that was recorded
@@ -39,10 +38,9 @@ import torch
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
-from amoeba.core.graph_replays import CannotCapture, Member
-from amoeba.stream.gpu.interleaved import Interleaved
+from amoeba.core.graph_replays import CannotCapture
 from amoeba.stream.gpu.loader import GroupLoads
-from amoeba.stream.gpu.mailbox import Groups, Mailbox
+from amoeba.stream.gpu.mailbox import Mailbox
 from amoeba.stream.gpu.pool import SlotPool
 from amoeba.stream.gpu.serving import Passes, Serving
 
@@ -72,26 +70,12 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 class GpuReplays:
     def __init__(self, pool: SlotPool, loads: GroupLoads, serving: Serving) -> None:
         self._pool, self._loads, self.serving = pool, loads, serving
-        experts = max(entry.experts for entry in pool.store.layers)
-        self.groups = Groups(pool.device, experts, pool.ids, len(pool.slots))
         self._mode = threading.local()  # of the thread that rehearses or captures
         self._two_launches: set[int] = set()  # layers whose experts get something else than their router gave
 
     @property
     def mailbox(self) -> Mailbox:
-        """Of the group of which the calling thread rehearses or captures a step; else of the first."""
-        mailbox = self.groups.mailbox
-        self.serving.prepare_for(mailbox)
-        return mailbox
-
-    @contextmanager
-    def as_group(self, number: int, groups: int) -> Iterator[None]:
-        """What the calling thread rehearses and captures is a step of one of this many groups, which may be replayed in
-        turns (interleaved.py), or by itself as any other."""
-        if groups > 1 and self.serving.computing is not None:
-            raise CannotCapture("interleaved groups need experts that are copied on request")
-        with self.groups.member(number, groups):
-            yield
+        return self.serving.prepared().mailbox
 
     @property
     def _is_rehearsing(self) -> bool:
@@ -124,10 +108,9 @@ class GpuReplays:
         if (routed := self._take_routed()) is not None and not routed.is_of(layer, expert_TK, self._own(layer, given)):
             self._two_launches.add(layer)
         pool, ids = self._pool, expert_TK.numel()
-        groups = self.groups.mine[1]
-        most = min(groups * ids, pool.store.layers[layer].experts)
+        most = min(ids, pool.store.layers[layer].experts)
         if most > pool.slots[layer]:
-            tokens = groups * expert_TK.shape[0]
+            tokens = expert_TK.shape[0]
             asked = f"{tokens} {'token' if tokens == 1 else 'tokens'} may ask for {most} experts of a layer"
             raise CannotCapture(f"{asked}, which has {pool.slots[layer]} slots")
         if not pool.is_complete(layer):
@@ -140,7 +123,7 @@ class GpuReplays:
 
     @contextmanager
     def capturing(self) -> Iterator[Passes]:
-        self._mode.passes, self._mode.routed = (passes := Passes(group=self.groups.mine[0])), None
+        self._mode.passes, self._mode.routed = (passes := Passes()), None
         try:
             yield passes
         finally:
@@ -179,7 +162,7 @@ class GpuReplays:
             shown = torch.zeros_like(shown)
         buffer, own = (computing.buffer, x_TH) if computing is not None and computes else (None, None)
         expert_TK, weight_TK, slot_TK = self.mailbox.route_and_request(
-            layer, shown, logits_TE, config, bias_E, buffer, own, self.groups.turn(layer)
+            layer, shown, logits_TE, config, bias_E, buffer, own
         )
         if self.is_capturing:
             self._count_pass(layer, expert_TK, computes)
@@ -213,7 +196,7 @@ class GpuReplays:
         computing, entry = self.serving.computing, self._pool.store.layers[layer]
         shown = self._pool.map.shown(layer)
         if computing is None or given is None or not self.computes(layer, given):
-            return self.mailbox.request(layer, shown, entry.experts, expert_TK, turn=self.groups.turn(layer))
+            return self.mailbox.request(layer, shown, entry.experts, expert_TK)
         return self.mailbox.request(layer, shown, entry.experts, expert_TK, computing.buffer, *map(_aligned, given))
 
     def computes(self, layer: int, given: Given | None) -> bool:
@@ -236,24 +219,11 @@ class GpuReplays:
             pool.wait_for_passes(pool.device.compute)
             first = 0
             if passes.layers:
-                mailbox = self.groups.mailbox_of(passes.group)
-                self.serving.by(mailbox)
-                first = mailbox.expect(len(passes.layers))
+                first = self.mailbox.expect(len(passes.layers))
             try:
                 launch()
                 pool.note_replay()
                 self.serving.serve(passes, first)
-            except BaseException:
-                self._give_up()
-                raise
-
-    def interleave(self, members: Sequence[Member], steps: int) -> None:
-        """This many steps of each group; one computes while another waits."""
-        interleaved = Interleaved(self._pool, self._loads, self.serving, self.groups, members, steps)
-        self._check_ready()
-        with self._pool.all_turns():
-            try:
-                interleaved.run()
             except BaseException:
                 self._give_up()
                 raise
@@ -265,9 +235,9 @@ class GpuReplays:
         self.check()
 
     def check(self) -> None:
-        if self.groups.in_trouble:
+        if (fast := self.serving.fast) is not None and fast.mailbox.in_trouble:
             self._give_up()
-            waited = f"waited {self.groups.mailboxes[0].limit:g} s for experts"
+            waited = f"waited {fast.mailbox.limit:g} s for experts"
             raise RuntimeError(f"the GPU {waited} and continued without them: its tokens are invalid. Try again.")
 
     def _give_up(self) -> None:
@@ -278,13 +248,13 @@ class GpuReplays:
         if (fast := self.serving.fast) is None:
             return
         fast.drop_half_served()
-        self.groups.give_up()
+        fast.mailbox.give_up()
         device.wait(device.compute, device.record(device.copies))  # of what is shown now
         device.record(device.compute).wait()
         for layer in range(len(pool.slots)):
             pool.show_anew(layer)
         device.record(device.compute).wait()
-        self.groups.begin_anew()
+        fast.mailbox.begin_anew()
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -216,10 +216,9 @@ class GroupLoads:
         with self._pool.turn(layer):
             self._staging.fill(layer)
 
-    def begin(self, layer: int, part: list[int], stay: Collection[int] = (), direct: DirectLoad | None = None) -> Group:
-        """stay: who reads them is not known to any event, so none of these leaves. direct: is read already, and belongs
-        to the group once this returns."""
-        tiers, fetch = self._pool.tiers[layer], self._request(layer, part, stay, direct or ())
+    def begin(self, layer: int, part: list[int], direct: DirectLoad | None = None) -> Group:
+        """direct: is read already, and belongs to the group once this returns."""
+        tiers, fetch = self._pool.tiers[layer], self._request(layer, part, direct or ())
         self._pool.changed[layer] = True
         loads = {expert: slot for expert, _, slot in (*fetch.from_host, *fetch.from_disk)}
         group = Group(fetch.hits | fetch.waiting | loads)
@@ -258,17 +257,17 @@ class GroupLoads:
                 self._pool.cache.loaded(layer, expert)
                 group.copied[expert] = event
 
-    def _request(self, layer: int, part: list[int], stay: Collection[int], passing: Collection[int]) -> Fetch:
+    def _request(self, layer: int, part: list[int], passing: Collection[int]) -> Fetch:
         try:
             with self._pool.lock:
-                return self._pool.cache.request(layer, part, stay=stay, passing=passing)
+                return self._pool.cache.request(layer, part, passing=passing)
         except SlotsInUse:  # by loads that were only expected
             jobs = [job for (number, _), job in self._pool.expected.items() if number == layer]
             for job in jobs:
                 self.loader.promote(job)
             wait(jobs)
             with self._pool.lock:
-                return self._pool.cache.request(layer, part, stay=stay, passing=passing)
+                return self._pool.cache.request(layer, part, passing=passing)
 
     def finish(self, layer: int, group: Group) -> None:
         """The host waits for reads, the stream that computes for copies."""

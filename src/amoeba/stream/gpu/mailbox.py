@@ -14,9 +14,7 @@ device is never further ahead than the replay that is served.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +25,8 @@ from amoeba.core.config import RouterConfig
 from amoeba.stream.gpu.device import Device
 
 if TYPE_CHECKING:
-    from amoeba.kernels.mailbox import HostComputeBuffer, Turn
+    from amoeba.kernels.mailbox import HostComputeBuffer
 
-NO_GROUP = -1  # waits for a turn
 # Seconds that the GPU waits for experts. A slow disk takes tenths of one; what takes longer than this will not come.
 LONGEST_WAIT = 10.0
 
@@ -68,15 +65,13 @@ class Mailbox:
         expert_TK: Tensor,
         buffer: HostComputeBuffer | None = None,
         *given: Tensor,
-        turn: Turn | None = None,
     ) -> Tensor:
-        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`buffer`).
-        turn: where the layer has other groups (interleaved.py)."""
+        """slot_TK, once they are there. given: x_TH and weight_TK, where the host may compute some (`buffer`)."""
         from amoeba.kernels.expert_request import request_experts
 
         expert_TK, slot_TK = expert_TK.contiguous(), torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
         x_TH, weight_TK = given or (None, None)
-        of_host, due = (buffer, x_TH, weight_TK, turn), self._due[layer, :1]
+        of_host, due = (buffer, x_TH, weight_TK), self._due[layer, :1]
         call = partial(request_experts, expert_TK, slot_TK, shown, experts, self._words, due, self.limit, *of_host)
         self._device.launch(call)
         return slot_TK
@@ -90,7 +85,6 @@ class Mailbox:
         bias_E: Tensor | None,
         buffer: HostComputeBuffer | None = None,
         x_TH: Tensor | None = None,
-        turn: Turn | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """expert_TK and weight_TK by the router, and slot_TK as `request` has it, by one kernel."""
         from amoeba.kernels.expert_request import empty_routed, route_and_request
@@ -98,7 +92,7 @@ class Mailbox:
         found = empty_routed(logits_TE.shape[0], config, logits_TE.device)
         due = self._due[layer, :1]
         of_router, of_request = (logits_TE, config, bias_E, *found), (shown, self._words, due, self.limit, buffer, x_TH)
-        self._device.launch(partial(route_and_request, *of_router, *of_request, turn=turn))
+        self._device.launch(partial(route_and_request, *of_router, *of_request))
         return found
 
     def add_computed(self, y_TH: Tensor, buffer: HostComputeBuffer) -> None:
@@ -175,75 +169,6 @@ class Mailbox:
     def wrapped(serial: int) -> int:
         """As 32 bits have it."""
         return (serial + 2**31) % 2**32 - 2**31
-
-
-class Groups:
-    """Groups of sequences whose captured steps pass over the same layers, interleaved (interleaved.py).
-
-        with groups.member(0, of=2): ...        # what this thread rehearses and captures is a step of the first of two
-        groups.mailbox                          # of that group; elsewhere of the first
-        groups.turn(layer)                      # for the kernel that asks; None where there is one group
-
-    Each group counts its own requests, and copies write its own word. `whose` turn it is, is a word of each layer for
-    all.
-    """
-
-    def __init__(self, device: Device, experts: int, ids: int, layers: int) -> None:
-        """As a mailbox has them."""
-        self._device, self._sizes = device, (experts, ids, layers)
-        self._thread = threading.local()
-        self.mailboxes: list[Mailbox] = []
-        # each where a kernel may expect it
-        self.whose = torch.full((layers, 4), NO_GROUP, dtype=torch.int32, device=device.device)
-
-    @property
-    def mine(self) -> tuple[int, int]:
-        """Which of how many the calling thread rehearses or captures."""
-        return getattr(self._thread, "mine", (0, 1))
-
-    @contextmanager
-    def member(self, number: int, of: int) -> Iterator[None]:
-        self._thread.mine = number, of
-        try:
-            yield
-        finally:
-            self._thread.mine = 0, 1
-
-    @property
-    def mailbox(self) -> Mailbox:
-        return self.mailbox_of(self.mine[0])
-
-    def mailbox_of(self, number: int) -> Mailbox:
-        while len(self.mailboxes) <= number:
-            self.mailboxes.append(Mailbox(self._device, *self._sizes))
-        return self.mailboxes[number]
-
-    def turn(self, layer: int) -> Turn | None:
-        from amoeba.kernels.mailbox import Turn
-
-        number, groups = self.mine
-        return Turn(self.whose[layer, :1], number, groups) if groups > 1 else None
-
-    def set_turns(self, whose: int) -> None:
-        """Of all layers, in the order of the stream that computes."""
-
-        def fill() -> None:
-            self.whose.fill_(whose)
-
-        self._device.launch(fill)
-
-    @property
-    def in_trouble(self) -> bool:
-        return any(mailbox.in_trouble for mailbox in self.mailboxes)
-
-    def give_up(self) -> None:
-        for mailbox in self.mailboxes:
-            mailbox.give_up()
-
-    def begin_anew(self) -> None:
-        self.whose.fill_(NO_GROUP)
-        for mailbox in self.mailboxes:
-            mailbox.begin_anew()
 
 
 def _ints(mapped: Tensor) -> Any:

@@ -57,7 +57,6 @@ class ServedLayer(ctypes.Structure):
         ("offset", c_void_p),
         ("order", Order),
         ("kept", c_void_p),
-        ("held", c_void_p),
         ("blobs", Blobs),
     )
 

@@ -1,6 +1,6 @@
 """Serving requests of a replay, in order: the host's side, and the slow path for misses.
 
-    fast = serving.by(mailbox)           # whose requests come next
+    serving.prepared().mailbox           # whose requests are served
     serving.serve(passes, first)         # all of a replay that was launched, from that serial on
     serving.wait_for(layer, serial)      # one of them
     serving.count_one()                  # of what can be done later
@@ -10,7 +10,7 @@ A GPU that asks waits, so tables and counters follow while it computes: what eac
 The slow path, for a request whose experts are not all in host memory, or for which nothing was prepared: tables first,
 then copies.
 
-    group, answer = serving.begin_load(layer, missing, there, stay)     # reads and copies have begun
+    group, answer = serving.begin_load(layer, missing, there)           # reads and copies have begun
     ...                                                                 # the answer is given, the reads waited for
     pool.note_shown(layer, answer); loads.let_go(layer, group)
 
@@ -20,7 +20,6 @@ What is on the disk begins ahead of the tables where one request is served at a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -45,46 +44,38 @@ class Passes:
     computed: list[torch.Size | None] = field(default_factory=list)  # T, K of each where the host may compute experts
     complete: dict[int, int] = field(default_factory=dict)  # layers that have all of their experts, and ids of a pass
     tokens: int = 0
-    group: int = 0
 
 
 class Serving:
     """
-    fast:  of the mailbox that is served.
+    fast:  None until something asks.
     later: layers, and what they found, to be counted.
     """
 
     def __init__(self, pool: SlotPool, loads: GroupLoads, direct: DirectLoads, computing: HostCompute | None) -> None:
         self._pool, self._loads, self._direct, self.computing = pool, loads, direct, computing
-        self._mailbox: Mailbox | None = None
         self.fast: FastPath | None = None
         self.later: deque[tuple[int, list[int]]] = deque()
 
-    def prepare_for(self, mailbox: Mailbox) -> FastPath:
-        """Requests of it may come, and of others."""
+    def prepared(self) -> FastPath:
+        """Requests may come from now on."""
         if self.fast is None:
-            self.fast = FastPath(self._pool, mailbox, self.computing)
+            pool, experts = self._pool, max(entry.experts for entry in self._pool.store.layers)
+            mailbox = Mailbox(pool.device, experts, pool.ids, len(pool.slots))
+            self.fast = FastPath(pool, mailbox, self.computing)
         return self.fast
 
-    def by(self, mailbox: Mailbox) -> FastPath:
-        """Requests of that one are looked at and answered from now on."""
-        fast = self.prepare_for(mailbox)
-        if mailbox is not self._mailbox:
-            self._mailbox = mailbox
-            fast.serve(mailbox)
-        return fast
-
     def serve(self, passes: Passes, first: int) -> None:
-        pool, mailbox = self._pool, self._mailbox
+        pool = self._pool
         self.count_passes(passes)
         was_long = False
         for serial, (layer, shape) in enumerate(zip(passes.layers, passes.computed, strict=True), first):
             if self.computing is not None:
                 self.computing.expect(shape)
-            assert mailbox is not None and self.fast is not None
+            assert self.fast is not None
             is_served = self.wait_for(layer, serial, soon=was_long)
             with pool.lock:
-                missing, there = mailbox.read(serial)
+                missing, there = self.fast.mailbox.read(serial)
             was_long = bool(missing) and not is_served
             if not missing:
                 self.fast.forget_who_leaves(layer)
@@ -144,11 +135,11 @@ class Serving:
 
     def load(self, layer: int, serial: int, missing: list[int], there: list[int]) -> None:
         """All of it; what can be done later is done while reads run."""
-        mailbox, fast, loads = self._mailbox, self.fast, self._loads
-        assert mailbox is not None and fast is not None
+        assert self.fast is not None
+        mailbox, loads = self.fast.mailbox, self._loads
         direct = self._direct.begin(layer, missing)
         try:
-            group, answer = self.begin_load(layer, missing, there, fast.held(layer), direct)
+            group, answer = self.begin_load(layer, missing, there, direct)
         except BaseException:
             if direct is not None:
                 direct.drop()
@@ -167,16 +158,11 @@ class Serving:
             loads.let_go(layer, group)
 
     def begin_load(
-        self,
-        layer: int,
-        missing: list[int],
-        there: list[int],
-        stay: Collection[int],
-        direct: DirectLoad | None = None,
+        self, layer: int, missing: list[int], there: list[int], direct: DirectLoad | None = None
     ) -> tuple[Group, dict[int, int]]:
         """What is loaded, to be let go of when that is done; and which slots change, as an answer has it."""
         self._pool.forget(layer)
-        group = self._loads.begin(layer, [*there, *missing], stay, direct)
+        group = self._loads.begin(layer, [*there, *missing], direct)
         shown, now = self._pool.shown[layer], self._pool.cache.top(layer)
         answer = {expert: -1 for expert in shown if expert not in now}
         answer |= {expert: group.slot_of[expert] for expert in missing}

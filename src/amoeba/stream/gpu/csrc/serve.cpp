@@ -22,7 +22,6 @@ struct Layer {
   const uint64_t* offset;   //   where it begins in a blob
   Order order;
   const int8_t* kept;  // of each expert: whether it leaves without a copy to host memory
-  const int8_t* held;  // of each expert: whether it stays, since another group's pass may be reading it (turns.py)
   Blobs blobs;
 };
 
@@ -110,7 +109,7 @@ bool is_among(int32_t expert, const int32_t* experts, int64_t count) {
 
 // So many experts that leave, none of which stays, and each of which has a copy in host memory or needs none; or fewer.
 int64_t who_leaves(const Layer& layer, int64_t wanted, const int32_t* stays, int64_t there, int32_t* found) {
-  const auto may = [&](int32_t expert) { return layer.held[expert] == 0 && !is_among(expert, stays, there); };
+  const auto may = [&](int32_t expert) { return !is_among(expert, stays, there); };
   const int64_t first = first_to_leave(layer.order, wanted, may, found);
   int64_t count = 0;
   while (count < first && layer.kept[found[count]] != 0) ++count;
