@@ -398,7 +398,7 @@ TOO_LONG = "expected at most 64 tokens, the model's max_position_embeddings; got
     ("spoil", "model", "words", "said"),
     [
         (UNCHANGED, "../nowhere", ["Once"], "expected an existing folder"),
-        (UNCHANGED, "config.json", ["Once"], "expected a folder; got the file"),
+        (UNCHANGED, "config.json", ["Once"], "expected a folder or a GGUF file; got the file"),
         (without("config.json"), ".", ["Once"], "expected a folder with a config.json"),
         (without("tokenizer*"), ".", ["Once"], "expected a folder with a tokenizer"),
         (without("model.safetensors"), ".", ["Once"], "model.safetensors"),

@@ -350,7 +350,7 @@ def test_every_tensor_of_the_rest_begins_at_a_multiple_of_its_width(tmp_path: Pa
     file = tmp_path / "weights"
     file.touch()
     rest = {"a": TensorEntry(file, 0, torch.bfloat16, (3,)), "b": TensorEntry(file, 6, torch.float32, (2,))}
-    source = SimpleNamespace(layers=[], pieces=[], rest=rest, folder=tmp_path)
+    source = SimpleNamespace(layers=[], pieces=[], rest=rest, folder=tmp_path, files=tmp_path)
     header = packing._Packing(source, tmp_path / "store", lambda now: None).header
     tensors = json.loads(header[8:])
     assert len(header) % 8 == 0 and tensors["a"]["data_offsets"] == [8, 14] and tensors["b"]["data_offsets"] == [0, 8]

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import BadValue, bad_value, is_out_of_memory, one_line
+from amoeba.integrations.gguf_files import config_of, facts_of, is_gguf, need_gguf, read_header, tokenizer_of
 from amoeba.integrations.text_model import auto_class, text_config
 
 logger = logging.getLogger("amoeba")
@@ -61,6 +62,10 @@ def is_unfinished_store(folder: Path) -> bool:
 
 def check_model(name: str) -> str:
     path = Path(name).expanduser()
+    if is_gguf(path):
+        need_gguf(path)
+        facts_of(read_header(path))
+        return str(path)
     if not path.exists():
         if _HUB_NAME.fullmatch(name):
             return name
@@ -68,7 +73,7 @@ def check_model(name: str) -> str:
             "MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "correct the path"
         )
     if not path.is_dir():
-        raise bad_value("MODEL", "a folder", f"the file {name!r}", "give the folder that contains it")
+        raise bad_value("MODEL", "a folder or a GGUF file", f"the file {name!r}", "give the folder that contains it")
     trained = path / MODEL_FOLDER
     of_a_run = (trained / "config.json").is_file()
     remedy = f"give the run's model: {str(trained)!r}" if of_a_run else "give the folder that save_pretrained wrote"
@@ -106,6 +111,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     with _reading(name, "tokenizer"):
+        if is_gguf(name):
+            return tokenizer_of(read_header(name))
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
@@ -113,7 +120,12 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     with _reading(name, "config.json"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        from_file = is_gguf(name)
+        config = (
+            config_of(read_header(name))
+            if from_file
+            else AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        )
         text = text_config(config)
     _check_choice(name, text)
     return config

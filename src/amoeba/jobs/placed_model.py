@@ -18,18 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from amoeba.core.errors import BadValue
+from amoeba.core.errors import BadValue, bad_value
 from amoeba.core.placement import Load
-from amoeba.integrations.experts_module import described, stored, take_back_shapes
+from amoeba.integrations.experts_module import described, hand_over, stored, take_back_shapes
+from amoeba.integrations.gguf_files import is_gguf
 from amoeba.integrations.model_folder import UnreadTensor, load_config, load_model, load_rest, load_without_weights
 from amoeba.integrations.place_experts import Placed, place_experts
 from amoeba.integrations.quantised_models import unquantised
 from amoeba.jobs.cpu_dtype import DtypeChoice
+from amoeba.placements import AUTO, RESIDENT
+from amoeba.precision.placements import placement_of
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
 from amoeba.stream.attaching import Streamed, attach
-from amoeba.stream.store import Store, aligned_buffer, is_store, open_store
+from amoeba.stream.store import GgufStore, Store, aligned_buffer, is_store, open_store
 
 logger = logging.getLogger("amoeba")
 
@@ -56,10 +59,14 @@ def load_placed(
     with store:
         config = unquantised(load_config(name, trust_remote_code=trust_remote_code))
         shape = load_without_weights(config, name, trust_remote_code=trust_remote_code)
-        rest = _unread(store) if store.format is None else dict(store.rest_tensors())
+        from_gguf = isinstance(store, GgufStore)
+        rest = _unread(store) if store.format is None or from_gguf else dict(store.rest_tensors())
         model = load_rest(shape, name, rest, choice.dtype)
         logger.info("dtype %s: %s", model.dtype, choice.reason)
-        placed = place(model, on_disk=_ExpertsOfStore(store))
+        if store.format is not None and from_gguf and not placement.startswith("cpu-"):
+            placed = _as_stored(model, store, placement)
+        else:
+            placed = place(model, on_disk=_ExpertsOfStore(store))
     model.set_experts_implementation("amoeba")
     return model, placed
 
@@ -80,6 +87,8 @@ def attach_in(choice: DtypeChoice, name: str, **options: Any) -> tuple[Streamed,
 def _open(name: str, trust_remote_code: bool, placement: str) -> Store | None:
     """None where transformers has to load the model."""
     packs = placement.startswith("cpu-")  # numbers, whatever they were stored as
+    if is_gguf(name):
+        return open_store(name, direct=False)
     if not Path(name).is_dir() or (is_store(name) and not packs):
         return None
     try:
@@ -91,6 +100,34 @@ def _open(name: str, trust_remote_code: bool, placement: str) -> Store | None:
         store.close()
         return None
     return store
+
+
+def _as_stored(model: Any, store: Store, placement: str) -> Placed:
+    """Quantised experts as they are in the file, one layer after the other; other layers as numbers."""
+    assert store.format is not None
+    found = placement_of(store.format)
+    if placement not in (AUTO, RESIDENT, found.name):
+        remedy = "leave the placement out, or choose one that packs numbers, such as cpu-int8"
+        raise bad_value("experts", f"{found.name}, as they are in the file", placement, remedy)
+    for number, entry in enumerate(store.layers):
+        module = model.get_submodule(entry.name)
+        if entry.format is None:
+            take_back_shapes(module, model.dtype)
+            read_layer(store, number, module)
+            continue
+        stacks = {
+            part.name: torch.empty((entry.experts, *part.shape), dtype=entry.dtype_of(part.name), device="cpu")
+            for part in entry.parts
+        }
+        blob = aligned_buffer(entry.expert_bytes)
+        for expert in range(entry.experts):
+            store.read(number, expert, blob)
+            for name, part in entry.tensors(blob).items():
+                stacks[name][expert].copy_(part)
+        experts = entry.weights_of({name: nn.Parameter(stack, False) for name, stack in stacks.items()})
+        assert isinstance(experts, QuantisedExperts)
+        hand_over(module, experts.to(model.dtype), placement_of(entry.format))
+    return Placed(found.name, "as stored in the file")
 
 
 def _unread(store: Store) -> dict[str, UnreadTensor]:

@@ -191,17 +191,24 @@ def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[lis
 logger = logging.getLogger("amoeba")
 
 
+_GGUF = "gguf_fingerprint"
+
+
 def base_of(model: nn.Module) -> dict[str, Any]:
     return _described(text_config(model.config).to_dict())
 
 
 def _described(text: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": text.get("model_type"), "layers": text.get("num_hidden_layers")}
+    found = {"model_type": text.get("model_type"), "layers": text.get("num_hidden_layers")}
+    fingerprint = text.get("gguf_fingerprint")
+    return found if fingerprint is None else found | {_GGUF: fingerprint}
 
 
 def check_base(model: nn.Module, adapter: Adapter, folder: str | Path) -> None:
     """Where nothing is known of the base model, and the targets do not tell what should be there, a warning at most."""
     here, there = base_of(model), adapter.base or _base_in_config(adapter.config)
+    if _GGUF in there and there[_GGUF] != here.get(_GGUF):
+        logger.warning("%s was trained on another file of its base model (GGUF %s)", folder, there.pop(_GGUF))
     for what, of_adapter in there.items():
         if of_adapter is not None and here.get(what) is not None and of_adapter != here[what]:
             raise bad_value(

@@ -23,6 +23,7 @@ from amoeba.core.cost import expert_bytes
 from amoeba.core.errors import BadValue
 from amoeba.core.placement import LayerSizes
 from amoeba.integrations.experts_module import described, experts_modules, layout_of
+from amoeba.integrations.gguf_files import is_gguf
 from amoeba.integrations.model_folder import load_config, load_without_weights
 from amoeba.integrations.quantised_files import format_of
 from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
@@ -149,7 +150,7 @@ def read_facts(name: str, *, config: Any = None, trust_remote_code: bool = False
         return _from_config(name, config, trust_remote_code)
     config = load_config(name, trust_remote_code=trust_remote_code)
     folder = Path(name).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_gguf(folder):
         return _from_hub(name, config, trust_remote_code)
     try:
         with open_store(folder, direct=False, trust_remote_code=trust_remote_code) as store:

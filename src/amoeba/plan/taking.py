@@ -92,7 +92,7 @@ def take_plan(
         options = {name: value for name, value in found["options"].items() if name not in (given or {})}
         told = ", ".join(f"{name} {value}" for name, value in options.items()) or "as the model is"
         return Taken(options, f"plan {file}: experts {found['placement']} in {found['numbers']} ({told})")
-    if given or (config is None and not Path(model).expanduser().is_dir()):  # the hub's files are not here yet
+    if given or (config is None and not Path(model).expanduser().exists()):  # the hub's files are not here yet
         return Taken()
     try:
         facts = read_facts(model, config=config, trust_remote_code=trust_remote_code)

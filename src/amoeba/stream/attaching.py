@@ -309,7 +309,7 @@ def _check_sizes(entry: LayerEntry, module: Any) -> None:
 
 
 def _check_activation(entry: LayerEntry, activation: Activation) -> None:
-    if entry.format is None:  # a store puts plain rows of gate first, whatever the order in the model
+    if not entry.activation.interleaved:  # a store may put all rows of gate first, whatever the order in the model
         activation = replace(activation, interleaved=False)
     if activation == entry.activation:
         return

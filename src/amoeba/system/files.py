@@ -32,10 +32,10 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 def model_folder(model: str | Path) -> Path:
     name, folder = str(model), Path(model).expanduser()
-    if not name or not folder.is_dir():
+    if not name or not (folder.is_dir() or (folder.is_file() and folder.suffix.lower() == ".gguf")):
         got = f"the file {name!r}" if folder.is_file() else f"{name!r}, which is not here"
         remedy = "download a model of the hub first: hf download NAME --local-dir FOLDER"
-        raise bad_value("MODEL", "a folder", got, remedy)
+        raise bad_value("MODEL", "a folder or a GGUF file", got, remedy)
     return folder
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from amoeba import lora
 from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import as_stored, sort_names
+from amoeba.integrations.gguf_files import is_gguf
 from amoeba.integrations.model_folder import (
     check_json,
     check_model,
@@ -99,7 +100,7 @@ def merge(
 @contextmanager
 def _opened(name: str, trust_remote_code: bool) -> Iterator[Store | None]:
     """A store, or a folder whose experts are codes; None where the files have numbers."""
-    of_store = Path(name).is_dir() and is_store(name)
+    of_store = is_gguf(name) or (Path(name).is_dir() and is_store(name))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if not of_store and not (Path(name).is_dir() and facts_of(load_config(name, **options))):
         yield None

@@ -42,8 +42,8 @@ def write_plain(source: Store, out: Path, dtype: torch.dtype | None = None, *, t
         names |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     write_whole(out / SHARDS, json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=1) + "\n")
-    copy_small_files(source.folder, out, but=(_CONFIG, SHARDS))
-    config = json.loads((source.folder / _CONFIG).read_bytes())
+    copy_small_files(source.files, out, but=(_CONFIG, SHARDS))
+    config = json.loads((source.files / _CONFIG).read_bytes())
     config.pop("quantization_config", None)
     write_whole(out / _CONFIG, json.dumps(config, indent=2) + "\n")
 
@@ -68,7 +68,7 @@ def _shards(source: Store, dtype: torch.dtype | None, trust_remote_code: bool) -
         for parameter, shape in shapes.items():
             module.register_parameter(parameter, shape)
     rest = dict(source.rest_tensors())
-    if isinstance(source, FolderStore):  # parts that the text model has no place for
+    if isinstance(source, FolderStore) and source.rest_is_stored:  # parts that the text model has no place for
         from safetensors import safe_open
 
         entries = checkpoint_tensors(source.folder)

@@ -90,7 +90,7 @@ def quantise_folder(
         raise bad_value("--format", f"one of {', '.join(FORMATS)}", repr(format), "use fp8, the most accurate one")
     target = Path(out).expanduser()
     with open_store(model, trust_remote_code=trust_remote_code) as source:
-        if isinstance(source, FolderStore) and source.format is None:
+        if isinstance(source, FolderStore) and source.rest_is_stored and source.format is None:
             return _Quantising(source, target, format, trust_remote_code, device, progress).run()
         if target.exists():
             raise bad_value(

@@ -26,6 +26,7 @@ import torch
 from amoeba.core.errors import bad_value
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, characters
+from amoeba.integrations.gguf_files import is_gguf, parts_of
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
 from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
@@ -193,6 +194,8 @@ def _side(documents: Sequence[Document]) -> dict[str, Any]:
 def weights_of(model: str) -> dict[str, Any] | None:
     """Sizes, and hashes of samples, of the files with the weights in a folder: all of them would be read for minutes.
     Of a store its index, too, which has a checksum of every expert. None for a name on the hub."""
+    if is_gguf(model):
+        return {path.name: sampled_hash(path) for path in parts_of(model)}
     files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
     files += [Path(model).expanduser() / INDEX] if is_store(model) else []
     return {path.name: sampled_hash(path) for path in files} or None

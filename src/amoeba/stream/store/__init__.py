@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from amoeba.integrations.gguf_files import is_gguf
 from amoeba.stream.store.buffers import aligned_buffer
 from amoeba.stream.store.error import StoreError
 from amoeba.stream.store.folder import FolderStore
+from amoeba.stream.store.gguf import GgufStore
 from amoeba.stream.store.index import INDEX, is_store
 from amoeba.stream.store.layers import ExpertViews, LayerEntry, Part
 from amoeba.stream.store.packed import PackedStore
@@ -25,6 +27,7 @@ __all__ = [
     "INDEX",
     "ExpertViews",
     "FolderStore",
+    "GgufStore",
     "LayerEntry",
     "PackedStore",
     "Part",
@@ -45,13 +48,15 @@ def open_store(
     direct: bool = True,
     trust_remote_code: bool = False,
 ) -> PackedStore | FolderStore:
-    """A packed store or a Hugging Face folder, whichever is there.
+    """A packed store, a Hugging Face folder or a GGUF file, whichever is there.
 
     verify:  when a packed expert's checksum is compared: at its "first" read, "always" or "never". A folder has none.
     threads: reads at a time.
     direct:  past the page cache (O_DIRECT), where the file system allows that.
     trust_remote_code: run Python code of a folder's own to learn how its model is built; a packed store needs none.
     """
+    if is_gguf(path):
+        return GgufStore(path, threads=threads, direct=direct)
     if is_store(path):
         return PackedStore(path, verify=verify, threads=threads, direct=direct)
     return FolderStore(path, threads=threads, direct=direct, trust_remote_code=trust_remote_code)

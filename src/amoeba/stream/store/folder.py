@@ -40,12 +40,17 @@ class FolderStore(Store):
         try:
             from_scratch = Memory(scratch, len(scratch))
             ranges, found, end = [], [], 0
+            read: dict[tuple[Path, int], Tensor] = {}  # codes and scales may lie among each other
             for piece in pieces:
                 path, start = piece.range_of(expert)
+                if (path, start) in read:
+                    found.append(read[path, start])
+                    continue
                 before = start % BLOCK
                 needed, size = before + piece.size, _blocks(before + piece.size)
                 ranges.append(Range(self._reader.file(path), start - before, needed, from_scratch, end, size))
-                found.append(scratch[end + before : end + needed])
+                read[path, start] = scratch[end + before : end + needed]
+                found.append(read[path, start])
                 end += size
             self._reader.read(ranges)
             blob = memory.tensor

@@ -87,7 +87,7 @@ class PackedStore(Store):
         return self._verify == "always" or (self._verify == "first" and (layer, expert) not in self._verified)
 
     def read_rest(self, name: str) -> Tensor:
-        tensor, self._rest_checksums[name] = self._rest_tensor(name, checksum=self._verify != "never")
+        tensor, self._rest_checksums[name] = self._read_entry(self.rest[name], checksum=self._verify != "never")
         return tensor
 
     def rest_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -26,11 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from amoeba.core.errors import bad_value
+from amoeba.integrations.gguf_files import is_gguf
 from amoeba.integrations.model_folder import is_unfinished_store
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.error import DamagedIndex, StoreError
 from amoeba.stream.store.folder import FolderStore
+from amoeba.stream.store.gguf import GgufStore
 from amoeba.stream.store.index import (
     INDEX,
     REST,
@@ -94,7 +99,8 @@ def pack(
     progress: Callable[[Progress], None] = lambda now: None,
 ) -> PackReport:
     """StoreError where a file cannot be read or there is no room; called again, it continues where it stopped."""
-    with FolderStore(model, trust_remote_code=trust_remote_code) as source:
+    source = GgufStore(model) if is_gguf(model) else FolderStore(model, trust_remote_code=trust_remote_code)
+    with source:
         return _Packing(source, Path(out).expanduser(), progress).run()
 
 
@@ -110,7 +116,7 @@ class _Packing:
         self.rest_bytes = len(self.header) + sum(entry.size for entry in self.rest.values())
         self.total = sum(self.sizes) + self.rest_bytes
         self.facts = {"folder": str(source.folder.resolve()), "fingerprint": fingerprint(source)}
-        self.own_files = [path.name for path in _small_files(source.folder)]
+        self.own_files = [path.name for path in _small_files(source.files)]
         self.done = self.written = 0
         self.began = time.monotonic()
 
@@ -151,11 +157,11 @@ class _Packing:
             layers.append(StoredLayer(entry, layer_file(number), tuple(_checksums_of(file))))
         if not self._is_rest_packed():
             self._write_rest()
-        copied = copy_small_files(self.source.folder, self.out)
+        copied = copy_small_files(self.source.files, self.out)
         copied_before = set(_json(self.out / UNFINISHED)["files"]) - copied.keys()
         _remove(*(self.out / name for name in copied_before))  # by an earlier run; the model no longer has them
         rest = {"file": REST, "bytes": self.rest_bytes, "crc32": _checksums_of(self.out / REST)[0]}
-        config = json.loads((self.source.folder / "config.json").read_bytes())
+        config = json.loads((self.source.files / "config.json").read_bytes())
         model = {name: config.get(name) for name in ("model_type", "architectures")}
         files = {name: crc32 for name, crc32 in copied.items() if _is_checked(name)}
         if fingerprint(self.source) != self.facts["fingerprint"]:
@@ -192,7 +198,7 @@ class _Packing:
 
     def _write_rest(self) -> None:
         header = Segment(len(self.header), lambda begin, into: _copy(self.header, begin, into))
-        segments = [header, *(Segment(entry.size, _ReadTensor(entry)) for entry in self.rest.values())]
+        segments = [header, *(Segment(entry.size, self._read_rest(name)) for name, entry in self.rest.items())]
         checksums = [0]
         with (
             self._whole_file(self.out / REST, self.rest_bytes, checksums) as file,
@@ -201,6 +207,12 @@ class _Packing:
             for size, crc32 in written:
                 checksums[0] = crc32_joined(checksums[0], crc32, size)
                 self._tell(len(self.files), size)
+
+    def _read_rest(self, name: str) -> Callable[[int, memoryview], None]:
+        if self.source.rest_is_stored:
+            return _ReadTensor(self.rest[name])
+        read = functools.cache(lambda: self.source.read_rest(name).reshape(-1).view(torch.uint8))
+        return lambda begin, into: _copy(read()[begin : begin + len(into)].numpy().data, 0, into)
 
     @contextmanager
     def _whole_file(self, path: Path, size: int, checksums: list[int]) -> Iterator[WholeFile]:
@@ -255,7 +267,7 @@ class _Packing:
 
     def _outdated(self, index: Index) -> list[str]:
         """Small files that differ from the model's, and those that it no longer has."""
-        own = {name: zlib.crc32((self.source.folder / name).read_bytes()) for name in self.own_files}
+        own = {name: zlib.crc32((self.source.files / name).read_bytes()) for name in self.own_files}
         there = {path.name: zlib.crc32(path.read_bytes()) for path in _small_files(self.out)}
         gone = [name for name in index.files if name not in own]
         changed = [name for name, crc32 in own.items() if {there.get(name), index.files.get(name, crc32)} != {crc32}]
@@ -396,7 +408,7 @@ class _ReadTensor:
                 into = into[done:]
 
 
-def _copy(data: bytes, begin: int, into: memoryview) -> None:
+def _copy(data: bytes | memoryview, begin: int, into: memoryview) -> None:
     into[:] = data[begin : begin + len(into)]
 
 

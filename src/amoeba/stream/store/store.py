@@ -36,12 +36,18 @@ class Store(ABC):
     folder: Path
     layers: tuple[LayerEntry, ...]
     rest: Mapping[str, TensorEntry]
+    rest_is_stored = True  # whether its bytes in the files are those that `read_rest` gives
     _reader: Reader
 
     @property
+    def files(self) -> Path:
+        """The folder with config.json and the tokenizer's files."""
+        return self.folder
+
+    @property
     def format(self) -> Format | None:
-        """Of the experts' codes; None: plain numbers."""
-        return self.layers[0].format
+        """Of the experts' codes, of the first layer that has such; None: plain numbers."""
+        return next((entry.format for entry in self.layers if entry.format is not None), None)
 
     @property
     def as_codes(self) -> str:
@@ -122,11 +128,10 @@ class Store(ABC):
 
     def read_rest(self, name: str) -> Tensor:
         """A tensor that is no expert's, as it is stored, on the CPU."""
-        return self._rest_tensor(name, checksum=False)[0]
+        return self._read_entry(self.rest[name])[0]
 
-    def _rest_tensor(self, name: str, *, checksum: bool) -> tuple[Tensor, int]:
-        """And the CRC-32 of its bytes, computed by the threads that read, or 0."""
-        entry = self.rest[name]
+    def _read_entry(self, entry: TensorEntry, *, checksum: bool = False) -> tuple[Tensor, int]:
+        """Its numbers, and the CRC-32 of its bytes, computed by the threads that read, or 0."""
         if entry.size == 0:
             return torch.empty(entry.shape, dtype=entry.dtype, device="cpu"), 0
         before = entry.start % BLOCK

@@ -51,6 +51,12 @@ class TensorEntry:
     def size(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def values(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """What bytes of it stand for in a blob whose part is of this dtype; source: uint8."""
+        if self.dtype.itemsize == 1:
+            return E8M0.decode(source) if dtype == torch.float32 else source
+        return (source.clone() if source.storage_offset() % self.dtype.itemsize else source).view(self.dtype)
+
 
 def checkpoint_tensors(folder: Path) -> dict[str, TensorEntry]:
     """Of a Hugging Face folder, as transformers reads it: of its one file, or of the shards that its index names."""
@@ -199,12 +205,7 @@ class Piece(NamedTuple):
         return self._replace(size=size, shape=shape, offset=offset)
 
     def _read(self, source: Tensor) -> Tensor:
-        stored = self.tensors[0].dtype
-        if stored.itemsize == 1:
-            found = E8M0.decode(source) if self.dtype == torch.float32 else source
-        else:
-            found = (source.clone() if source.storage_offset() % stored.itemsize else source).view(stored)
-        return found.view(self.shape)
+        return self.tensors[0].values(source, self.dtype).view(self.shape)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,230 @@
+"""A GGUF file read as a store: experts as the file has them, the rest of the model as numbers.
+
+Experts in MXFP4 keep their bits; other types of blocks become numbers of the model's dtype as they are read. In the
+blob all rows of gate come first, whatever the model's own order.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.core.errors import bad_value
+from amoeba.integrations.coverage import check_coverage
+from amoeba.integrations.experts_module import described, experts_modules, layout_of
+from amoeba.integrations.gguf_files import (
+    AGAIN,
+    EXPERTS,
+    PLAIN,
+    GgufHeader,
+    GgufTensor,
+    config_of,
+    facts_of,
+    names_of,
+    read_header,
+    tokenizer_of,
+)
+from amoeba.integrations.model_folder import load_without_weights
+from amoeba.precision.blocks import BLOCK_KINDS, dequantise_blocks, mxfp4_parts
+from amoeba.precision.formats import MXFP4, Format
+from amoeba.stream.store.folder import FolderStore
+from amoeba.stream.store.layers import BIASES, CODES, SCALES, Part, layer_entry
+from amoeba.stream.store.reading import THREADS, Reader
+from amoeba.stream.store.tensor_files import Piece, TensorEntry
+
+_AT_ONCE = 2**22  # numbers that are dequantised together
+
+
+@dataclass(frozen=True)
+class _Blocks(TensorEntry):
+    """A tensor in ggml's blocks. gives: its numbers, or the codes or the scales of MXFP4."""
+
+    kind: str = ""
+    gives: str = "numbers"
+
+    def values(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = source.view(-1, self.shape[-1])
+        if self.gives == "numbers":
+            return dequantise_blocks(rows, self.kind)
+        return mxfp4_parts(rows)[0 if self.gives == "codes" else 1]
+
+
+class GgufStore(FolderStore):
+    """folder: the file, or the first part of a split one; its config and tokenizer are in it."""
+
+    rest_is_stored = False
+
+    def __init__(self, file: str | Path, *, threads: int = THREADS, direct: bool = True) -> None:
+        self.header = read_header(file)
+        self.folder = self.header.path
+        config = config_of(self.header)
+        model = load_without_weights(config, str(self.folder))
+        check_coverage(model, "MODEL", "take a model whose experts aMoEba computes")
+        layers = [_Layer(self.header, name, module) for name, module in experts_modules(model).items()]
+        self.layers = tuple(layer.entry for layer in layers)
+        self.pieces = tuple(tuple(layer.pieces) for layer in layers)
+        names = names_of(self.header, model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._sources = {name: _sources(self.header, own) for name, own in names.items()}
+        self.rest = {
+            name: TensorEntry(found[0].file, found[0].start, _dtype_of(found[0], self.header.dtype), shapes[name])
+            for name, found in self._sources.items()
+        }
+        self._heads = config.num_attention_heads
+        self._check_rest(shapes)
+        taken = {id(tensor) for found in self._sources.values() for tensor in found}
+        self.left_out = tuple(
+            name for name, each in self.header.tensors.items() if id(each) not in taken and not EXPERTS.fullmatch(name)
+        )
+        self._reader = Reader(threads=threads, direct=direct)
+        self._scratch = deque()
+        self._files: tempfile.TemporaryDirectory | None = None
+
+    @property
+    def files(self) -> Path:
+        """A folder with the model's config.json and tokenizer, until the store is closed."""
+        if self._files is None:
+            self._files = tempfile.TemporaryDirectory()
+            config_of(self.header).save_pretrained(self._files.name)
+            tokenizer_of(self.header).save_pretrained(self._files.name)
+        return Path(self._files.name)
+
+    @property
+    def rest_bytes(self) -> int:
+        return sum(entry.size for entry in self.rest.values())
+
+    def rest_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.rest:
+            yield name, self.read_rest(name)
+
+    def read_rest(self, name: str) -> Tensor:
+        entry, found = self.rest[name], self._sources[name]
+        if len(found) == 1:
+            return self._numbers(found[0], entry.dtype).reshape(entry.shape)
+        # keys and values of latent attention, by heads; keys are transposed
+        key, value = (self._numbers(tensor, entry.dtype) for tensor in found)
+        return torch.cat((key.mT, value), 1).reshape(entry.shape)
+
+    def close(self) -> None:
+        super().close()
+        if self._files is not None:
+            self._files.cleanup()
+
+    def _numbers(self, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+        whole = TensorEntry(tensor.file, tensor.start, torch.uint8, (tensor.size,))
+        source = self._read_entry(whole)[0]
+        if tensor.kind in PLAIN:
+            return (
+                (source.clone() if source.storage_offset() % 4 else source).view(PLAIN[tensor.kind]).view(tensor.shape)
+            )
+        numbers, width, _ = BLOCK_KINDS[tensor.kind.lower()]
+        found = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        step = _AT_ONCE // numbers
+        for blocks, into in zip(source.view(-1, width).split(step), found.view(-1, numbers).split(step), strict=True):
+            into.copy_(dequantise_blocks(blocks, tensor.kind.lower()))
+        return found
+
+    def _check_rest(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        for name, found in self._sources.items():
+            sizes = [tensor.shape for tensor in found]
+            expected = torch.Size(shapes[name])
+            if sum(map(torch.Size.numel, map(torch.Size, sizes))) != expected.numel() or (
+                len(sizes) == 1 and sizes[0][-1] != expected[-1]
+            ):
+                got = " and ".join(map(str, sizes))
+                raise bad_value(str(self.folder), f"{name} of shape {tuple(expected)}", got, AGAIN)
+
+
+def _dtype_of(tensor: GgufTensor, dtype: torch.dtype) -> torch.dtype:
+    return PLAIN.get(tensor.kind, dtype)
+
+
+def _sources(header: GgufHeader, name: str) -> list[GgufTensor]:
+    if name in header.tensors:
+        return [header.tensors[name]]
+    if name.endswith("attn_kv_b.weight"):
+        stem = name.removesuffix("kv_b.weight")
+        return [*_sources(header, f"{stem}k_b.weight"), *_sources(header, f"{stem}v_b.weight")]
+    facts_of(header).shape(name)  # which says that it is missing
+    raise AssertionError(name)
+
+
+class _Layer:
+    """What a file has of a layer's experts."""
+
+    def __init__(self, header: GgufHeader, name: str, module: Any) -> None:
+        self.header, self.name = header, name
+        layout, found = layout_of(module), described(module)
+        number = re.search(r"\.layers\.(\d+)\.", f".{name}")
+        if layout is None or found.fused is None or number is None:
+            got = f"those of {type(module).__name__} ({name})"
+            raise bad_value(
+                "MODEL", "stacked experts whose activation aMoEba computes itself", got, "take another model"
+            )
+        self.sizes = layout.num_experts, layout.hidden, layout.intermediate
+        width = found.fused.width(layout.intermediate)
+        matrices = {"gate_up": (width, layout.hidden), "down": (layout.hidden, layout.intermediate)}
+        stem, sources = f"blk.{number[1]}.ffn_", {}
+        for matrix, shape in matrices.items():
+            sources[matrix, "weight"] = self._find(stem, matrix, "weight", shape)
+            if found.has_bias:
+                sources[matrix, "bias"] = self._find(stem, matrix, "bias", shape[:1])
+        format = _format_of([each for matrix in matrices for each in sources[matrix, "weight"]])
+        activation = replace(found.fused, interleaved=False)
+        self.entry = layer_entry(name, *self.sizes, activation, header.dtype, found.has_bias, format)
+        parts = {part.name: part for part in self.entry.parts}
+        self.pieces: list[Piece] = []
+        for matrix, numbers in zip(matrices, ("gate_up_JH", "down_HI"), strict=True):
+            of_matrix = sources[matrix, "weight"]
+            if format is None:
+                self._add(parts[numbers], of_matrix)
+            else:
+                self._add(parts[matrix + CODES], of_matrix, "codes")
+                self._add(parts[matrix + SCALES], of_matrix, "scales")
+        for matrix, bias in zip(matrices, BIASES if found.has_bias else (), strict=False):
+            self._add(parts[bias], sources[matrix, "bias"])
+
+    def _find(self, stem: str, matrix: str, suffix: str, shape: tuple[int, ...]) -> list[GgufTensor]:
+        """The tensors whose rows follow each other in a matrix of this shape."""
+        tensors = self.header.tensors
+        names = [f"{stem}{matrix}_exps.{suffix}"]
+        if matrix == "gate_up" and names[0] not in tensors:
+            names = [f"{stem}{part}_exps.{suffix}" for part in ("gate", "up")]
+        missing = next((each for each in names if each not in tensors), None)
+        if missing is not None:
+            raise bad_value(str(self.header.path), f"a tensor {missing}", "none", AGAIN)
+        expected = (self.sizes[0], shape[0] // len(names), *shape[1:])
+        for each in names:
+            if tensors[each].shape != expected or (suffix == "bias" and tensors[each].kind not in PLAIN):
+                got = f"{tensors[each].shape} in {tensors[each].kind}"
+                raise bad_value(str(tensors[each].file), f"{each} of shape {expected}", got, AGAIN)
+        return [tensors[each] for each in names]
+
+    def _add(self, part: Part, sources: list[GgufTensor], gives: str = "numbers") -> None:
+        dtype, rows = self.entry.dtype_of(part.name), part.shape[0] // len(sources)
+        shape = (rows, *part.shape[1:])
+        for number, tensor in enumerate(sources):
+            if tensor.kind in PLAIN:
+                stored = TensorEntry(tensor.file, tensor.start, PLAIN[tensor.kind], tensor.shape)
+            else:
+                width = tensor.size // (tensor.shape[0] * rows)
+                stored = _Blocks(
+                    tensor.file, tensor.start, torch.uint8, (*tensor.shape[:-1], width), tensor.kind.lower(), gives
+                )
+            view = torch.empty(shape, dtype=dtype, device="meta")
+            offset = part.offset // dtype.itemsize + number * view.numel()
+            size = tensor.size // tensor.shape[0]
+            self.pieces.append(Piece((stored,), True, size, shape, view.stride(), offset, dtype))
+
+
+def _format_of(tensors: list[GgufTensor]) -> Format | None:
+    """None: they are read as numbers."""
+    return MXFP4 if all(tensor.kind == "MXFP4" for tensor in tensors) else None

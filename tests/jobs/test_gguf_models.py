@@ -1,0 +1,99 @@
+"""Commands take a GGUF file: the tokens of the safetensors it was made of, fine-tuning, streaming, merging."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amoeba import lora
+from amoeba.jobs.cpu_dtype import DtypeChoice
+from amoeba.jobs.placed_model import attach_in, load_placed
+from amoeba.plan.model import read_facts
+from called import call
+from gguf_models import write_gguf
+from tiny_models import build, save_byte_tokenizer
+
+SIZES: dict[str, Any] = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256, "max_position_embeddings": 512}
+CPU = torch.device("cpu")
+
+
+def load(path: Path, placement: str = "auto", dtype: torch.dtype | None = None) -> Any:
+    return load_placed(str(path), DtypeChoice(dtype, None, ""), placement, trains=False, device=CPU)[0]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+def pair(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder, and the same model in a GGUF file."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = build(request.param, norm_topk_prob=True, **SIZES).to(torch.bfloat16)
+    model.save_pretrained(folder / "folder")
+    save_byte_tokenizer(folder / "folder")
+    return folder / "folder", write_gguf(folder / "model.gguf", model)
+
+
+def test_logits_and_tokens_are_those_of_the_safetensors_source(pair):
+    prompt = torch.randint(0, 256, (1, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = (load(path)(prompt).logits for path in reversed(pair))
+    assert torch.equal(found, expected)
+
+
+def test_generate_writes_the_same_tokens_resident_and_streamed(pair):
+    options = ("Once", "--max-new-tokens", 6, "--temperature", 0, "--json")
+    folder, file = (call("generate", path, *options).document for path in pair)
+    assert file["generated_ids"] == folder["generated_ids"]
+    streamed, expected = (call("generate", path, *options, "--ram", "64MiB").document for path in reversed(pair))
+    assert streamed["generated_ids"] == expected["generated_ids"]
+    assert streamed["placement"] == "streamed"
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = build("gpt_oss", **SIZES | {"hidden_size": 64, "intermediate_size": 64}).to(torch.bfloat16)
+    kinds = {"gate": "MXFP4", "up": "MXFP4", "down": "MXFP4", "rest": "Q8_0"}
+    return write_gguf(tmp_path_factory.mktemp("mxfp4") / "model.gguf", model, kinds)
+
+
+def test_quantised_experts_stay_so_and_can_be_packed_for_the_cpu(mxfp4):
+    prompt = torch.randint(0, 256, (1, 7), generator=torch.Generator().manual_seed(0))
+    stored, numbers = (load(mxfp4, placement, torch.float32) for placement in ("auto", "cpu-bf16"))
+    names = {type(module).__name__: module for module in stored.modules()}
+    assert next(iter(names["GptOssExperts"]._parameters.values())).dtype == torch.uint8
+    with torch.no_grad():
+        found, expected = stored(prompt).logits, numbers(prompt).logits
+    assert (found - expected).norm() < 1e-2 * expected.norm()
+    with pytest.raises(ValueError, match="experts: expected mxfp4-weights, as they are in the file; got nvfp4-weights"):
+        load(mxfp4, "nvfp4-weights")
+
+
+def test_streamed_logits_are_those_of_resident_experts(mxfp4):
+    prompt = torch.randint(0, 256, (1, 7), generator=torch.Generator().manual_seed(0))
+    streamed, _ = attach_in(DtypeChoice(torch.float32, None, ""), str(mxfp4), ram="64MiB")
+    with streamed, torch.no_grad():
+        found, expected = streamed.model(prompt).logits, load(mxfp4, dtype=torch.float32)(prompt).logits
+    assert (found - expected).norm() < 1e-2 * expected.norm()  # streamed ones are computed in bf16
+
+
+def test_an_adapter_is_trained_on_a_file_records_it_and_is_merged(mxfp4, tmp_path, caplog):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "hello hello hello world"}\n' * 20)
+    options = ("--data", data, "--steps", 2, "--sequence-length", 32, "--batch-size", 2, "--out", tmp_path / "run")
+    call("finetune", mxfp4, *options)
+    lora.load(load(mxfp4), tmp_path / "run" / "adapter")
+    assert "another file" not in caplog.text
+    merged = tmp_path / "merged"
+    call("merge", mxfp4, "--adapter", tmp_path / "run", "--out", merged)
+    assert json.loads((merged / "config.json").read_text())["model_type"] == "gpt_oss"
+
+    other = mxfp4.with_name("other.gguf")
+    other.write_bytes(mxfp4.read_bytes()[:-1] + b"\1")
+    lora.load(load(other), tmp_path / "run" / "adapter")
+    assert "was trained on another file of its base model" in caplog.text
+
+
+def test_a_plan_knows_the_sizes_of_a_file(mxfp4):
+    facts = read_facts(str(mxfp4))
+    assert (facts.numbers, facts.why_not_streamed, facts.sizes_known) == ("mxfp4", None, True)
+    assert facts.expert_bytes("resident") < mxfp4.stat().st_size

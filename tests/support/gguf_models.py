@@ -1,0 +1,172 @@
+"""Tiny GGUF files of tiny models, written with the package `gguf` as llama.cpp's converter would.
+
+write_gguf(path, build("qwen3_moe"), {"gate": "Q4_K", "down": "Q6_K"})
+call("generate", path, "Once")
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from amoeba.integrations.experts_module import described, experts_modules, stored
+from amoeba.precision.blocks import quantise_blocks
+from tiny_models import END, byte_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'amoeba-moe[gguf]'")
+pytest.importorskip(
+    "transformers.integrations.gguf.gguf_tokenizer_mapping", reason="transformers 5.17 or newer reads such tokenizers"
+)
+
+ARCHITECTURES = {
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
+}
+OURS = ("Q4_K", "Q5_K", "Q6_K")  # which the package does not quantise to
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+
+
+def write_gguf(path: Path, model: Any, kinds: dict[str, str] | None = None, *, parts: int = 1, **changes: Any) -> Path:
+    """kinds: of the experts' gate, up and down, and of the "rest"; BF16 where none is given. changes: of metadata,
+    None for a key that is left out."""
+    kinds = {"gate": "BF16", "up": "BF16", "down": "BF16", "rest": "BF16"} | (kinds or {})
+    architecture, config = ARCHITECTURES[model.config.model_type], model.config
+    split = {} if parts == 1 else {"split_max_tensors": -(-len(list(_tensors(model, architecture))) // parts)}
+    writer = gguf.GGUFWriter(path, architecture, **split)
+    for key, value in (_metadata(config, architecture) | changes).items():
+        _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
+    _add_tokenizer(writer, "tokenizer.ggml.pre" not in changes)
+    for name, tensor in _tensors(model, architecture):
+        part = next((each for each in ("gate", "up", "down") if f"ffn_{each}_exps.weight" in name), "rest")
+        kind = kinds[part] if tensor.dim() > 1 and name.endswith(".weight") and "gate_inp" not in name else "F32"
+        _write(writer, name, tensor.detach().float().contiguous(), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
+
+
+def _write(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
+    number = gguf.GGMLQuantizationType[kind]
+    if kind in OURS:
+        data = quantise_blocks(tensor, kind.lower()).numpy()
+    elif kind == "BF16":
+        data = tensor.to(torch.bfloat16).view(torch.uint8).numpy()
+    else:
+        data = gguf.quantize(tensor.numpy(), number)
+    writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=None if kind in ("F32", "F16") else number)
+
+
+def _tensors(model: Any, architecture: str) -> Any:
+    number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+    for name, module in experts_modules(model).items():
+        found = described(module)
+        gate_up, down, gate_up_bias, down_bias = stored(module, found)
+        layer = f"blk.{name.split('.layers.')[1].partition('.')[0]}.ffn_"
+        halves = (lambda t: (t[:, ::2], t[:, 1::2])) if found.interleaved else (lambda t: t.chunk(2, 1))
+        for part, half in zip(("gate", "up"), halves(gate_up), strict=True):
+            yield f"{layer}{part}_exps.weight", half
+        yield f"{layer}down_exps.weight", down
+        if found.has_bias:
+            for part, half in zip(("gate", "up"), halves(gate_up_bias), strict=True):
+                yield f"{layer}{part}_exps.bias", half
+            yield f"{layer}down_exps.bias", down_bias
+    for name, tensor in model.state_dict().items():
+        stem, _, suffix = name.rpartition(".")
+        if ".experts." in name or (model.config.tie_word_embeddings and name == "lm_head.weight"):
+            continue
+        if suffix == "e_score_correction_bias":
+            yield f"blk.{name.split('.layers.')[1].partition('.')[0]}.exp_probs_b.bias", tensor
+            continue
+        stem, suffix = (stem, suffix) if suffix in ("weight", "bias") else (name, "weight")
+        own = f"{names.get_name(stem)}.{suffix}"
+        if "attn_kv_b" in own:
+            config = model.config
+            heads = tensor.unflatten(0, (config.num_attention_heads, -1))
+            key, value = heads.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+            yield own.replace("kv_b", "k_b"), key.mT
+            yield own.replace("kv_b", "v_b"), value
+        else:
+            yield own, tensor[0] if own.endswith("gate_inp_shexp.weight") else tensor
+
+
+def _metadata(config: Any, architecture: str) -> dict[str, Any]:
+    experts = next(
+        getattr(config, n) for n in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(config, n)
+    )
+    found = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.key_length": _head_dim(config),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "expert_count": experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", config.intermediate_size),
+    }
+    if config.rope_parameters["rope_type"] == "yarn":
+        rope = config.rope_parameters
+        found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
+        found |= {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
+    if architecture == "gpt-oss":
+        found |= {"attention.sliding_window": config.sliding_window}
+    if architecture in ("deepseek2", "glm4moe"):
+        found |= {
+            "leading_dense_block_count": config.first_k_dense_replace,
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_weights_norm": bool(config.norm_topk_prob),
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+            "rope.dimension_count": int(_head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1)),
+        }
+    if architecture == "deepseek2":
+        found |= {
+            "attention.q_lora_rank": config.q_lora_rank,
+            "attention.kv_lora_rank": config.kv_lora_rank,
+            "attention.head_count_kv": 1,
+            "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "attention.value_length_mla": config.v_head_dim,
+            "rope.dimension_count": config.qk_rope_head_dim,
+            "expert_gating_func": 2 if config.model_type == "deepseek_v3" else 1,
+        }
+    return found
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _add_tokenizer(writer: Any, says_how_it_splits: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    writer.add_tokenizer_model("gpt2")
+    if says_how_it_splits:
+        writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token == END else 1 for token in tokens])
+    writer.add_token_scores([0.0] * len(tokens))  # of which merges follow: none
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_chat_template(CHAT)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+              list: writer.add_array}  # fmt: skip
+    if value is not None:
+        adders[type(value)](key, value)
