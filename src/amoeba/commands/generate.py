@@ -64,10 +64,12 @@ class ManyPrompts:
         int | None, typer.Option(help="Prompts answered at once (default: 32 on a GPU, 8 on a CPU).")
     ] = None
 
-    def check(self, prompt: str | None) -> None:
+    def check(self, prompt: str | None, has_images: bool) -> None:
         if (prompt is None) == (self.prompts is None):
             got = "neither" if prompt is None else "both"
             raise bad_value("generate", "a prompt, or --prompts FILE", got, "give one of them")
+        if self.prompts is not None and has_images:
+            raise bad_value("--image", "a single prompt", "--prompts", "call generate for each prompt with images")
         given = {
             "--out": self.out is not None,
             "--batch-size": self.batch_size is not None,
@@ -180,6 +182,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Apply the chat template: the prompt is a user message.")
     ] = False,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Image that the prompt is about (repeatable); applies the chat template.")
+    ] = None,
     computing: Computing,
     json: Json = False,
     verbose: Verbose = False,
@@ -187,7 +192,7 @@ def generate(
     """Generate text with a Hugging Face model, with experts run by aMoEba. Ctrl-C stops it."""
     output = start(verbose, over_ranks=True)
     resident = computing.device != "cpu" and computing.ram is None and computing.vram is None
-    ahead = prompt is not None and adapter is None and resident and launched_processes() == 1
+    ahead = prompt is not None and adapter is None and not image and resident and launched_processes() == 1
     with usage(), compiling_beside(wanted=ahead, heard=output.verbose) as compiler:
         experts = experts_in(computing.precision, computing.experts) or computing.experts
         compiler.begin(Work.of_prompt(model, prompt or "", computing.dtype, experts))
@@ -195,9 +200,10 @@ def generate(
         with loading():
             from amoeba.jobs.generate.options import GenerationOptions
 
-        many.check(prompt)
+        many.check(prompt, bool(image))
         hide_loading_bars(model, output)
-        options = GenerationOptions(max_new_tokens, **vars(sampling), chat=chat, **computing.told())
+        images = tuple(str(path.expanduser()) for path in image or ())
+        options = GenerationOptions(max_new_tokens, **vars(sampling), chat=chat, images=images, **computing.told())
         taken = _taken(model, prompt, many, max_new_tokens, computing)
         options = replace(options, **taken.options)
         if taken.words is not None:

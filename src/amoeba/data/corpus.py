@@ -132,7 +132,7 @@ def _split(documents: list[Document], held_out: float, seed: int, name: str) -> 
 
 
 def _key(document: Document, seed: int) -> str:
-    content = json.dumps([seed, asdict(document)], sort_keys=True)
+    content = json.dumps([seed, asdict(document)], sort_keys=True, default=repr)  # bytes of an image
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 

@@ -2,16 +2,22 @@
 
 document = parse_document({"messages": [...]}, "chat.jsonl, line 3")
 render(document, tokenizer)      # one string
+
+Images of a conversation are parts of its messages' content, as transformers and TRL have them: {"type": "image"} with
+"image", "path" or "url", or bare, with the files in the record's own list `images`.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amoeba.core.errors import bad_value, one_line
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 
 
 RECORD_FIELDS = ("text", "messages", "prompt", "completion")
+IMAGES_FIELD = "images"
+IMAGE = "\ufffc"  # in the content of a message in a conversation with images, where one is
 KIND_FIELD = "kind"  # what kind of text it is, where a record says so
 RECORDS = "`text`, or `messages`, or `prompt` and `completion`"
 
@@ -39,6 +47,11 @@ class Text:
 class Conversation:
     messages: tuple[Message, ...]
     given: int = 0  # this many messages at the start are context, from which no answer is learnt
+
+
+@dataclass(frozen=True)
+class IllustratedConversation(Conversation):
+    images: tuple[str | bytes, ...] = ()  # files, or what is in them: one for each IMAGE in the messages
 
 
 @dataclass(frozen=True)
@@ -71,17 +84,17 @@ def characters(documents: Iterable[Document]) -> int:
 # --- from one record of JSON, parquet or a dataset
 
 
-def parse_document(record: object, place: str) -> Document:
+def parse_document(record: object, place: str, folder: Path | None = None) -> Document:
+    """folder: to which paths of images are relative."""
     if not isinstance(record, dict):
         raise bad_value(place, f"an object with {RECORDS}", shown(record), "write one object per document")
     match {field: record[field] for field in RECORD_FIELDS if record.get(field) is not None}:
         case {"text": text}:
             return Text(parse_string(text, "text", place))
         case {"messages": messages}:
-            return Conversation(parse_messages(messages, "messages", place))
+            return _conversation(record, {"messages": messages}, place, folder)
         case {"prompt": list() as prompt, "completion": list() as completion}:
-            before = parse_messages(prompt, "prompt", place)
-            return Conversation(before + parse_messages(completion, "completion", place), given=len(before))
+            return _conversation(record, {"prompt": prompt, "completion": completion}, place, folder)
         case {"prompt": prompt, "completion": completion}:
             return Completion(parse_string(prompt, "prompt", place), parse_string(completion, "completion", place))
     fields = ", ".join(f"{field} (null)" if value is None else str(field) for field, value in record.items())
@@ -90,7 +103,47 @@ def parse_document(record: object, place: str) -> Document:
     )
 
 
-def parse_messages(messages: object, field: str, place: str) -> tuple[Message, ...]:
+def _conversation(record: dict[str, Any], parts: dict[str, object], place: str, folder: Path | None) -> Conversation:
+    sources: list[object] = []
+    parsed = [parse_messages(messages, field, place, sources) for field, messages in parts.items()]
+    messages, given = sum(parsed, ()), len(parsed[0]) if len(parsed) > 1 else 0
+    listed = record.get(IMAGES_FIELD)
+    listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    if listed and not sources:  # as TRL takes them: before the first question
+        first = next((number for number, message in enumerate(messages) if message.role == "user"), 0)
+        question = messages[first]._replace(content=IMAGE * len(listed) + messages[first].content)
+        messages, sources = (*messages[:first], question, *messages[first + 1 :]), [None] * len(listed)
+    bare = sources.count(None)
+    if bare != len(listed):
+        remedy = f"list as many `{IMAGES_FIELD}` as there are parts without a file"
+        raise bad_value(place, f"{bare} `{IMAGES_FIELD}`, one for each such part of the messages", len(listed), remedy)
+    if not sources:
+        return Conversation(messages, given)
+    if sum(message.content.count(IMAGE) for message in messages) != len(sources):
+        raise bad_value(place, "text without U+FFFC, which stands for an image", "some", "remove the character")
+    left = iter(listed)
+    images = tuple(_image(next(left) if source is None else source, place, folder) for source in sources)
+    return IllustratedConversation(messages, given, images)
+
+
+def _image(source: object, place: str, folder: Path | None) -> str | bytes:
+    if isinstance(source, dict):  # of a parquet file, or {"url": ...}
+        source = next((source[key] for key in ("bytes", "path", "url") if source.get(key) is not None), None)
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str) and source.startswith("data:"):
+        try:
+            return base64.b64decode(source.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise bad_value(place, "an image in base64", f"invalid base64 ({error})", "correct it") from error
+    if not isinstance(source, str) or not (path := (folder or Path()) / Path(source).expanduser()).is_file():
+        remedy = "download it" if str(source).startswith("http") else "correct the path, which is relative to the data"
+        raise bad_value(place, "an image: a file, or its content", shown(source), remedy)
+    return str(path)
+
+
+def parse_messages(messages: object, field: str, place: str, images: list[object] | None = None) -> tuple[Message, ...]:
+    """images: gets what a part says about its image, None where it says nothing; without a list there may be none."""
     if not isinstance(messages, list) or not messages:
         raise bad_value(
             place, f"`{field}` to be a list of messages with role and content", shown(messages), "correct or remove it"
@@ -104,11 +157,40 @@ def parse_messages(messages: object, field: str, place: str) -> tuple[Message, .
                 shown(message),
                 "write calls of tools as content, or remove the conversation",
             )
-        role, content = (
-            parse_string(message.get(part), f"{field}[{number - 1}].{part}", place) for part in Message._fields
-        )
-        found.append(Message(role, content))
+        role = parse_string(message.get("role"), f"{field}[{number - 1}].role", place)
+        where, content = f"{field}[{number - 1}].content", message.get("content")
+        if isinstance(content, list):
+            content = "".join(_part(part, where, place, role, images) for part in content)
+        found.append(Message(role, parse_string(content, where, place)))
     return tuple(found)
+
+
+def _part(part: object, where: str, place: str, role: str, images: list[object] | None) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind == "text":
+        return parse_string(part.get("text"), f"{where}.text", place)
+    if isinstance(part, dict) and kind in ("image", "image_url") and images is not None and role != "assistant":
+        images.append(next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None))
+        return IMAGE
+    expected = "text" if images is None else "text, or images of a user"
+    raise bad_value(place, f"parts of `{where}` of type {expected}", f"{kind!r} of {role}", "correct or remove it")
+
+
+def messages_of(document: Conversation) -> list[dict[str, Any]]:
+    """As chat templates take them."""
+    if not isinstance(document, IllustratedConversation):
+        return [message._asdict() for message in document.messages]
+    return [with_parts(message) for message in document.messages]
+
+
+def with_parts(message: Message) -> dict[str, Any]:
+    """A message whose content has an IMAGE where one is."""
+    if IMAGE not in message.content:
+        return message._asdict()
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(message.content.split(IMAGE)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return {"role": message.role, "content": parts}
 
 
 def parse_string(value: object, field: str, place: str) -> str:
@@ -147,6 +229,10 @@ def render(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> str
             return text
         case Completion(prompt, completion):
             return prompt + completion
+        case IllustratedConversation():
+            raise bad_value(
+                "messages", "text alone", "a conversation with images", "use amoeba finetune, which reads them"
+            )
         case Conversation(messages=messages):
             if tokenizer is None or not tokenizer.chat_template:
                 return "\n".join(f"{role}: {content}" for role, content in messages)

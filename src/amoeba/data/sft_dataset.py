@@ -8,6 +8,9 @@ Answers are the assistant's turns, the completion of a prompt, or all of a text,
 text is tokenised as a whole, or, where a token would lie across the border of an answer, in pieces: in generation the
 prompt ends there too.
 
+A conversation with images needs what reads them, `integrations.images.ImageReader`: its rows have the images' inputs
+too, read again for each batch.
+
 S tokens of a row
 """
 
@@ -22,8 +25,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from amoeba.core.errors import bad_value, counted
-from amoeba.data.documents import Completion, Conversation, Document, Text, by_template
+from amoeba.data.documents import (
+    IMAGE,
+    Completion,
+    Conversation,
+    Document,
+    IllustratedConversation,
+    Text,
+    by_template,
+    messages_of,
+)
 from amoeba.data.token_rows import NO_LABEL, begin_tokens
+from amoeba.integrations.images import ImageReader, is_of_tokens, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +49,9 @@ PLAIN_TEMPLATE = (
 )
 
 
+OF_TOKENS = ("input_ids", "labels", "position_ids")  # of a row; the rest is of its images
+
+
 class Piece(NamedTuple):
     text: str
     is_answer: bool
@@ -44,23 +60,33 @@ class Piece(NamedTuple):
 class Row(NamedTuple):
     ids: list[int]
     labels: list[int]
+    text: str = ""  # of a row with images, with a placeholder for each
+    images: tuple[str | bytes, ...] = ()
 
 
 class SftDataset(Dataset[dict[str, Tensor]]):
-    """Rows longer than `most_tokens` are cut at their end; one that has no answer before the cut is left out. Both are
-    counted in `description`."""
+    """Rows longer than `most_tokens` are cut at their end; one that has no answer before the cut, or that has images,
+    is left out. All are counted in `description`."""
 
-    def __init__(self, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, most_tokens: int) -> None:
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        tokenizer: PreTrainedTokenizerBase,
+        most_tokens: int,
+        reader: ImageReader | None = None,
+    ) -> None:
         if most_tokens < 2:
             raise bad_value("sequence_length", "at least 2", most_tokens, "1024 is a usual length")
-        rows = [row for document in documents for row in rows_of(document, tokenizer)]
-        cut = [Row(row.ids[:most_tokens], row.labels[:most_tokens]) for row in rows]
+        self.reader = reader
+        found = [row for document in documents for row in rows_of(document, tokenizer, reader)]
+        rows = [row for row in found if not row.images or len(row.ids) <= most_tokens]
+        cut = [row._replace(ids=row.ids[:most_tokens], labels=row.labels[:most_tokens]) for row in rows]
         self.rows = [row for row in cut if any(label != NO_LABEL for label in row.labels[1:])]
         if not self.rows:
             raise bad_value(
                 "data",
                 f"an answer within the first {most_tokens} tokens of a row",
-                f"none in {len(rows)} rows",
+                f"none in {len(found)} rows",
                 "raise sequence_length",
             )
         tokens, answers = sum(len(row.ids) for row in self.rows), sum(map(_labelled, self.rows))
@@ -72,6 +98,12 @@ class SftDataset(Dataset[dict[str, Tensor]]):
             self.description += f"; {shortened} cut at {most_tokens} tokens"
         if len(self.rows) < len(rows):
             self.description += f"; skipped {len(rows) - len(self.rows)} whose answer starts after the cut"
+        if len(rows) < len(found):
+            self.description += f"; skipped {len(found) - len(rows)} with images and more than {most_tokens} tokens"
+
+    @property
+    def has_images(self) -> bool:
+        return any(row.images for row in self.rows)
 
     @property
     def longest(self) -> int:
@@ -92,10 +124,18 @@ class SftDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         found = self.rows[row]
         columns = {"input_ids": found.ids, "labels": found.labels}
-        return {name: torch.tensor(ids, dtype=torch.int64, device="cpu") for name, ids in columns.items()}
+        row_of = {name: torch.tensor(ids, dtype=torch.int64, device="cpu") for name, ids in columns.items()}
+        if not found.images:
+            return row_of
+        assert self.reader is not None  # it has read them before
+        given = self.reader.read(found.text, found.images)
+        others = {name: each for name, each in given.items() if name not in ("input_ids", "attention_mask")}
+        return row_of | {name: each[0] if is_of_tokens(name) else each for name, each in others.items()}
 
 
-def pad_rows(rows: list[dict[str, Tensor]], padding: int, least: int = 0) -> dict[str, Tensor]:
+def pad_rows(
+    rows: list[dict[str, Tensor]], padding: int, least: int = 0, images_in: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """A batch as long as its longest row, or `least`."""
     length = max(least, *(len(row["input_ids"]) for row in rows))
 
@@ -108,7 +148,7 @@ def pad_rows(rows: list[dict[str, Tensor]], padding: int, least: int = 0) -> dic
         "input_ids": padded((row["input_ids"] for row in rows), padding),
         "labels": padded((row["labels"] for row in rows), NO_LABEL),
         "attention_mask": padded((torch.ones_like(row["input_ids"]) for row in rows), 0),
-    }
+    } | joined([{name: row[name] for name in row if name not in OF_TOKENS} for row in rows], length, images_in)
 
 
 def check_answers(tokenizer: PreTrainedTokenizerBase) -> Callable[[Document, str], None]:
@@ -152,8 +192,7 @@ def pieces_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[li
 
 
 def _pieces_by_template(document: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[list[Piece]]:
-    messages, given = document.messages, document.given
-    turns = [i for i, message in enumerate(messages) if message.role == "assistant" and i >= given]
+    messages, turns = messages_of(document), _turns(document)
     spans = []
     for turn in turns:
         before = by_template(messages[:turn], tokenizer, add_generation_prompt=True) if turn else ""
@@ -176,17 +215,46 @@ def _pieces_by_template(document: Conversation, tokenizer: PreTrainedTokenizerBa
     return [pieces]
 
 
-def rows_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+def _turns(document: Conversation) -> list[int]:
+    """The messages that are learnt."""
+    found = enumerate(document.messages)
+    return [number for number, message in found if message.role == "assistant" and number >= document.given]
+
+
+def rows_of(document: Document, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None) -> Iterator[Row]:
     special = _special_tokens(tokenizer)
-    for pieces in pieces_of(document, tokenizer):
+    rows = pieces_of(document, tokenizer)
+    for number, pieces in enumerate(rows):
         row = _tokenised([piece for piece in pieces if piece.text], tokenizer)
+        if isinstance(document, IllustratedConversation):
+            assert reader is not None
+            last = _turns(document)[number if len(rows) > 1 else -1]
+            count = sum(message.content.count(IMAGE) for message in document.messages[:last])
+            text, images = "".join(piece.text for piece in pieces), document.images[:count]
+            if images:
+                row = _expanded(row, reader.ids(reader.read(text, images)))._replace(text=text, images=images)
         if not isinstance(document, Conversation):
             begin = begin_tokens(tokenizer)
             if row.ids[: len(begin)] != begin:
                 row = Row(begin + row.ids, [NO_LABEL] * len(begin) + row.labels)
         if row.ids[-1] not in special:  # otherwise the template, or the text, has its own end
-            row = Row([*row.ids, tokenizer.eos_token_id], [*row.labels, tokenizer.eos_token_id])
+            end = tokenizer.eos_token_id
+            row = row._replace(ids=[*row.ids, end], labels=[*row.labels, end])
         yield row
+
+
+def _expanded(row: Row, ids: list[int]) -> Row:
+    """With the tokens that the processor put in place of an image's placeholder: they repeat it, and some are around
+    it. Answers have no images."""
+    labels, at = [], 0
+    for token in ids:
+        is_there = at < len(row.ids) and token == row.ids[at]
+        labels.append(row.labels[at] if is_there else NO_LABEL)
+        at += is_there
+    if at < len(row.ids):
+        got = f"other tokens from number {at} on"
+        raise bad_value("images", "a processor that repeats the placeholder of an image", got, "use another model")
+    return Row(ids, labels)
 
 
 def _tokenised(pieces: list[Piece], tokenizer: PreTrainedTokenizerBase) -> Row:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from amoeba.core.errors import bad_value, counted
 from amoeba.data.documents import (
+    IMAGES_FIELD,
     KIND_FIELD,
     RECORD_FIELDS,
     RECORDS,
@@ -173,7 +174,7 @@ def _read_json_lines(path: Path, text: str) -> Iterator[Placed]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
-            yield _placed(parse_json(line, place), place)
+            yield _placed(parse_json(line, place), place, path.parent)
 
 
 def _read_json(path: Path, text: str) -> Iterator[Placed]:
@@ -181,18 +182,18 @@ def _read_json(path: Path, text: str) -> Iterator[Placed]:
         return
     content = parse_json(text, str(path))
     if isinstance(content, dict):
-        yield _placed(content, str(path))
+        yield _placed(content, str(path), path.parent)
     elif isinstance(content, list):
         for number, record in enumerate(content, start=1):
             place = f"{path}, entry {number}"
-            yield _placed(record, place)
+            yield _placed(record, place, path.parent)
     else:
         raise bad_value(str(path), "a list of objects or one object", shown(content), f"write objects with {RECORDS}")
 
 
-def _placed(record: object, place: str) -> Placed:
+def _placed(record: object, place: str, folder: Path | None = None) -> Placed:
     kind = record.get(KIND_FIELD) if isinstance(record, dict) else None
-    return Placed(parse_document(record, place), place, kind if isinstance(kind, str) and kind else None)
+    return Placed(parse_document(record, place, folder), place, kind if isinstance(kind, str) and kind else None)
 
 
 def parse_json(text: str, place: str) -> Any:
@@ -218,12 +219,12 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
         raise bad_value(str(path), "a parquet file", f"one that pyarrow refuses ({error})", "write it again") from error
     names = file.schema_arrow.names
     columns = [name for name in RECORD_FIELDS if name in names]
-    kind = [KIND_FIELD] if KIND_FIELD in names else []
+    more = [name for name in (KIND_FIELD, IMAGES_FIELD) if name in names]
     if not {"text", "messages"} & set(columns) and len(columns) < 2:
         raise bad_value(str(path), f"the columns {RECORDS}", f"the columns {', '.join(names)}", "rename a column")
-    rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(columns=[*columns, *kind]))
+    rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(columns=[*columns, *more]))
     for number, row in enumerate(rows, start=1):
-        yield _placed(row, f"{path}, row {number}")
+        yield _placed(row, f"{path}, row {number}", path.parent)
 
 
 def _read_dataset(source: str) -> Iterator[Placed]:

@@ -33,7 +33,8 @@ def text_config(config: Any) -> Any:
 def auto_class(config: Any) -> Any:
     """The Auto class of transformers that loads a model of this configuration to read and write text.
 
-    Types that have no text-only class are loaded whole, with their vision and audio parts.
+    It is that of the class which config.json names: a checkpoint with a vision part keeps it, and adapters have the
+    names of that class. Otherwise a text-only class comes first.
     """
     import transformers
 
@@ -42,14 +43,22 @@ def auto_class(config: Any) -> Any:
     for auto in autos:
         if auto.__name__ in (getattr(config, "auto_map", None) or {}):
             return auto
-        if type(config) in auto._model_mapping and _computes(auto._model_mapping[type(config)]):
-            return auto
-    return autos[0]  # its own error says that it does not know the type
+    classes = {auto: auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping}
+    serving = [auto for auto, model_class in classes.items() if _computes(model_class)]
+    stored = getattr(config, "architectures", None) or ()
+    named = [auto for auto in serving if classes[auto].__name__ in stored]
+    return next(iter(named or serving), autos[0])  # whose own error says that it does not know the type
 
 
 def text_decoder(model: Any) -> Any:
     """The part of a composite model that reads and writes text; any other model itself."""
     return model if text_config(model.config) is model.config else model.get_decoder()
+
+
+def decoder_name(model: Any) -> str | None:
+    """Of the text part of a composite model; None for any other model."""
+    decoder = text_decoder(model)
+    return None if decoder is model else next(name for name, each in model.named_modules() if each is decoder)
 
 
 def beyond_text(model: Any) -> set[str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import layouts_of, placed_in
-from amoeba.integrations.text_model import text_config
+from amoeba.integrations.text_model import decoder_name, text_config
 from amoeba.lora import targets as linears
 from amoeba.lora.adapter_config import UP_PARAMETERS, another_model, is_targeted, scalings_of_others
 from amoeba.lora.attaching import (
@@ -99,7 +99,7 @@ def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> At
     If the model already has factors, the file's values are copied into them. An adapter that belongs to another model,
     by names, shapes or recorded base model, raises ValueError.
     """
-    adapter = read_adapter(folder, layouts_of(model))
+    adapter = read_adapter(folder, layouts_of(model), decoder_name(model))
     state = model.__dict__.get(STATE)
     if state is None:
         prepare(model)

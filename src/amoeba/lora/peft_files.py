@@ -77,14 +77,21 @@ class Adapter:
     base: dict[str, Any] = field(default_factory=dict)  # of the model it was trained on; empty in PEFT's own files
 
 
-def read_adapter(folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None = None) -> Adapter:
+def read_adapter(
+    folder: str | Path, layouts: Mapping[str, ExpertsLayout] | None = None, decoder: str | None = None
+) -> Adapter:
     """The adapter in a PEFT folder, on the CPU and in the dtype of the file.
 
     layouts: of the model it is for (`layouts_of`); with them, an adapter of another model is refused.
+    decoder: the name of its text part, where it has others: an adapter may be of the text part alone.
     """
     folder = Path(folder)
     config = read_config(folder / CONFIG_NAME)
     tensors, metadata = _read_tensors(folder / TENSORS_NAME)
+    inside = f"{_PREFIX}{decoder}."
+    if decoder is not None and not any(key.startswith(inside) for key in tensors):
+        tensors = {key.replace(f"{_PREFIX}model.", inside, 1): tensor for key, tensor in tensors.items()}
+        config = {field: _renamed(found, decoder) for field, found in config.items()}
     gate_ranks, base = (_read_metadata(metadata, key, folder / TENSORS_NAME) for key in (GATE_RANKS, BASE))
 
     stacked: dict[str, dict[int, dict[str, Tensor]]] = {}  # module -> nesting -> "A", "B"
@@ -178,6 +185,14 @@ def write_adapter(folder: str | Path, adapter: Adapter) -> None:
     finally:
         Path(staged).unlink(missing_ok=True)
     write_whole(folder / CONFIG_NAME, config + "\n")
+
+
+def _renamed(found: Any, decoder: str) -> Any:
+    """Names and patterns of modules in a text model's config, as a model has them in which it is a part."""
+    if isinstance(found, list | dict):
+        names = [re.sub(r"^model(?=\\?\.)", decoder, each) if isinstance(each, str) else each for each in found]
+        return dict(zip(names, found.values(), strict=True)) if isinstance(found, dict) else names
+    return found
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

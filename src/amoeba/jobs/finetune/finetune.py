@@ -24,11 +24,12 @@ from amoeba.core.cost import factor_numbers
 from amoeba.core.errors import bad_value
 from amoeba.core.placement import Load
 from amoeba.data.corpus import Corpus, load_corpus
-from amoeba.data.documents import Conversation
+from amoeba.data.documents import Conversation, IllustratedConversation
 from amoeba.data.sft_dataset import PLAIN_TEMPLATE, PackedSftDataset, SftDataset, check_answers, pad_rows
 from amoeba.data.token_rows import stack
 from amoeba.data.tokenizer import check_understands
 from amoeba.integrations.coverage import check_coverage
+from amoeba.integrations.images import ImageReader
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
 from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import set_products
@@ -140,10 +141,11 @@ def _finetune(
     if earlier:
         check_data(earlier, content)
     chat = any(isinstance(document, Conversation) for document in corpus.train)
-    if chat and not has_template:
+    reader = _image_reader(corpus, name, model_config, tokenizer, has_template, run)
+    if chat and tokenizer.chat_template == PLAIN_TEMPLATE:
         console.say('the tokenizer has no chat template: writing turns as "role: content", one per line')
     check_understands(tokenizer, corpus.train)
-    rows = _rows(corpus, tokenizer, model_config, settings, console)
+    rows = _rows(corpus, tokenizer, model_config, settings, console, reader)
 
     base = _load_base(run, settings, name, model_config, mesh, at_end)
     model, placed = base.model, base.placed
@@ -155,6 +157,8 @@ def _finetune(
         console.say(f"no LoRA factors on: {in_one_line(attached.left_out)}")
     text_config(model.config).use_cache = False
     check_same_model(rank_zero, model, {"where the experts are": placed.placement})
+    if rows.has_images:
+        rows = rows._replace(collate=functools.partial(rows.collate, images_in=model.dtype))
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
@@ -279,13 +283,34 @@ def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
     return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))
 
 
-def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneSettings, console: Console) -> Rows:
+def _image_reader(
+    corpus: Corpus, name: str, model_config: Any, tokenizer: Any, has_template: bool, run: Run
+) -> ImageReader | None:
+    """None for data without images."""
+    if not any(isinstance(document, IllustratedConversation) for document in (*corpus.train, *corpus.held_out)):
+        return None
+    if run.rank_zero.count > 1:
+        remedy = "start it without torchrun"
+        raise bad_value("--data", "rows without images over several processes", "rows with images", remedy)
+    if not has_template:
+        tokenizer.chat_template = None
+    return ImageReader(name, model_config, tokenizer, trust_remote_code=run.trust_remote_code)
+
+
+def _rows(
+    corpus: Corpus,
+    tokenizer: Any,
+    model_config: Any,
+    settings: FinetuneSettings,
+    console: Console,
+    reader: ImageReader | None,
+) -> Rows:
     most = min(settings.sequence_length, positions(model_config) or settings.sequence_length)
     if most < settings.sequence_length:
         console.say(
             f"rows are limited to {most} tokens instead of {settings.sequence_length}: the model has no more positions"
         )
-    train, held_out = (SftDataset(documents, tokenizer, most) for documents in (corpus.train, corpus.held_out))
+    train, held_out = (SftDataset(documents, tokenizer, most, reader) for documents in (corpus.train, corpus.held_out))
     check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
     console.say(f"training data: {train.description}; held out: {held_out.description}")
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -293,7 +318,8 @@ def _rows(corpus: Corpus, tokenizer: Any, model_config: Any, settings: FinetuneS
     if torch.cuda.is_available() and train.expected_longest(settings.batch_size) >= WORTH_PADDING * train.longest:
         least = train.longest
     collate = functools.partial(pad_rows, padding=padding, least=least)
-    return Rows(train, held_out, collate, train.tokens_per_row, 2, most)
+    has_images = train.has_images or held_out.has_images
+    return Rows(train, held_out, collate, train.tokens_per_row, 2, most, has_images)
 
 
 def _packed(
@@ -302,7 +328,7 @@ def _packed(
     """The rows packed, and whether they are: on a GPU whose attention keeps them apart, unless too few steps would be
     left. A resumed run does as it began."""
     began = (earlier.began_with or {}).get("packed", False) if earlier else None
-    if began is False:
+    if began is False or rows.has_images:
         return rows, False
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     train, held_out = (PackedSftDataset(each, rows.longest, padding) for each in (rows.train, rows.held_out))

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
+from amoeba.integrations.images import ImageReader
 from amoeba.integrations.text_model import text_config
 from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids
-from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
+from amoeba.jobs.generate.prompt_tokens import most_new_tokens, prompt_with_images, tokenise
 from amoeba.jobs.generate.token_steps import Steps, choose_steps
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero
@@ -61,15 +63,23 @@ def generate(
     rank_zero: the ranks over which the experts are; each calls this with the same, and gets the same text.
     """
     found = find_model(model_folder, adapter, options, rank_zero)
-    prompt_ids = tokenise(found.tokenizer, prompt, options.chat)
+    given: dict[str, torch.Tensor] = {}
+    if options.images:
+        trust = options.trust_remote_code
+        reader = ImageReader(found.name, found.config, found.tokenizer, trust_remote_code=trust)
+        given = prompt_with_images(reader, found.tokenizer, prompt, options.images)
+        prompt_ids = reader.ids(given)
+    else:
+        prompt_ids = tokenise(found.tokenizer, prompt, options.chat)
     most = most_new_tokens(found.config, prompt_ids, options.max_new_tokens)
     with closing(load(found, options, prompt_ids[0], say, rank_zero)) as loaded:
-        return _generate(loaded, prompt_ids, most, options, write, rank_zero)
+        return _generate(loaded, prompt_ids, given, most, options, write, rank_zero)
 
 
 def _generate(
     loaded: LoadedModel,
     prompt_ids: list[int],
+    given: dict[str, torch.Tensor],
     most: int,
     options: GenerationOptions,
     write: Callable[[str], object],
@@ -81,20 +91,22 @@ def _generate(
     stream = TokenStream(loaded.tokenizer, write, at_first=lambda: parts.begin("decode"))
     interrupted = False
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        steps = choose_steps(
-            model,
-            sampling,
-            batch=1,
-            prompt_tokens=len(prompt_ids),
-            new_tokens=most,
-            compile=options.compile,
-            dense=options.dense,
-        )
+        steps = Steps("plain", "transformers reads the images of a prompt", None, 0.0)
+        if not given:
+            steps = choose_steps(
+                model,
+                sampling,
+                batch=1,
+                prompt_tokens=len(prompt_ids),
+                new_tokens=most,
+                compile=options.compile,
+                dense=options.dense,
+            )
         logger.info("steps %s: %s", steps.kind, steps.reason)
         began = time.perf_counter()
         parts.begin("prefill")
         try:
-            stream_tokens(model, steps, prompt_ids, most, seed, stream)
+            stream_tokens(model, steps, prompt_ids, most, seed, stream, given=given)
         except KeyboardInterrupt:
             interrupted = True
             stream.end()
@@ -123,14 +135,25 @@ def _generate(
 
 
 def stream_tokens(
-    model: Any, steps: Steps, prompt_ids: list[int], most: int, seed: int, stream: TokenStream, cache: Any = None
+    model: Any,
+    steps: Steps,
+    prompt_ids: list[int],
+    most: int,
+    seed: int,
+    stream: TokenStream,
+    cache: Any = None,
+    given: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """cache: of transformers, which holds the beginning of the prompt; for steps without a decoder."""
+    """cache: of transformers, which holds the beginning of the prompt; for steps without a decoder. given: of a prompt
+    with images, what the model reads."""
     if steps.decoder is None:
         torch.manual_seed(seed)
         ids = torch.tensor([prompt_ids], dtype=torch.int64, device=model.device)
         more = choosing(model, seed) | ({} if cache is None else {"past_key_values": cache})
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream, **more)
+        read: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for name, value in given.items():
+            read[name] = value.to(model.device, model.dtype if value.is_floating_point() else None)
+        model.generate(**read, streamer=stream, **more)
         return
     ends = set(end_ids(model))
     for (token,) in steps.decoder.generate([prompt_ids], most, seed):

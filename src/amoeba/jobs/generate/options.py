@@ -33,6 +33,7 @@ class GenerationOptions:
     repetition_penalty: float | None = None
     seed: int | None = None
     chat: bool = False
+    images: tuple[str, ...] = ()  # files, which the prompt's message begins with
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     experts: str = "auto"  # where they are kept, as amoeba.placements names it

@@ -10,9 +10,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from amoeba.core.errors import bad_value
-from amoeba.data.documents import Message, by_template, shown
+from amoeba.data.documents import IMAGE, Message, by_template, shown, with_parts
 from amoeba.data.token_rows import begin_tokens
+from amoeba.integrations.images import ImageReader
 from amoeba.integrations.text_model import check_ids, positions
 
 logger = logging.getLogger("amoeba")
@@ -45,6 +48,13 @@ def tokenise(tokenizer: Any, prompt: str | Sequence[Message], chat: bool, name: 
             "use the tokenizer that the model was trained with",
         )
     return ids
+
+
+def prompt_with_images(reader: ImageReader, tokenizer: Any, prompt: str, images: Sequence[str]) -> dict[str, Tensor]:
+    """What the model reads: a user's message by the chat template, the images first."""
+    _check_unicode(prompt, "prompt")
+    message = with_parts(Message("user", IMAGE * len(images) + prompt.replace(IMAGE, "")))
+    return reader.read(by_template([message], tokenizer, add_generation_prompt=True), images)
 
 
 def _check_unicode(text: str, name: str) -> None:

@@ -41,6 +41,10 @@ WORTH_COMPILING = 1e16
 @contextmanager
 def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
+    if trainer.rows.has_images:
+        say("each step runs as transformers computes it, but for the experts: rows have images")
+        yield
+        return
     gpu = _is_on_a_gpu(trainer)
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     # which exchange counts and gradients within a pass

@@ -187,7 +187,7 @@ def data_facts(content: dict[str, Any]) -> dict[str, Any]:
 def _side(documents: Sequence[Document]) -> dict[str, Any]:
     found = hashlib.blake2b(digest_size=16)
     for document in documents:
-        found.update(json.dumps(dataclasses.asdict(document)).encode() + b"\n")
+        found.update(json.dumps(dataclasses.asdict(document), default=repr).encode() + b"\n")
     return {"documents": len(documents), "characters": characters(documents), "hash": found.hexdigest()}
 
 

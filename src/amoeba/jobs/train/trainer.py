@@ -36,10 +36,11 @@ logger = logging.getLogger("amoeba")
 class Rows(NamedTuple):
     train: Any  # datasets of {input_ids, labels}
     held_out: Any
-    collate: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+    collate: Callable[..., dict[str, Tensor]]  # of a list of rows
     tokens_per_row: float
     documents_per_row: int  # at most; padding is one
     longest: int  # tokens of a row at most
+    has_images: bool = False
 
 
 CAPTURES = 2  # tries at most: a pass may do for the first time what a second one finds done
