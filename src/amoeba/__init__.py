@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.cpu.packed_experts import pack_experts
     from amoeba.experts import experts, submit_experts
+    from amoeba.integrations.exact import exact as exact
     from amoeba.integrations.place_experts import place_experts as place_experts
     from amoeba.integrations.precision import set_precision as set_precision
     from amoeba.layer import MoE
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from amoeba.precision.recipes import with_precision
     from amoeba.routing.router import Routing, route
 
-# Without adapt, place_experts and set_precision: they need transformers, and `from amoeba import *` should need torch
-# alone.
+# Without adapt, exact, place_experts and set_precision: they need transformers, and `from amoeba import *` should need
+# torch alone.
 __all__ = [
     "Activation",
     "Backend",
@@ -75,6 +76,7 @@ _HOME = {
     "PassesBackend": "amoeba.backends.backend",
     "Placement": "amoeba.core.placement",
     "Request": "amoeba.backends.backend",
+    "exact": "amoeba.integrations.exact",
     "experts": "amoeba.experts",
     "explain": "amoeba.backends.registry",
     "pack_experts": "amoeba.cpu.packed_experts",

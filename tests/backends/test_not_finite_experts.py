@@ -162,9 +162,9 @@ PLACES = [each for each in all_placements() if each.name != "ranks"]  # which ta
 PLACEMENTS = (RESIDENT, *PLACES, *map(_streamed, (FP8_128, MXFP8, MXFP4, NVFP4)))
 # By the kind of weights that a placement makes. Triton's interpreter takes seconds for a pass.
 SERVING = {
-    "ExpertWeights": ("eager", "grouped", "cpu", "triton", "tasks"),
+    "ExpertWeights": ("eager", "grouped", "cpu", "exact", "triton", "tasks"),
     "Fp8Experts": ("eager", "triton"),
-    "QuantisedExperts": ("eager", "cpu", "cpu-fused", "triton"),
+    "QuantisedExperts": ("eager", "cpu", "cpu-fused", "exact", "triton"),
     "PackedExperts": ("cpu",),
     "StreamedExperts": ("streamed",),
 }

@@ -29,12 +29,13 @@ def test_verify_passes_and_names_every_backend_and_gradient():
     document = last_line(result)
     assert document["ok"]
     cpu = torch.device("cpu")
-    by_name = {"tasks", "cpu-fused"}  # which nobody sees proven unless they are checked without being asked for
+    # Without being asked for, they are checked as well.
+    by_name = {"tasks", "cpu-fused", "exact"}
     assert {row["backend"] for row in document["backends"]} == {*conformance.backend_names(cpu), *by_name}
     checked = {row["backend"] for row in document["backends"] if row["cases_checked"]}
     core = conformance.why_not(Case(1, 2), "cpu-fused", cpu, torch.bfloat16) is None
     kernels = conformance.why_not(Case(1, 2), "tasks", cpu, torch.float32) is None
-    assert by_name & checked == ({"cpu-fused"} if core else set()) | ({"tasks"} if kernels else set())
+    assert by_name & checked == ({"cpu-fused", "exact"} if core else set()) | ({"tasks"} if kernels else set())
     for row in document["backends"]:
         if row["cases_checked"]:
             placed = {placement.name for placement in all_placements() if not placement.trains} | {"cpu-fused"}

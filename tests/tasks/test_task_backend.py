@@ -38,10 +38,11 @@ CASES = [
 def tasks(monkeypatch):
     """Registered for one test: others count the backends that there are."""
     monkeypatch.setattr(registry, "_backends", list(registry._backends))
-    from amoeba.backends.tasks import BACKEND
+    from amoeba.backends.tasks import BACKENDS
 
-    registry.register_backend(BACKEND)
-    yield BACKEND
+    (backend,) = BACKENDS
+    registry.register_backend(backend)
+    yield backend
     monkeypatch.undo()
     registry._sort_backends()
 

@@ -57,4 +57,4 @@ def _why_no_node() -> str | None:
     return None
 
 
-BACKEND = QuantisedFusedBackend()
+BACKENDS = (QuantisedFusedBackend(),)

@@ -56,7 +56,11 @@ _backends: list[Backend] = [
     )
 ]
 # Those that come when they are asked for by name, or because they were measured to be faster: where they register.
-_BY_NAME = {"tasks": "amoeba.backends.tasks", "cpu-fused": "amoeba.backends.quantised_cpu_fused"}
+_BY_NAME = {
+    "tasks": "amoeba.backends.tasks",
+    "cpu-fused": "amoeba.backends.quantised_cpu_fused",
+    "exact": "amoeba.backends.exact",
+}
 _serving: dict[tuple[type, str], list[Backend]] = {}  # by kind and type of device, the preferred ones first
 _announced: set[str] = set()
 
@@ -99,14 +103,18 @@ def backends_of(kind: type, device: torch.device) -> list[Backend]:
 
 def named_backends() -> list[Backend]:
     """Those of any weights that `auto` takes only where they were measured to be faster; they go on waiting."""
-    return [import_module(module).BACKEND for module in _BY_NAME.values()]
+    return [backend for name in _BY_NAME for backend in _waiting(name)]
 
 
 def all_backends_of(kind: type, device: torch.device) -> list[Backend]:
     """Also those that wait to be asked for by name; they go on waiting."""
     here = {backend.name for backend in _backends}
-    waiting = [import_module(module).BACKEND for name, module in _BY_NAME.items() if name not in here]
+    waiting = [backend for name in _BY_NAME if name not in here for backend in _waiting(name)]
     return [*backends_of(kind, device), *(backend for backend in waiting if kind in backend.kinds)]
+
+
+def _waiting(name: str) -> tuple[Backend, ...]:
+    return import_module(_BY_NAME[name]).BACKENDS
 
 
 def _sort_backends() -> None:
@@ -144,7 +152,8 @@ def _measured_faster(backend: Backend, request: Request) -> Backend | None:
 def is_known(name: str) -> bool:
     """Whether there is such a backend; one that waits to be asked for by name is there from now on."""
     if name in _BY_NAME and not any(backend.name == name for backend in _backends):
-        register_backend(import_module(_BY_NAME[name]).BACKEND)
+        for backend in _waiting(name):
+            register_backend(backend)
     return any(backend.name == name for backend in _backends)
 
 

@@ -121,4 +121,4 @@ def kernel_for(problem: Problem) -> Callable[..., Scheduled]:
     return scheduled_backward
 
 
-BACKEND = TasksBackend()
+BACKENDS = (TasksBackend(),)

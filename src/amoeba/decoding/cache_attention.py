@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from amoeba.core.operators import implementations
+from amoeba.integrations import exact
+from amoeba.integrations.exact import materialised_mask
 
 NAME = "amoeba_decode"
 
@@ -31,18 +33,13 @@ def decoding_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[Non
     """name: of another implementation that a step is to use."""
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
-        config._attn_implementation_internal = name
+        if config._attn_implementation_internal != exact.NAME:
+            config._attn_implementation_internal = name
     try:
         yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
-
-
-def attention_configs(model: nn.Module) -> list[Any]:
-    """Each once."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def decode_attention(
@@ -113,18 +110,6 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: 
     return torch.softmax(logits, dim=-1)[..., :-1].to(value.dtype) @ value
 
 
-def _materialised_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    kwargs["allow_is_causal_skip"] = False
-    offset = kwargs.get("q_offset")
-    if not isinstance(offset, Tensor) or offset.dim() == 0:
-        return sdpa_mask(*args, **kwargs)
-    # Rows with a slot each: which of the others each of them sees is the same function of the two places
-    slot, device = torch.arange(kwargs["kv_length"], dtype=torch.int64, device=offset.device), offset.device
-    row = torch.arange(len(offset), dtype=torch.int64, device=device)
-    mask = kwargs["mask_function"](row[:, None, None, None], 0, offset[:, None, None, None], slot[None, None, None])
-    return mask.expand(len(offset), 1, 1, len(slot))
-
-
 def _by_kernel(
     query_BQD: Tensor, key_BGLD: Tensor, value_BGLV: Tensor, live_BL: Tensor, scaling: float, sink_Q: Tensor | None
 ) -> Tensor:
@@ -143,4 +128,4 @@ def _(query_BQD, key_BGLD, value_BGLV, live_BL, scaling, sink_Q):
 
 
 AttentionInterface.register(NAME, decode_attention)
-AttentionMaskInterface.register(NAME, _materialised_mask)
+AttentionMaskInterface.register(NAME, materialised_mask)

@@ -37,9 +37,10 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.pointers import address, place_of
 from amoeba.cpu.weights import PackedWeights
-from amoeba.decoding.cache_attention import attention_configs, decoding_attention
+from amoeba.decoding.cache_attention import decoding_attention
 from amoeba.decoding.step import Choose, Rows
 from amoeba.integrations.compiled_layers import decoder_layers, final_norm
+from amoeba.integrations.exact import attention_configs
 from amoeba.integrations.experts_module import LORA, is_experts, routers_in, weights_of
 from amoeba.integrations.fused_routers import recognise as recognise_router
 from amoeba.integrations.text_model import text_config, text_decoder

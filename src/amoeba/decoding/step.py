@@ -24,11 +24,12 @@ from torch import Tensor
 
 from amoeba.core.graph_replays import Replays, replays_of
 from amoeba.decoding.cache import FixedCache
-from amoeba.decoding.cache_attention import NAME, attention_configs, decoding_attention
+from amoeba.decoding.cache_attention import NAME, decoding_attention
 from amoeba.decoding.compiled_layers import compiled_layers
 from amoeba.decoding.fused_layers import fused_layers, join_projections
 from amoeba.decoding.rotations import Rotations
 from amoeba.integrations import fused_attention
+from amoeba.integrations.exact import attention_configs
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
 

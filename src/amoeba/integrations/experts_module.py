@@ -37,6 +37,7 @@ ATTRIBUTE = "_amoeba"
 ROUTER_NAMES = ("gate", "router")  # what transformers calls the router, a sibling of the experts
 SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # and the experts that see every token
 SHARED = "_amoeba_shared"  # a `SharedExperts`, where they are computed while the routed ones are under way
+BACKEND = "_amoeba_backend"  # by which its experts are computed, unless "auto"
 PRECISION = "_amoeba_precision"  # in which its experts train, see `integrations.precision`
 LORA = "lora_factors"  # the child that holds LoRA factors, an amoeba.lora.factors.ExpertsLora
 

@@ -28,6 +28,7 @@ from amoeba.experts import experts, submit_experts
 from amoeba.integrations.coverage import coverage
 from amoeba.integrations.experts_module import (
     ATTRIBUTE,
+    BACKEND,
     LORA,
     PRECISION,
     SHARED,
@@ -69,7 +70,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     adapter = module._modules.get(LORA)
     if found.placed is not None:
         shared = module.__dict__.get(SHARED)
-        return _through_placed(placed_now(module, found.placed), hidden_states, routing, adapter, shared)
+        placed, backend = placed_now(module, found.placed), module.__dict__.get(BACKEND, "auto")
+        return _through_placed(placed, hidden_states, routing, adapter, shared, backend)
     gate_up, down, gate_up_bias, down_bias = stored(module, found)
     x, dtype = hidden_states, hidden_states.dtype
     if dtype != gate_up.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -88,12 +90,17 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             activation=found.fused,
             **({} if recipe is None else {"recipe": recipe}),
         )
-        y = experts(x, routing, weights, lora=lora)
+        y = experts(x, routing, weights, lora=lora, backend=module.__dict__.get(BACKEND, "auto"))
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _through_placed(
-    weights: AnyExperts, x_TH: Tensor, routing: Routing, adapter: Any, shared: SharedExperts | None = None
+    weights: AnyExperts,
+    x_TH: Tensor,
+    routing: Routing,
+    adapter: Any,
+    shared: SharedExperts | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """x may be in any dtype and wherever these experts take it from. shared: computed meanwhile."""
     lora = None if adapter is None else adapter.factors(weights.device)
@@ -101,7 +108,7 @@ def _through_placed(
     with torch.autocast(device, enabled=weights.trains and torch.is_autocast_enabled(device)):
         rows_TH = x_TH.to(weights.dtype)
         if shared is None or not shared.overlap(x_TH):
-            return experts(rows_TH, routing, weights, lora=lora).to(x_TH.dtype)
+            return experts(rows_TH, routing, weights, lora=lora, backend=backend).to(x_TH.dtype)
         ticket = submit_experts(rows_TH, routing, weights, lora=lora)
     shared.compute(x_TH)
     return ticket.sync().to(x_TH.dtype)
@@ -158,7 +165,8 @@ def fp8_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor,
     dtype = hidden_states.dtype if hidden_states.dtype.itemsize > 1 else torch.bfloat16
     routing = Routing(top_k_index, top_k_weights, trusted=True)
     adapter = module._modules.get(LORA)
-    return _through_placed(experts_of_fp8_module(module, dtype), hidden_states, routing, adapter)
+    backend = module.__dict__.get(BACKEND, "auto")
+    return _through_placed(experts_of_fp8_module(module, dtype), hidden_states, routing, adapter, backend=backend)
 
 
 def register() -> None:

@@ -1,0 +1,391 @@
+"""Operators whose results for a row depend on that row alone: not on its batch, nor on its place in it.
+
+    with ExactOperators():              # what torch is asked for inside has one order of summation
+        logits_TV = model_part(x_TH)
+
+Outside, torch picks another kernel, and so another order, for one row than for a hundred, and computes the end of a
+buffer without vectors. Inside,
+
+products      are summed by the C++ core in fp32, in the order of the summed dimension, whatever the number of rows
+sums, norms   fold the row's second half onto its first, again and again
+exponentials  and whatever else differs between vectors and single numbers go through whole vectors, in pieces that one
+              thread computes
+attention     is two such products, with exact zeros where a query does not look: padding changes nothing
+
+Results are rounded to their dtype once. Backward is torch's. What is not known to be exact raises ValueError.
+
+B rows · T tokens · L keys · Q query heads · G key and value heads · D of a head · E matrices ·
+M rows, K summed, N columns of each
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amoeba.core import operators
+from amoeba.core.errors import bad_value
+from amoeba.core.operators import Operand
+from amoeba.core.torch_internals import TorchDispatchMode, is_view, tree_leaves, writes_to_arguments
+from amoeba.cpu.core import load_core
+from amoeba.cpu.pointers import place_of
+
+PIECE = 1 << 14  # elements: torch gives no part of so few to another thread
+WHOLE = 128  # a multiple of the vectors of every CPU, as torch unrolls its loops over them
+ALIGNED = 64  # bytes
+CHUNK = 1 << 24  # scores of attention at a time
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def product(a_EMK: Tensor, b_EKN: Tensor) -> Tensor:
+    """a @ b in fp32, each element summed in the order of K."""
+    for each in (a_EMK, b_EKN):
+        if each.dtype not in DTYPES or each.device.type != "cpu":
+            got = f"{each.dtype} on {each.device}"
+            raise bad_value("exact mode", "fp32, bf16 or fp16 on the CPU", got, "convert or move the model")
+    (count, rows, depth), columns = a_EMK.shape, b_EKN.shape[2]
+    out = torch.empty(count * rows, columns, dtype=torch.float32, device=a_EMK.device)
+    if depth == 0 or out.numel() == 0:
+        return out.zero_().view(count, rows, columns)
+    offs_E = torch.arange(1, count + 1, dtype=torch.int32, device=out.device) * rows
+    matrix = b_EKN.detach().float()
+    matrix = matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
+    rows_NK = a_EMK.detach().float().reshape(count * rows, depth).contiguous()
+    load_core().multiply_rows(offs_E, rows_NK, matrix, out=out)
+    return out.view(count, rows, columns)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Over the last dimension, in fp32. Additions alone, so it has the same bits everywhere."""
+    x = x.float()
+    if x.shape[-1] == 0:
+        return x.sum(-1)
+    while (size := x.shape[-1]) > 1:
+        half = 1 << (size - 1).bit_length() - 1
+        folded = x[..., : size - half] + x[..., half:]
+        x = folded if 2 * half == size else torch.cat((folded, x[..., size - half : half]), -1)
+    return x[..., 0]
+
+
+def in_pieces(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """function(*given), a function of single elements, so that each is computed in a whole vector."""
+    shape = torch.broadcast_shapes(*(each.shape for each in given))
+    count = shape.numel()
+    padded = -(-count // WHOLE) * WHOLE
+    flat = [each.expand(shape).reshape(-1) for each in given]
+    if padded > count:
+        flat = [torch.cat((each, each.new_zeros(padded - count))) for each in flat]
+    flat = [each.clone() if place_of(each) % ALIGNED else each for each in flat]
+    pieces = [function(*each) for each in zip(*(each.split(PIECE) for each in flat), strict=True)]
+    if not pieces:
+        return function(*flat).view(shape)
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count].view(shape)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """Over the last dimension, in fp32."""
+    x = x.float() - x.float().amax(-1, keepdim=True)
+    return x - in_pieces(torch.log, row_sum(in_pieces(torch.exp, x)))[..., None]
+
+
+# --- attention
+
+
+def attention(
+    q_BQTD: Tensor,
+    k_BGLD: Tensor,
+    v_BGLD: Tensor,
+    seen_B1TL: Tensor,
+    *,
+    scale: float,
+    sink_Q: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """y_BQTD. seen_B1TL: which keys each query sees; all others add exact zeros."""
+    return _Attention.apply(q_BQTD, k_BGLD, v_BGLD, sink_Q, seen_B1TL, scale, softcap or 0.0)
+
+
+def _scores(
+    multiply: Any, element: Any, q: Tensor, k: Tensor, sink: Tensor | None, seen: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """exp(score - largest) of (B, G, R, T, L), and what the sink adds to their sum. Written once for both passes."""
+    groups, keys = k.shape[1:3]
+    q = q.unflatten(1, (groups, -1))
+    s = multiply(q.flatten(0, 1).flatten(1, 2), k.flatten(0, 1).mT).view(*q.shape[:-1], keys) * scale
+    if softcap:
+        s = element(torch.tanh, s / softcap) * softcap
+    s = s.masked_fill(~seen[:, :, None], -torch.inf)
+    most = s.detach().amax(-1, keepdim=True)
+    of_sink = None if sink is None else sink.float().view(1, groups, -1, 1, 1)
+    if of_sink is not None:
+        most = torch.maximum(most, of_sink.detach())
+    most = most.masked_fill(most == -torch.inf, 0)  # padding sees nothing
+    return element(torch.exp, s - most), None if of_sink is None else element(torch.exp, of_sink - most)
+
+
+def _attended(
+    multiply: Any, element: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seen: Tensor, *numbers: float
+) -> Tensor:
+    p, of_sink = _scores(multiply, element, q, k, sink, seen, *numbers)
+    p_EML, v_ELD = p.flatten(0, 1).flatten(1, 2), v.flatten(0, 1)
+    total = multiply(p_EML, torch.ones_like(v_ELD[..., :1])).view(*p.shape[:-1], 1)  # in the order of the keys
+    total = total if of_sink is None else total + of_sink
+    y = multiply(p_EML, v_ELD).view(*p.shape[:-1], -1) / total.masked_fill(total == 0, 1)
+    return y.flatten(1, 2)
+
+
+def _chunks(q: Tensor, k: Tensor) -> list[slice]:
+    """Of the queries."""
+    step = max(1, CHUNK // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(first, first + step) for first in range(0, q.shape[2], step)]
+
+
+def _attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seen: Tensor, scale: float, softcap: float
+) -> tuple[Tensor]:
+    y = q.new_empty((*q.shape[:3], v.shape[-1]))
+    k, v = k.float(), v.float()
+    for part in _chunks(q, k):
+        y[:, :, part] = _attended(product, in_pieces, q[:, :, part], k, v, sink, seen[:, :, part], scale, softcap)
+    return (y,)
+
+
+operators.define_forward(
+    "exact_attention",
+    (
+        *(Operand(name, "Tensor") for name in ("q", "k", "v")),
+        Operand("sink", "Tensor?"),
+        Operand("seen", "Tensor"),
+        Operand("scale", "float"),
+        Operand("softcap", "float"),
+    ),
+    results=("y",),
+    forward=_attention_forward,
+    fake=lambda q, k, v, *_: (q.new_empty((*q.shape[:3], v.shape[-1])),),
+)
+
+
+class _Attention(operators.reverse_only("amoeba::exact_attention")):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ctx.save_for_backward(*given[:5])
+        ctx.numbers = given[5:]
+        return torch.ops.amoeba.exact_attention(*given)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *given, seen = ctx.saved_tensors
+        wide = [each.detach().float().requires_grad_() for each in given if each is not None]
+        found = [torch.zeros_like(each) for each in wide]
+        q, k, v = wide[:3]
+        sink = wide[3] if len(wide) > 3 else None
+        for part in _chunks(q, k):
+            with torch.enable_grad():
+                y = _attended(torch.bmm, _at_once, q[:, :, part], k, v, sink, seen[:, :, part], *ctx.numbers)
+            for total, more in zip(found, torch.autograd.grad(y, wide, dy[:, :, part].float()), strict=True):
+                total += more
+        gradients = [total.to(each.dtype) for total, each in zip(found, given, strict=False)]
+        return (*gradients, *[None] * (7 - len(gradients)))
+
+
+def _at_once(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+# --- what torch is asked for
+
+OURS = {"exact", "quantised_exact", "exact_attention"}  # operators of amoeba
+# Of torch: what moves elements, compares them, or has one right result for each.
+_SAME = frozenset(
+    """
+    _to_copy copy clone contiguous cat stack embedding index index_select index_put index_copy index_fill gather
+    scatter masked_select take where masked_fill fill zero full_like zeros_like ones_like empty_like new_empty
+    new_zeros new_ones new_full lift lift_fresh _unsafe_view constant_pad_nd repeat roll flip tril triu topk sort
+    argsort max min amax amin argmax argmin any all eq ne lt le gt ge isnan isinf isfinite equal mul div neg abs
+    sign maximum minimum clamp clamp_min clamp_max relu threshold logical_not logical_and logical_or floor ceil
+    round trunc detach is_nonzero _local_scalar_dense item nll_loss_forward nll_loss2d_forward repeat_interleave
+    unbind split select_scatter slice_scatter square
+    """.split()  # noqa: SIM905
+)
+
+
+class ExactOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _rule(function)(self, function, args, kwargs or {})
+
+
+def _plain(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _by_elements(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    places = [place for place, each in enumerate(args) if isinstance(each, Tensor)]
+    if not any(args[place].is_floating_point() for place in places):
+        return function(*args, **kwargs)
+
+    def run(*tensors: Tensor) -> Tensor:
+        given = list(args)
+        for place, each in zip(places, tensors, strict=True):
+            given[place] = each
+        return function(*given, **kwargs)
+
+    return in_pieces(run, *(args[place] for place in places))
+
+
+def _summed(x: Tensor, dims: Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None, mean: bool) -> Tensor:
+    dims = sorted(dim % x.dim() for dim in (dims or range(x.dim())))
+    rest = [dim for dim in range(x.dim()) if dim not in dims]
+    total = row_sum(x.permute(*rest, *dims).flatten(len(rest)) if dims else x[..., None])
+    if mean:
+        total = total / max(1, x.numel() // max(1, total.numel()))
+    if keepdim:
+        total = total.reshape([1 if dim in dims else size for dim, size in enumerate(x.shape)])
+    return total.to(dtype or x.dtype)
+
+
+def _sum(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, mean: bool = False
+) -> Tensor:
+    if not x.is_floating_point():
+        return torch.mean(x, dim, keepdim, dtype=dtype) if mean else torch.sum(x, dim, keepdim, dtype=dtype)
+    return _summed(x, [dim] if isinstance(dim, int) else dim, keepdim, dtype, mean)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return product(a[None], b[None])[0].to(a.dtype)
+
+
+def _added(x: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta x + alpha a b; the sum is rounded once."""
+    batch = a.dim() == 3
+    total = product(a if batch else a[None], b if batch else b[None])
+    total = (total if batch else total[0]) * alpha
+    return (total + x.float() * beta).to(a.dtype)
+
+
+def _softmax(x: Tensor, dim: int, to_float: bool = False, *, log: bool = False) -> Tensor:
+    last = x.movedim(dim, -1)
+    found = log_softmax(last)
+    if not log:
+        weight = in_pieces(torch.exp, last.float() - last.float().amax(-1, keepdim=True))
+        found = weight / row_sum(weight)[..., None]
+    return found.movedim(-1, dim).to(torch.float32 if to_float else x.dtype)
+
+
+def _norm(
+    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    if ord != 2:
+        raise bad_value("exact mode", "norms of order 2", ord, "this model cannot be exact")
+    return (
+        _summed(x.float().square(), [dim] if isinstance(dim, int) else dim, keepdim, None, False)
+        .sqrt()
+        .to(dtype or x.dtype)
+    )
+
+
+def _layer_norm(
+    x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    mean = _summed(x.float(), dims, True, None, True)
+    scale = 1 / (_summed((x.float() - mean).square(), dims, True, None, True) + eps).sqrt()
+    y = (x.float() - mean) * scale
+    y = y if weight is None else y * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype), mean, scale
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = 1 / (_summed(x.float().square(), dims, True, None, True) + eps).sqrt()
+    y = x.float() * scale
+    return (y if weight is None else y * weight.float()).to(x.dtype), scale
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    most = x.float().amax(dim, keepdim=True)
+    weight = in_pieces(torch.exp, x.float() - most)
+    total = in_pieces(torch.log, _summed(weight, [dim] if isinstance(dim, int) else dim, True, None, False)) + most
+    return (total if keepdim else total.squeeze(dim)).to(x.dtype)
+
+
+def _with_alpha(sign: int) -> Callable[..., Tensor]:
+    def run(x: Tensor, y: Any, *, alpha: float = 1) -> Tensor:
+        factor = sign * alpha
+        return torch.add(x, y) if factor == 1 else torch.sub(x, y) if factor == -1 else torch.add(x, y * factor)
+
+    return run
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "mm": _mm,
+    "bmm": lambda a, b: product(a, b).to(a.dtype),
+    "mv": lambda a, b: _mm(a, b[:, None])[:, 0],
+    "dot": lambda a, b: _mm(a[None], b[:, None])[0, 0],
+    "addmm": _added,
+    "baddbmm": _added,
+    "addmv": lambda x, a, b, **scales: _added(x.view(-1, 1), a, b[:, None], **scales)[:, 0],
+    "sum": _sum,
+    "mean": functools.partial(_sum, mean=True),
+    "_softmax": _softmax,
+    "_log_softmax": functools.partial(_softmax, log=True),
+    "logsumexp": _logsumexp,
+    "linalg_vector_norm": _norm,
+    "native_layer_norm": _layer_norm,
+    "_fused_rms_norm": _rms_norm,
+    "add": _with_alpha(1),
+    "sub": _with_alpha(-1),
+}
+
+
+@functools.cache
+def _rule(function: Any) -> Callable[..., Any]:
+    """What computes an operator of torch instead."""
+    space, name = function._schema.name.split("::")
+    if space == "amoeba":
+        return _plain if name in OURS else _integers_alone
+    writes = writes_to_arguments(function)
+    in_place = writes and name.endswith("_")
+    base = name.rstrip("_") if in_place else name
+    if space != "aten" or (writes and not in_place):
+        return _integers_alone
+    if base in _RULES:
+        found = _by_rule(_RULES[base])
+    elif base in _SAME or (is_view(function) and not writes):
+        return _plain
+    elif torch.Tag.pointwise in function.tags:
+        found = _by_elements
+    elif torch.Tag.nondeterministic_seeded in function.tags or base in ("bernoulli", "native_dropout"):
+        return _random
+    else:
+        return _decomposed
+    if not in_place:
+        return found
+    return lambda mode, function, args, kwargs: args[0].copy_(found(mode, function, args, kwargs))
+
+
+def _by_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda mode, function, args, kwargs: rule(*args, **kwargs)
+
+
+def _decomposed(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    with mode:
+        found = function.decompose(*args, **kwargs)
+    return _integers_alone(mode, function, args, kwargs) if found is NotImplemented else found
+
+
+def _integers_alone(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    if not any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves((args, kwargs))):
+        return function(*args, **kwargs)
+    expected, remedy = "operators that compute each row by itself", "this model cannot be exact; leave exact mode off"
+    raise bad_value("exact mode", expected, function._schema.name, remedy)
+
+
+def _random(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    remedy = "set its dropout and jitter to 0, or call model.eval()"
+    raise bad_value("exact mode", "no random numbers in the model", function._schema.name, remedy)

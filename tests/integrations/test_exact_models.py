@@ -1,0 +1,210 @@
+"""Exact mode: generation and training have the same log-probabilities, to the last bit.
+
+B rows · N tokens of a text · V vocabulary
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import amoeba
+from amoeba import lora
+from amoeba.core.torch_internals import has_dispatch_mode
+from amoeba.decoding import Decoder
+from amoeba.integrations.exact import exact, is_exact, log_probabilities
+from amoeba.integrations.place_experts import place_experts
+from selection import quick
+from tiny_models import VOCABULARY, build, relative
+
+NEW = 3
+FAMILIES = "qwen3_moe", "gpt_oss", "deepseek_v3"
+_built: dict[tuple[str, torch.dtype], Any] = {}
+
+
+def made(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    if (family, dtype) not in _built:
+        model = build(family, max_position_embeddings=1024).to(dtype)
+        model.set_experts_implementation("amoeba")
+        model.generation_config.eos_token_id = None
+        _built[family, dtype] = model
+    return copy.deepcopy(_built[family, dtype])
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generated(model: Any, *lengths: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Texts, and the log-probabilities of their new tokens."""
+    rows, found = prompts(*lengths), []
+
+    def choose(logits_BV: Tensor) -> Tensor:
+        token_B = logits_BV.argmax(-1)
+        found.append(log_probabilities(logits_BV, token_B))
+        return token_B
+
+    decoder = Decoder(model, batch=len(rows), length=max(lengths) + NEW, choose=choose)
+    steps = list(decoder.generate(rows, NEW))
+    texts = [row + [tokens[place] for tokens in steps] for place, row in enumerate(rows)]
+    return texts, list(torch.stack(found, 1))
+
+
+def in_training(model: Any, texts: list[list[int]], side: str = "left") -> list[Tensor]:
+    """The log-probabilities of their last tokens."""
+    length = max(map(len, texts))
+    ids, mask = torch.zeros(2, len(texts), length, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        place = slice(length - len(text), None) if side == "left" else slice(len(text))
+        ids[row, place], mask[row, place] = torch.tensor(text), 1
+    model.train()
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    model.eval()
+    assert logits.requires_grad
+    found = log_probabilities(logits[:, :-1], ids[:, 1:])
+    ends = [length if side == "left" else len(text) for text in texts]
+    return [each[end - 1 - NEW : end - 1] for each, end in zip(found.detach(), ends, strict=True)]
+
+
+def differences(model: Any, *lengths: int) -> list[float]:
+    """Of generation, from training on the same batch with padding on either side, and on each text alone."""
+    texts, rollout = generated(model, *lengths)
+    alone = [in_training(model, [text])[0] for text in texts]
+    others = in_training(model, texts), in_training(model, texts, "right"), alone
+    return [max(float((a - b).abs().max()) for a, b in zip(rollout, other, strict=True)) for other in others]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_and_training_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    model = made(family, dtype)
+    with amoeba.exact(model):
+        assert differences(model, 65, 1, 17) == [0, 0, 0]
+
+
+def test_without_it_they_differ() -> None:
+    assert max(differences(made("qwen3_moe"), 65, 1)) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [(1,), (63,), (64,), (500,), (63, 64, 65, 500, 1, 2, 300, 7)], ids=str)
+def test_so_they_have_at_every_length(family: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    model = made(family, dtype)
+    with exact(model):
+        assert differences(model, *lengths) == [0, 0, 0]
+
+
+@quick(lambda placement: placement == "mxfp4-weights")
+@pytest.mark.parametrize("placement", [None, "fp8-weights", "mxfp4-weights"])
+def test_lora_and_quantised_experts(placement: str | None) -> None:
+    model = made("qwen3_moe", torch.bfloat16)
+    if placement is not None:
+        place_experts(model, placement)
+    lora.attach(model, 3, 5, ["experts", "q_proj"])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    with exact(model):
+        assert differences(model, 33, 5) == [0, 0, 0]
+
+
+def test_the_loop_of_transformers_too() -> None:
+    model, (prompt,) = made("gpt_oss"), prompts(20)
+    with exact(model):
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        logits = model(input_ids=out.sequences).logits[0, len(prompt) - 1 : -1]
+    assert torch.equal(torch.cat(out.logits), logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_gradients_are_those_of_fp64(family: str) -> None:
+    model, ids = made(family), torch.tensor([prompts(21)[0], prompts(22)[0][:21]])
+    truth = made(family).double()
+    truth.set_experts_implementation("eager")
+    truth(input_ids=ids, labels=ids).loss.backward()
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with exact(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for (name, got), wanted in zip(model.named_parameters(), truth.parameters(), strict=True):
+        assert got.grad is not None, name
+        assert relative(got.grad.double(), wanted.grad) < 1e-5, name
+
+
+def test_layers_that_run_again_in_backward_are_exact() -> None:
+    model, ids = made("qwen3_moe"), torch.tensor(prompts(40))
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    seen: list[Tensor] = []
+    with exact(model):
+        layer = model.model.layers[0].self_attn
+        layer.register_forward_hook(lambda _, given, found: seen.append(found[0].detach().clone()))
+        model(input_ids=ids).logits.sum().backward()
+    assert not has_dispatch_mode()
+    first, again = seen
+    assert torch.equal(first, again)
+
+
+def test_undo_leaves_the_model_as_it_was() -> None:
+    model, ids = made("qwen3_moe"), torch.tensor(prompts(9))
+    before = model(input_ids=ids).logits
+    mode = exact(model)
+    assert is_exact(model)
+    mode.undo()
+    assert not is_exact(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_a_pass_that_fails_leaves_torch_as_it_was() -> None:
+    model = made("qwen3_moe")
+    with exact(model):
+        with pytest.raises(IndexError):
+            model(input_ids=torch.tensor([[VOCABULARY + 1]]))
+        assert not has_dispatch_mode()
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    model, ids = made("qwen3_moe"), torch.tensor(prompts(9))
+    with exact(model):
+        with pytest.raises(ValueError, match="not exact yet"):
+            exact(model)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="got autocast"):
+            model(input_ids=ids)
+        model.model.layers[0].self_attn.attention_dropout = 0.5
+        with pytest.raises(ValueError, match="no dropout"):
+            model.train()(input_ids=ids)
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="experts_implementation"):
+        exact(model)
+    with pytest.raises(ValueError, match="fp32 or bf16"):
+        exact(made("qwen3_moe").double())
+    with pytest.raises(ValueError, match="a model of transformers"):
+        exact(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("placement", ["cpu-int8", "cpu-bf16"])
+def test_placements_that_cannot_are_refused(placement: str) -> None:
+    model = made("qwen3_moe")
+    place_experts(model, placement)
+    with pytest.raises(ValueError, match="backend"):
+        exact(model)
+    assert not is_exact(model)
+
+
+def test_layers_that_are_not_attention_are_refused() -> None:
+    model = build("qwen3_next")
+    model.set_experts_implementation("amoeba")
+    with pytest.raises(ValueError, match="attention"):
+        exact(model)
