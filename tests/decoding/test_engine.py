@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from amoeba.decoding import slots as slots_module
+from amoeba.decoding.decoder import Decoder, native_steps
 from amoeba.decoding.engine import End, Engine, Request
 from amoeba.decoding.sampling import Sampling
 from tiny_models import VOCABULARY, build
@@ -61,7 +62,7 @@ def asked(engine: Engine, ids: list[int], most: int, **options) -> Heard:
 def test_requests_that_come_and_go_get_the_tokens_of_plain_generate(family, together, monkeypatch):
     """More requests than rows, of different lengths: rows are freed, moved and taken again. Past a window of 16."""
     if together:
-        monkeypatch.setattr(slots_module, "native_steps", lambda model: "not wanted here")
+        monkeypatch.setattr(slots_module, "native_steps", lambda model, dense: "not wanted here")
     model = built(family)
     engine = Engine(model, slots=3, length=64, streams=together)
     sizes = [(5, 21), (1, 3), (19, 9), (7, 1), (2, 17), (11, 6), (5, 12)]
@@ -86,6 +87,23 @@ def test_each_request_has_its_own_settings_and_draws_what_it_draws_alone():
     assert all_of(Engine(model, slots=4, length=64), range(4)) == alone
     assert all_of(Engine(model, slots=2, length=64), [3, 0, 2, 1]) == [alone[each] for each in (3, 0, 2, 1)]
     assert len({tuple(each) for each in alone}) == 4
+
+
+def test_int8_weights_of_a_native_step_are_those_of_a_decoder():
+    model = built("qwen3_moe")
+    native = native_steps(model, "int8")
+    if isinstance(native, str):
+        pytest.skip(native)
+    engine = Engine(model, slots=2, length=40, dense="int8")
+    first, second = asked(engine, prompt(7), 9, logprobs=0), asked(engine, prompt(7), 9, logprobs=0)
+    engine.finish_all()
+    assert engine.kind == "native" and first == second
+    decoder = Decoder(model, batch=1, length=40, native=native)
+    assert first.ids == [token for (token,) in decoder.generate([prompt(7)], 9)]
+    as_loaded = Engine(model, slots=2, length=40)
+    other = asked(as_loaded, prompt(7), 9, logprobs=0)
+    as_loaded.finish_all()
+    assert other[0] == first[0] and other[1].logprob != first[1].logprob  # a prompt is read as loaded
 
 
 def test_a_text_ends_at_its_end_token_and_at_no_other():

@@ -123,6 +123,8 @@ def test_lines_of_a_pipe_are_messages_and_commands(folder, tmp_path):
     assert result.exit_code == 0 and len(document["answers"]) == 3
     assert [message["content"] for message in document["messages"][:2]] == ["Be brief.", "Once"]
     assert json.loads((tmp_path / "saved.jsonl").read_text()) == {"messages": document["messages"]}
+    result = invoke(folder, "--system", "Be brief.", input=f"/save {tmp_path / 'empty.jsonl'}\n")
+    assert "nothing to save yet" in result.output and not (tmp_path / "empty.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -130,8 +132,8 @@ def test_lines_of_a_pipe_are_messages_and_commands(folder, tmp_path):
     [
         ("/retry\n", "retry: expected an answer to replace; got none"),
         ("/undo\n", "nothing was asked yet"),
-        ("/save\n", "/save: no such command, or something is missing behind it"),
-        ("/save /no/such/folder/file\n", "No such file or directory"),
+        ("/save\n", "/save: expected a file name"),
+        ("Once\n/save /no/such/folder/file\n", "No such file or directory"),
         ("/help\n", "Ctrl-C stops an answer"),
     ],
 )

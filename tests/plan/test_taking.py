@@ -74,6 +74,39 @@ def test_a_plan_file_says_where_and_options_win(folder, tmp_path):
     assert document["streaming"]["ram_bytes"] == 2**31
 
 
+@pytest.fixture
+def serve(folder, monkeypatch):
+    """`amoeba serve`, stopped before its first request."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'amoeba-moe[serve]'")
+    monkeypatch.setattr("amoeba.serve.server.run", lambda app, served, *_: served.stop())
+
+    def invoke(*words):
+        result = CliRunner().invoke(app, ["serve", str(folder), "--device", "cpu", "--json", *words])
+        assert result.exit_code == 0, result.output
+        return result, json.loads(result.stdout.splitlines()[-1])
+
+    return invoke
+
+
+def test_a_server_streams_what_does_not_fit(serve, too_small):
+    result, document = serve("--slots", "1", "--context", "16")
+    assert document["placement"] == "streamed" and "amoeba: plan: experts streamed (" in result.stderr
+    assert document["plan"]["measured"]["peak_memory_bytes"] == document["peak_memory_bytes"]
+
+
+def test_a_server_takes_slots_and_context_of_its_plan_file(serve, folder, tmp_path):
+    words = ["plan", str(folder), "--machine", "4090", "--vram", "0", "--out", str(tmp_path / "plan.json")]
+    words += ["--for", "serve", "--batch", "3", "--context", "40"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    _, document = serve("--plan", str(tmp_path / "plan.json"))
+    assert (document["slots"], document["context"]) == (3, 40)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert document["plan"]["predicted"] == {"peak_memory_bytes": plan["candidates"][plan["best"]]["host_bytes"]}
+    _, document = serve("--plan", str(tmp_path / "plan.json"), "--slots", "2", "--experts", "resident")
+    assert (document["slots"], document["context"], document["plan"]) == (2, 40, None)
+
+
 def test_a_model_that_cannot_be_planned_runs_all_the_same(folder, monkeypatch):
     def fail(*_, **__):
         raise KeyError("an odd configuration")

@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory) -> dict[str, str]:
-    """Two that change the text."""
+    """Two that change the text; the second has a chat template of its own."""
     found = {}
     for seed, name in enumerate(("first", "second")):
         model = build("qwen3_moe", vocab_size=257, max_position_embeddings=600, eos_token_id=256)
@@ -60,6 +60,10 @@ def adapters(tmp_path_factory) -> dict[str, str]:
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         found[name] = str(tmp_path_factory.mktemp("adapters") / name)
         lora.save(model, found[name])
+    save_byte_tokenizer(found["second"])
+    tokenizer = AutoTokenizer.from_pretrained(found["second"])
+    tokenizer.chat_template = "<{{ messages[0].content }}>"
+    tokenizer.save_pretrained(found["second"])
     return found
 
 

@@ -127,7 +127,20 @@ def test_logprobs_come_with_their_tokens(client):
     for each in content:
         assert len(each.top_logprobs) == 3 and each.logprob == each.top_logprobs[0].logprob <= 0
     old = client.completions.create(model=NAME, prompt="Once", max_tokens=4, temperature=0, logprobs=2)
-    assert len(old.choices[0].logprobs.token_logprobs) == len(old.choices[0].logprobs.tokens) == 4
+    found = old.choices[0].logprobs
+    assert len(found.token_logprobs) == len(found.tokens) == 4
+    assert found.text_offset == [sum(map(len, found.tokens[:count])) for count in range(4)]
+    rare = client.completions.create(model=NAME, prompt="Once", max_tokens=4, temperature=5, seed=1, logprobs=0)
+    assert [[*each] for each in rare.choices[0].logprobs.top_logprobs] == [
+        [each] for each in rare.choices[0].logprobs.tokens
+    ]
+
+
+def test_an_adapter_chats_by_its_own_template(folder, client, adapters):
+    found = client.chat.completions.create(model="second", messages=said("Once"), max_tokens=9, temperature=0)
+    assert found.usage.prompt_tokens == len("<Once>")
+    expected = generated(folder, "Once", adapters["second"], chat=True, max_new_tokens=9, temperature=0)
+    assert found.choices[0].message.content == expected
 
 
 def test_tools_reach_the_template_and_calls_come_back(client, server, monkeypatch):
@@ -139,7 +152,7 @@ def test_tools_reach_the_template_and_calls_come_back(client, server, monkeypatc
     messages = [*said("Rain?"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "1", "content": "yes"})
     client.chat.completions.create(model=NAME, messages=messages, tools=tools, max_tokens=2)
-    text = server.served.tokenizer.decode(seen[0])
+    text = server.served.loaded.tokenizer.decode(seen[0])
     assert text == "[tool weather][user]Rain?[assistant][call Bonn][tool]yes[assistant]"
 
 
@@ -171,6 +184,7 @@ def test_an_answer_follows_its_json_schema(client, stream):
         assert found.choices[0].finish_reason == "stop"
     answer = json.loads(text)
     assert answer["city"] in ("Bonn", "Rome") and isinstance(answer["rain"], bool)
+    assert text == json.dumps(answer)  # on one line: no spaces without end
 
 
 def test_langchain_talks_to_it(server, folder):

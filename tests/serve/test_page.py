@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,9 @@ def test_a_message_is_answered_and_numbers_are_shown(server, browser):
     page.close()
 
 
-def test_stop_ends_an_answer_on_the_server_too(server, browser):
+def test_stop_ends_an_answer_on_the_server_too(server, browser, monkeypatch):
+    advance = server.served.engine.advance
+    monkeypatch.setattr(server.served.engine, "advance", lambda: (time.sleep(0.01), advance()))
     page = browser.new_page()
     page.goto(server.url)
     page.wait_for_function("document.querySelectorAll('#model option').length == 3")

@@ -146,13 +146,15 @@ def _command(chat: Chat, word: str, rest: str, output: Output) -> Answer | None:
     elif word in ("/clear", "/system"):
         chat.clear(rest if word == "/system" else None)
         output.progress("a new conversation")
+    elif word == "/save" and rest and all(message.role != "assistant" for message in chat.messages):
+        output.progress("nothing to save yet")
     elif word == "/save" and rest:
         line = json_format.dumps({"messages": [message._asdict() for message in chat.messages]}, ensure_ascii=False)
         with Path(rest).open("a") as file:
             file.write(f"{line}\n")
         output.progress(f"added to {rest}")
     else:
-        wrong = "" if word == "/help" else f"{word}: no such command, or something is missing behind it.\n"
+        wrong = {"/help": "", "/save": "/save: expected a file name\n"}.get(word, f"{word}: no such command\n")
         output.progress(wrong + HELP)
     return None
 

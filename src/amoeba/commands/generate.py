@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from amoeba.jobs.generate.generate_prompts import PromptsReport
     from amoeba.jobs.generate.options import GenerationOptions
     from amoeba.parallel.rank_zero import RankZero
+    from amoeba.plan.memory import Purpose
     from amoeba.plan.taking import Taken
 
 # Characters of a prompt for a token of it, at least, and tokens of a prompt in a file: they are read later.
@@ -146,7 +147,17 @@ class Computing:
         del given["precision"], given["plan"]
         return given
 
-    def take_plan(self, model: str, context: int, batch: int, prompt: int | None = None) -> Taken:
+    def at_once(self) -> int:
+        """Texts that are generated at once where nothing is said."""
+        import torch
+
+        from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
+
+        return GPU_BATCH if self.device != "cpu" and torch.cuda.is_available() else CPU_BATCH
+
+    def take_plan(
+        self, model: str, context: int, batch: int, prompt: int | None = None, purpose: Purpose = "generate"
+    ) -> Taken:
         """Where the experts go: as a file says, or the best way that fits, unless the options say where."""
         from amoeba.plan.memory import Work
         from amoeba.plan.taking import Taken, take_plan
@@ -157,7 +168,7 @@ class Computing:
             return Taken()
         return take_plan(
             model,
-            Work("generate", context, batch, prompt=prompt),
+            Work(purpose, context, batch, prompt=prompt),
             file=self.plan,
             given=given,
             gpu=self.device != "cpu",
@@ -237,16 +248,11 @@ def generate(
 
 
 def _taken(model: str, prompt: str | None, many: ManyPrompts, max_new_tokens: int, computing: Computing) -> Taken:
-    import torch
-
-    from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
-
     tokens, batch = _FILE_PROMPT, 1
     if prompt is not None:
         tokens = _FILE_PROMPT if prompt == "-" else len(prompt) // _CHARACTERS + 1
     else:
-        on_gpu = torch.cuda.is_available() and computing.device != "cpu"
-        batch = many.batch_size or (GPU_BATCH if on_gpu else CPU_BATCH)
+        batch = many.batch_size or computing.at_once()
     return computing.take_plan(model, tokens + max_new_tokens, batch, tokens)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Rows at a time, and tokens of a row, where nothing is said: as the commands have them.
 _ROWS = {"generate": 1, "serve": 8, "finetune": 8, "train": 8}
+_SERVED_BY_GPU = 32
 _TOKENS = {"generate": 4096, "serve": 4096, "finetune": 1024, "train": 256}
 
 
@@ -40,7 +41,8 @@ class PlanOptions:
         typer.Option(help="Tokens per row: prompt and answer, or a training row (default: 4096, as trained)."),
     ] = None
     batch: Annotated[
-        int | None, typer.Option(help="Rows at a time on each rank (default: 1; 8 to serve or train).")
+        int | None,
+        typer.Option(help="Rows at a time on each rank (default: 1; 8 to train or serve; 32 to serve on a GPU)."),
     ] = None
     lora_rank: Annotated[int, typer.Option(help="With --for finetune: LoRA rank.")] = 16
     ranks: Annotated[int, typer.Option(help="GPUs with expert parallelism.")] = 1
@@ -71,7 +73,10 @@ def plan(
 
         work = _work(options)
         facts = facts_for(model, work, trust_remote_code)
-        found = make_plan(facts, _machine(options), work)
+        machine = _machine(options)
+        if work.purpose == "serve" and options.batch is None and machine.gpu:
+            work = replace(work, batch=_SERVED_BY_GPU)
+        found = make_plan(facts, machine, work)
         if options.out is not None:
             write_plan(options.out, found)
         show(found, output, options.out)
@@ -186,7 +191,7 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
         for words, times in plan.helps:
             output.line(f"  {words}: {'then it fits' if times is None else f'{times:.1f}x'}")
     if written is not None:
-        output.line(f"\nsaved to {written}: pass --plan {written} to generate, chat, finetune or train")
+        output.line(f"\nsaved to {written}: pass --plan {written} to generate, chat, serve, finetune or train")
 
 
 def _three_digits(number: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -51,7 +52,7 @@ def serve(
         need("fastapi", "uvicorn", "prometheus_client")
         with loading():
             from amoeba.jobs.generate.options import GenerationOptions
-            from amoeba.serve.served_model import open_model, parse_adapters
+            from amoeba.serve.served_model import DEFAULT_CONTEXT, open_model, parse_adapters
             from amoeba.serve.server import Limits, make_app, run
 
         def say(text: str) -> None:
@@ -63,6 +64,14 @@ def serve(
         hide_loading_bars(model, output)
         options = GenerationOptions(max_new_tokens, **vars(sampling), **computing.told())
         adapters = parse_adapters(adapter or [])
+        lanes = 1 + len(adapters)  # each has rows of its own, and one to read prompts in
+        most = (slots or computing.at_once()) + 1
+        taken = computing.take_plan(model, context or DEFAULT_CONTEXT, most * lanes - 1, purpose="serve")
+        options = replace(options, **taken.options)
+        if computing.plan is not None and taken.work is not None and taken.work.purpose == "serve":
+            slots, context = slots or taken.work.batch, context or taken.work.context
+        if taken.words is not None:
+            say(taken.words)
         if output.on_terminal:
             say(f"loading {model}")
         try:
@@ -76,4 +85,5 @@ def serve(
             shown = f"[{host}]" if ":" in host else host
             run(app, served, host, port, lambda chosen: say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"))
             document = {"document": "amoeba serve", **served.status(), **served.loaded.facts()}
+            document["plan"] = taken.compared(document)
     finish(output, document, True, json)

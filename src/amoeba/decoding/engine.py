@@ -99,9 +99,11 @@ class Engine:
         lanes: dict[str, Callable[[], object]] | None = None,
         capture: bool | None = None,
         streams: bool = False,
+        dense: str = "auto",
     ) -> None:
         """length: tokens of a text at most, with its prompt. lanes: what makes the model the version of that name.
-        streams: whether its experts are streamed; prompts of any lengths are then read in one pass."""
+        streams: whether its experts are streamed; prompts of any lengths are then read in one pass.
+        dense: as of `native_steps`."""
         self.counts, self.failure = Counts(), None
         self._streams = streams
         self._choose = lanes or {"": lambda: None}
@@ -109,7 +111,7 @@ class Engine:
         self._lanes: dict[str, _Lane] = {}
         for name in self._choose:
             self._switch(name)
-            self._lanes[name] = _Lane(model, slots, length, capture)
+            self._lanes[name] = _Lane(model, slots, length, capture, dense)
         lane = next(iter(self._lanes.values()))
         self.length, self.slots = lane.rows.length, slots
         self.kind, self.reason = lane.rows.kind, lane.rows.reason
@@ -272,8 +274,8 @@ class _Sent(NamedTuple):
 
 
 class _Lane:
-    def __init__(self, model: Any, slots: int, length: int, capture: bool | None) -> None:
-        self.rows = make_slots(model, batch=slots, length=length, capture=capture)
+    def __init__(self, model: Any, slots: int, length: int, capture: bool | None, dense: str) -> None:
+        self.rows = make_slots(model, batch=slots, length=length, capture=capture, dense=dense)
         self.ahead = AHEAD if self.rows.device.type == "cuda" else 0
         self.owners: list[Request | None] = [None] * slots
         self.sent: deque[_Sent] = deque()

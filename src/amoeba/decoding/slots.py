@@ -41,17 +41,20 @@ SHARED_PREFIX = 32  # tokens that are worth a copy from another row. On a GPU mo
 SHARED_PREFIX_CAPTURED = 1024
 
 
-def make_slots(model: Any, *, batch: int, length: int, capture: bool | None = None) -> Slots | RowByRow:
-    """length: tokens of a text at most, with its prompt. capture: None where the model is on a GPU and allows it."""
+def make_slots(
+    model: Any, *, batch: int, length: int, capture: bool | None = None, dense: str = "auto"
+) -> Slots | RowByRow:
+    """length: tokens of a text at most, with its prompt. capture: None where the model is on a GPU and allows it.
+    dense: as of `native_steps`."""
     reason = why_no_slots(model)
     if reason is not None:
         logger.info("rows are stepped one by one: %s", reason)
         return RowByRow(model, batch, length)
-    return Slots(model, batch, length, model.device.type == "cuda" if capture is None else capture)
+    return Slots(model, batch, length, model.device.type == "cuda" if capture is None else capture, dense)
 
 
 class Slots:
-    def __init__(self, model: Any, batch: int, length: int, capture: bool) -> None:
+    def __init__(self, model: Any, batch: int, length: int, capture: bool, dense: str) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         reason = (
             why_not(model) or _why_wrong(model)
@@ -65,7 +68,7 @@ class Slots:
         self.captured = reason is None and self.device.type == "cuda"
         self._native: NativeModel | None = None
         if reason is not None and self.device.type == "cpu":
-            found = native_steps(model)
+            found = native_steps(model, dense)
             reason, self._native = (found, None) if isinstance(found, str) else (reason, found)
         self.kind: Literal["captured", "native", "plain"] = "captured" if reason is None else "plain"
         self.reason = "steps are CUDA graphs" if reason is None else reason

@@ -126,7 +126,8 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
     lines += _experts(facts, choice, work, dtype, share)
     if not work.trains:
         length = cache_length(work.context) if here == CUDA else work.context
-        lines.append(Line("KV cache", work.batch * length * facts.kv_numbers * dtype.itemsize, here, "running"))
+        rows = work.batch + (work.purpose == "serve")  # and one in which prompts are read
+        lines.append(Line("KV cache", rows * length * facts.kv_numbers * dtype.itemsize, here, "running"))
         lines.append(Line("activations", _forward_bytes(facts, work, dtype, choice), here, "running"))
     else:
         lines += _training(facts, choice, work, dtype, share)

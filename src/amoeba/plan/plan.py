@@ -373,15 +373,13 @@ def as_document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def predicted(candidate: Candidate) -> dict[str, Any]:
-    """What a report compares with what was measured, by the names that it has for them."""
-    speed = candidate.speed
-    found: dict[str, Any] = {"peak_memory_bytes": candidate.peak_bytes}
-    if speed.decode is not None:
+def predicted(peak: int, speed: Speed | None) -> dict[str, Any]:
+    """What a report compares with what was measured, by the names that it has for them. speed: None if unknown."""
+    found: dict[str, Any] = {"peak_memory_bytes": peak}
+    if speed is not None:
         found |= {"prompt_tokens_per_second": speed.prefill, "generation_tokens_per_second": speed.decode}
-    if speed.step_tokens_per_second is not None:
         found["tokens_per_second"] = speed.step_tokens_per_second
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def predicted_words(candidate: Candidate) -> str:
@@ -400,7 +398,7 @@ def write_plan(path: Path, plan: Plan) -> None:
 
 
 def read_plan(path: Path, purpose: Purpose) -> dict[str, Any]:
-    """The best candidate of a file that `amoeba plan` wrote: its `options`, and what it predicts."""
+    """The best candidate of a file that `amoeba plan` wrote: its `options`, its `work`, and what is `predicted`."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -415,4 +413,6 @@ def read_plan(path: Path, purpose: Purpose) -> dict[str, Any]:
         remedy = "plan with a smaller --context or --batch, or for another machine"
         raise bad_value("--plan", "a plan in which something fits", f"{path}, in which nothing does", remedy)
     best: dict[str, Any] = found["candidates"][found["best"]]
-    return best
+    peak = best["gpu_bytes"] if best["device"] == CUDA else best["host_bytes"]
+    known = found["machine"]["source"] == "measured" and not found["machine"]["assumed"]
+    return best | {"work": found["work"], "predicted": predicted(peak, Speed(**best["speed"]) if known else None)}

@@ -27,7 +27,7 @@ from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.plan.machine import Machine, measured_machine
 from amoeba.plan.memory import Work, memory_of, total
 from amoeba.plan.model import ModelFacts, read_facts
-from amoeba.plan.plan import Candidate, Plan, make_plan, predicted_words, read_plan
+from amoeba.plan.plan import Candidate, Plan, make_plan, predicted, predicted_words, read_plan
 from amoeba.plan.speed import speed_of
 from amoeba.stream.attaching import Streamed, attach
 from amoeba.stream.sizes import parse_size
@@ -40,6 +40,7 @@ class Taken:
     """
     options: what the command is to be told, by the names of its settings.
     words:   a line for people; None where everything is as without a plan.
+    promised: what a file predicts, for its own `work`.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -48,30 +49,26 @@ class Taken:
     facts: ModelFacts | None = None
     machine: Machine | None = None
     work: Work | None = None
+    promised: dict[str, Any] | None = None
 
     def compared(self, measured: Mapping[str, Any], **work: Any) -> dict[str, Any] | None:
         """For a report: `predicted` and `measured` by the same names. Speeds only where the machine's are known.
         work: what is known by now, as the tokens of the prompt."""
+        if self.promised is not None:
+            return _compared(str(self.words), self.promised, measured)
         if self.candidate is None or self.candidate.choice is None:
             return None
         assert self.facts is not None and self.machine is not None and self.work is not None
         batch = self.work.batch // self.candidate.micro_batches
         done, choice = replace(self.work, **{"batch": batch} | work), self.candidate.choice
         lines = memory_of(self.facts, choice, done)
-        found: dict[str, Any] = {"peak_memory_bytes": total(lines, choice.device)}
-        if self.machine.is_measured:
-            speed = speed_of(self.facts, choice, done, self.machine)
-            named = {
-                "prompt_tokens_per_second": speed.prefill,
-                "generation_tokens_per_second": speed.decode,
-                "tokens_per_second": speed.step_tokens_per_second,
-            }
-            found |= {name: value for name, value in named.items() if value is not None}
-        return {
-            "candidate": str(self.candidate),
-            "predicted": found,
-            "measured": {name: measured.get(name) for name in found},
-        }
+        speed = speed_of(self.facts, choice, done, self.machine) if self.machine.is_measured else None
+        return _compared(str(self.candidate), predicted(total(lines, choice.device), speed), measured)
+
+
+def _compared(candidate: str, promised: dict[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: measured.get(name) for name in promised}
+    return {"candidate": candidate, "predicted": promised, "measured": found}
 
 
 def take_plan(
@@ -91,7 +88,8 @@ def take_plan(
         found = read_plan(file, work.purpose)
         options = {name: value for name, value in found["options"].items() if name not in (given or {})}
         told = ", ".join(f"{name} {value}" for name, value in options.items()) or "as the model is"
-        return Taken(options, f"plan {file}: experts {found['placement']} in {found['numbers']} ({told})")
+        words = f"plan {file}: experts {found['placement']} in {found['numbers']} ({told})"
+        return Taken(options, words, work=Work(**found["work"]), promised=None if given else found["predicted"])
     if given or (config is None and not Path(model).expanduser().exists()):  # the hub's files are not here yet
         return Taken()
     try:

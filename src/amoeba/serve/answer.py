@@ -26,6 +26,7 @@ class Logprob(NamedTuple):
     token: str
     logprob: float
     top: list[tuple[str, float]]
+    offset: int  # characters of the answer before it
 
     def as_chat(self) -> dict[str, Any]:
         def one(token: str, logprob: float) -> dict[str, Any]:
@@ -46,14 +47,16 @@ class ChoiceText:
         self._tokenizer, self._stops, self._calls_tools = tokenizer, stops, calls_tools
         self._held = ""  # text that may be, or is, no part of the answer
         self._stream = TokenStream(tokenizer, self._take)
-        self._in_calls = False
+        self._in_calls, self._offset = False, 0
         self._logprobs: list[Logprob] = []
 
     def add(self, token: Token) -> Piece:
         self.tokens += 1
         if token.logprob is not None:
             top = [(self._word(each), logprob) for each, logprob in token.top]
-            self._logprobs.append(Logprob(self._word(token.id), token.logprob, top))
+            word = self._word(token.id)
+            self._logprobs.append(Logprob(word, token.logprob, top, self._offset))
+            self._offset += len(word)
         self._stream.add([token.id])
         return self._given(final=False)
 

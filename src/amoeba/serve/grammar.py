@@ -41,16 +41,16 @@ class Grammars:
             )
             raise Refused(422, message, "response_format") from None
         try:
-            compiled = self._compiled(None if wanted.type == "json_object" else json.dumps(schema))
+            compiled = self._compiled(json.dumps({"type": "object"} if wanted.type == "json_object" else schema))
         except Exception as error:  # of xgrammar, about the schema
             message = f"response_format: expected a schema that xgrammar takes; {one_line(error)[:300]}"
             raise Refused(422, message, "response_format") from None
         return JsonGrammar(xgrammar, compiled, self._vocabulary, self._ends)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  as long as the server
-    def _compiled(self, schema: str | None) -> Any:
-        compiler = self._compiler
-        return compiler.compile_builtin_json_grammar() if schema is None else compiler.compile_json_schema(schema)
+    def _compiled(self, schema: str) -> Any:
+        # on one line: a small model may otherwise write spaces and line ends to the end of its tokens
+        return self._compiler.compile_json_schema(schema, any_whitespace=False)
 
     @functools.cached_property
     def _compiler(self) -> Any:

@@ -25,7 +25,7 @@ from amoeba.core.errors import bad_value
 from amoeba.data.documents import by_template
 from amoeba.decoding.engine import End, Engine, Grammar, Request, Token
 from amoeba.decoding.sampling import Sampling
-from amoeba.integrations.model_folder import find_adapter
+from amoeba.integrations.model_folder import find_adapter, has_tokenizer, load_tokenizer
 from amoeba.integrations.text_model import check_ids, positions
 from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
@@ -50,7 +50,7 @@ def open_model(
     """options: for requests that do not say. name: of the model in requests; None: of its folder. slots: requests that
     are answered at once, for each adapter. context: tokens of a prompt and its answer at most."""
     found = find_model(model_folder, None, options)
-    name = name or Path(str(model_folder)).name or str(model_folder)
+    name = name or _name_of(str(model_folder))
     folders = {each: find_adapter(folder) for each, folder in (adapters or {}).items()}
     if name in folders:
         raise bad_value("--adapter", f"a name other than the model's, {name}", name, "choose another, or --name")
@@ -81,39 +81,47 @@ class ServedModel:
         slots: int,
         context: int,
     ) -> None:
-        self.loaded, self.tokenizer, self.context = loaded, loaded.tokenizer, context
+        self.loaded, self.context = loaded, context
         self.names, self.began = [name, *adapters], time.time()
         self._options, self._own = options, loaded.model.generation_config
         self._ends = frozenset(end_ids(loaded.model))
+        self.tokenizers = dict.fromkeys(self.names, loaded.tokenizer) | {
+            each: load_tokenizer(str(folder), trust_remote_code=options.trust_remote_code)
+            for each, folder in adapters.items()
+            if has_tokenizer(folder)  # it may have a chat template that the model's has not
+        }
         lanes = _lanes(loaded, name, adapters)
         with torch.random.fork_rng(devices=[loaded.device] if loaded.device.type == "cuda" else []):
             streams = loaded.streamed is not None
-            self.engine = Engine(loaded.model, slots=slots, length=context, lanes=lanes, streams=streams)
+            self.engine = Engine(
+                loaded.model, slots=slots, length=context, lanes=lanes, streams=streams, dense=options.dense
+            )
         vocabulary = next(iter(self.engine._lanes.values())).rows.logits_BV.shape[-1]
-        self.grammars = Grammars(self.tokenizer, vocabulary, self._ends)
+        self.grammars = {name: Grammars(each, vocabulary, self._ends) for name, each in self.tokenizers.items()}
         self._speeds: collections.deque[tuple[float, int]] = collections.deque()
         self._thread = threading.Thread(target=self.engine.run, name="amoeba engine", daemon=True)
         self._thread.start()
-
-    @property
-    def has_template(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
 
     def why_ill(self) -> str | None:
         """None, or why no request can be answered any more."""
         return self.engine.broken or (None if self._thread.is_alive() else "the engine has ended")
 
     def chat_ids(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any] | None
+        self,
+        name: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        more: dict[str, Any] | None = None,
     ) -> list[int]:
-        if not self.has_template:
+        tokenizer = self.tokenizers[name]
+        if not getattr(tokenizer, "chat_template", None):
             remedy = "use /v1/completions, or serve the family's chat model (its name often ends in Instruct)"
             raise bad_value("messages", "a tokenizer with a chat template", "one without", remedy)
-        text = by_template(messages, self.tokenizer, add_generation_prompt=True, tools=tools, **(more or {}))
-        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        text = by_template(messages, tokenizer, add_generation_prompt=True, tools=tools, **(more or {}))
+        return self._checked(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def text_ids(self, prompt: str | list[int]) -> list[int]:
-        return self._checked(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
+    def text_ids(self, name: str, prompt: str | list[int]) -> list[int]:
+        return self._checked(self.tokenizers[name](prompt)["input_ids"] if isinstance(prompt, str) else prompt)
 
     def sampling(self, **given: float | None) -> Sampling:
         """Of a request: what it says, then what the server was started with, then the model's own."""
@@ -208,6 +216,13 @@ class ServedModel:
             raise bad_value("prompt", "token ids of at least 0", min(ids), "use the model's tokenizer")
         check_ids(self.loaded.model.config, max(ids))
         return ids
+
+
+def _name_of(folder: str) -> str:
+    """The folder's; a run's, whose model is in a folder of that name."""
+    path = Path(folder).expanduser()
+    path = path.resolve() if path.is_dir() else path
+    return (path.parent.name if path.name == "model" else path.name) or folder
 
 
 def _lanes(loaded: LoadedModel, name: str, adapters: Mapping[str, Path]) -> dict[str, Callable[[], object]]:

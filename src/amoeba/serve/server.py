@@ -226,12 +226,12 @@ class Server:
     def chat_prompt(self, body: ChatBody) -> tuple[list[list[int]], int | None, Any]:
         with _in_words():
             messages = [message.for_template() for message in body.messages]
-            ids = self.served.chat_ids(messages, body.offered_tools, body.chat_template_kwargs)
+            ids = self.served.chat_ids(body.model, messages, body.offered_tools, body.chat_template_kwargs)
             return [ids], body.max_completion_tokens or body.max_tokens, body.response_format
 
     def text_prompts(self, body: CompletionBody) -> tuple[list[list[int]], int | None, Any]:
         with _in_words():
-            prompts = [self.served.text_ids(prompt) for prompt in body.prompts]
+            prompts = [self.served.text_ids(body.model, prompt) for prompt in body.prompts]
             return prompts, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.response_format
 
     async def answer(
@@ -307,7 +307,7 @@ class Answer:
             seed = served.seed(body.seed)
             for number in range(body.n):
                 hear = functools.partial(self._hear, len(self._texts))
-                self._texts.append(ChoiceText(served.tokenizer, body.stops, calls_tools))
+                self._texts.append(ChoiceText(served.tokenizers[body.model], body.stops, calls_tools))
                 self._requests.append(
                     served.request(
                         ids,
@@ -317,7 +317,7 @@ class Answer:
                         seed=seed + number,
                         name=body.model,
                         logprobs=body.wanted_logprobs,
-                        grammar=served.grammars.of(format),
+                        grammar=served.grammars[body.model].of(format),
                     )
                 )
 
@@ -425,8 +425,8 @@ class Answer:
         return {
             "tokens": [each.token for each in found],
             "token_logprobs": [each.logprob for each in found],
-            "top_logprobs": [dict(each.top) for each in found],
-            "text_offset": [],
+            "top_logprobs": [dict(each.top) | {each.token: each.logprob} for each in found],
+            "text_offset": [each.offset for each in found],
         }
 
     def _usage(self) -> dict[str, Any]:

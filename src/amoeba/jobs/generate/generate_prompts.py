@@ -83,7 +83,7 @@ def generate_prompts(
     for prompt in results.left:
         ids = tokenise(found.tokenizer, prompt.content, options.chat, prompt.place)
         rows.append(Row(prompt, ids, most_new_tokens(found.config, ids, options.max_new_tokens, prompt.place)))
-    run = _Run(results, len(rows), progress)
+    run = _Run(results, len(rows), progress, options.dense)
     if not rows:
         say("all prompts are already answered")
         return run.report(None)
@@ -103,8 +103,8 @@ def generate_prompts(
 class _Run:
     """How far it is."""
 
-    def __init__(self, results: Results, count: int, progress: Callable[[str], object]) -> None:
-        self.results, self.count, self.progress = results, count, progress
+    def __init__(self, results: Results, count: int, progress: Callable[[str], object], dense: str) -> None:
+        self.results, self.count, self.progress, self.dense = results, count, progress, dense
         self.stopped: Literal["done", "interrupted"] = "done"
         self.began = time.perf_counter()
         self.answers_given = self.prompt_tokens = self.generated_tokens = 0
@@ -178,6 +178,7 @@ class _Run:
             length=max(len(row.ids) + row.most for row in rows) - 1,
             capture=token_steps.why_no_graphs(loaded.device) is None,
             streams=loaded.streamed is not None,
+            dense=self.dense,
         )
         self.prepare_seconds = time.perf_counter() - began
         self.batching, self.batching_reason = "continuous", f"{engine.slots} at once"
