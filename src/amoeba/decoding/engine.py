@@ -111,7 +111,7 @@ class Engine:
         self._lanes: dict[str, _Lane] = {}
         for name in self._choose:
             self._switch(name)
-            self._lanes[name] = _Lane(model, slots, length, capture, dense)
+            self._lanes[name] = _Lane(model, self.counts, slots, length, capture, dense)
         lane = next(iter(self._lanes.values()))
         self.length, self.slots = lane.rows.length, slots
         self.kind, self.reason = lane.rows.kind, lane.rows.reason
@@ -181,10 +181,10 @@ class Engine:
                     began = time.perf_counter()
                     self.counts.rows += lane.step()
                     self.counts.steps += 1
-                    self.counts.generated_tokens += lane.deliver(leave=lane.ahead if lane.active else 0)
+                    lane.deliver(leave=lane.ahead if lane.active else 0)
                     self.counts.step_seconds += time.perf_counter() - began
                 elif lane.sent:
-                    self.counts.generated_tokens += lane.deliver(leave=0)
+                    lane.deliver(leave=0)
         except Exception as error:  # memory, a lost device, a bug: the requests in it cannot go on
             logger.debug("the engine failed", exc_info=True)
             self.failure = error
@@ -233,7 +233,7 @@ class Engine:
             began = time.perf_counter()
             lane.read(group)
             if not lane.ahead:
-                self.counts.generated_tokens += lane.deliver(leave=0)
+                lane.deliver(leave=0)
             self.counts.prompt_seconds += time.perf_counter() - began
             self.counts.prompt_tokens += sum(len(each.ids) for each in group)
             self.counts.shared_tokens += sum(each.shared for each in group)
@@ -274,7 +274,8 @@ class _Sent(NamedTuple):
 
 
 class _Lane:
-    def __init__(self, model: Any, slots: int, length: int, capture: bool | None, dense: str) -> None:
+    def __init__(self, model: Any, counts: Counts, slots: int, length: int, capture: bool | None, dense: str) -> None:
+        self.counts = counts
         self.rows = make_slots(model, batch=slots, length=length, capture=capture, dense=dense)
         self.ahead = AHEAD if self.rows.device.type == "cuda" else 0
         self.owners: list[Request | None] = [None] * slots
@@ -331,9 +332,8 @@ class _Lane:
         self._send(owners)
         return len(owners)
 
-    def deliver(self, leave: int) -> int:
-        """Until so many are on their way. Returns how many tokens were told."""
-        told = 0
+    def deliver(self, leave: int) -> None:
+        """Until so many are on their way."""
         while len(self.sent) > leave:
             sent, tokens = self.sent.popleft(), self._out.receive()
             self.rows.check()
@@ -341,10 +341,8 @@ class _Lane:
             for row, request in sent.owners:
                 if request.ended:
                     continue
-                token = tokens[row]
-                told += 1
-                self._tell(row, request, token, host)
-        return told
+                self.counts.generated_tokens += 1  # before it is told: who was told may look
+                self._tell(row, request, tokens[row], host)
 
     def drop_cancelled(self) -> None:
         for row, owner in enumerate(self.owners):
