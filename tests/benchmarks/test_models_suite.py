@@ -25,6 +25,7 @@ from benchmarks.models.measure import DecodeTime, ModelMeasurement, measure
 from benchmarks.models.problem import DECODE_ROWS, KINDS, SIZES, Batch, Problem, choose_problems
 from benchmarks.models.run import ModelReport, run_models
 from noted_output import NotedOutput
+from selection import quick
 
 CPU = torch.device("cpu")
 TINY = SIZES["tiny"]
@@ -35,6 +36,7 @@ def tiny(kind) -> Problem:
     return Problem(TINY, kind, CPU)
 
 
+@quick(lambda kind: kind == "decode")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_candidate_of_this_machine_is_measured_on_the_same_model(kind):
     problem = tiny(kind)

@@ -42,6 +42,7 @@ def test_a_peak_above_the_plan_or_far_below_it_is_wrong():
     assert not replace(found, error="refused").is_right
 
 
+@pytest.mark.thorough  # several processes
 def test_a_cell_is_run_and_compared(tmp_path, monkeypatch):
     from amoeba.plan import measured_machine
 

@@ -257,6 +257,7 @@ def test_the_table_has_speeds_paths_and_notes_and_the_document_all_of_it() -> No
     assert kept == json.loads(json.dumps([asdict(cell) for cell in cells]))
 
 
+@pytest.mark.thorough  # starts a process
 def test_cells_that_a_process_leaves_behind_are_red(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = SIZES["tiny"].__class__(**vars(TINY) | {"name": "unknown"})
     found = list(suite.walk_apart([Cell("generate", "resident", "bf16")], folder, broken))

@@ -5,12 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import serve
 from benchmarks.serve import SIZES, ServeMeasurement, ServeReport, _slow, load_test, run_serve
+from selection import quick
 
 SMALL = replace(SIZES["tiny"], new_tokens=4, answers=2)
 
 
-def test_clients_in_one_process_get_all_of_their_tokens():
+@quick(lambda names: "transformers" not in names)  # whose batches wait for each other here: 20 s
+@pytest.mark.parametrize("names", [("amoeba", "amoeba generate"), ("amoeba", "amoeba generate", "transformers")])
+def test_clients_in_one_process_get_all_of_their_tokens(names, monkeypatch):
+    every = serve._in_process
+    monkeypatch.setattr(serve, "_in_process", lambda *given: [each for each in every(*given) if each[0] in names])
     report = run_serve(SMALL, [1, 3], torch.device("cpu"), over_http=False)
     ours = [each for each in report.measurements if each.name == "amoeba"]
     assert [(each.clients, each.tokens) for each in ours] == [(1, 8), (3, 24)]

@@ -24,7 +24,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.weights import load_packed
 from amoeba.proof.reference.experts import activate
-from selection import each_value_once
+from selection import each_value_once, quick
 
 try:
     load_packed()
@@ -354,6 +354,7 @@ class TestInsideTorch:
         ):
             dx.sum().backward()
 
+    @quick(lambda nodes: nodes == 2)
     @pytest.mark.parametrize("nodes", [1, 2])
     def test_compiled_it_is_one_graph_for_all_layers_with_the_same_gradients(self, nodes):
         torch.compiler.reset()

@@ -151,7 +151,7 @@ def attach_random(model, targets: list[str]) -> None:
                     factor.copy_(torch.randn(factor.shape, generator=generator) * 0.3)
 
 
-@quick(lambda adapted, experts: adapted)
+@quick(lambda adapted, experts: adapted and experts == "resident")
 @pytest.mark.parametrize("experts", ["resident", "mxfp4-weights"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "with_an_adapter"])
 def test_a_compiled_layer_is_one_graph_for_all_layers(monkeypatch, tmp_path, adapted, experts):

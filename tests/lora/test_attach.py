@@ -255,6 +255,7 @@ def test_a_copy_has_factors_of_its_own() -> None:
     assert torch.equal(logits_of(model), adapted)
 
 
+@pytest.mark.thorough  # of experts without factors: tests/integrations/test_compiled_experts.py
 def test_compiled_as_a_whole() -> None:
     model = attached("qwen3_moe")
     adapted = logits_of(model)

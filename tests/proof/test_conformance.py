@@ -89,9 +89,11 @@ EAGER = "eager"  # as composed, torch's own operations for any dtype
 
 
 def in_every_run(lot, backend, dtype):
-    """All lots of the backend that has code of its own for most. The others meet each property's values."""
+    """All lots of the backend that has code of its own for most. The others meet each property's values; what torch
+    alone computes does in fp32 here and in fp16 below."""
     all_of_them = backend == "cpu" and dtype == torch.float32
-    return backend not in ROUNDED and (all_of_them or not SHORT.isdisjoint(lot))
+    of_torch = backend in (EAGER, COMPOSED) and dtype == torch.bfloat16
+    return backend not in ROUNDED and (all_of_them or not (of_torch or SHORT.isdisjoint(lot)))
 
 
 @quick(in_every_run)
@@ -123,7 +125,7 @@ RARER = torch.float64, torch.float16
 IN_RARER = [case for case in ON_THE_CPU if (case.num_tokens, case.hidden) != (760, 208)]  # one so large is enough
 
 
-@quick(lambda backend, dtype: (backend, dtype) not in ((EAGER, torch.float64), (COMPOSED, torch.float16)))
+@quick(lambda backend, dtype: (backend, dtype) in ((EAGER, torch.float16), (COMPOSED, torch.float64)))
 @pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, RARER, one_of_each(IN_RARER)))
 def test_backend_agrees_in_the_rarer_dtypes(lot, backend, dtype):
     assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])

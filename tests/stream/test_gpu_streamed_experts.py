@@ -19,7 +19,7 @@ from amoeba.stream.gpu import backend
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS, MemoryStore
-from selection import quick
+from selection import quick, without_a_gpu_thorough
 
 E, K, H, I, R = 6, 3, 32, 16, 3  # K: of two numbers the order does not matter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,6 +131,7 @@ def gradients(
     return {"output": y_TH.detach(), **dict(zip(named, found, strict=True))}
 
 
+@without_a_gpu_thorough
 def test_a_compiled_backward_streams_once_as_any_other(monkeypatch) -> None:
     """Nothing is saved between the passes, so there is no forward to repeat ahead of it."""
     streamed: list[int] = []

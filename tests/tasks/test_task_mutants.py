@@ -116,6 +116,7 @@ def test_the_mutants_know_every_gate_and_every_signal():
     assert signals == set(SIGNALS) | ending
 
 
+@quick(lambda kind, name: (kind, name) in GATES[::2])
 @named(GATES)
 def test_a_threshold_lower_by_one(kind, name):
     """Of a flag: the epoch of the pass before."""
@@ -129,12 +130,13 @@ def test_a_threshold_higher_by_one(kind, name):
     assert how_it_dies(with_gates(kind, name, lambda gate: raised(gate, by))) in STUCK
 
 
-@quick(lambda kind, name: (kind, name) in GATES[::4])  # lower by one is harder to find
+@quick(lambda kind, name: (kind, name) in GATES[1::4])  # lower by one is harder to find
 @named(GATES)
 def test_a_dropped_gate(kind, name):
     assert how_it_dies(with_gates(kind, name, lambda gate: None)) in EARLY
 
 
+@quick(lambda kind, name: name == "arrived" or kind == Kind.ACTIVATE)
 @named([gate for gate in GATES if gate[1] in FLAGS])
 def test_a_stale_epoch(kind, name):
     """Two passes old: the same cell, and something in it."""
