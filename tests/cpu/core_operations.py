@@ -20,7 +20,7 @@ import torch
 
 from amoeba import Activation
 from amoeba.core.weights import LoraFactors
-from amoeba.cpu import core, pointers
+from amoeba.cpu import build, core, pointers
 from amoeba.cpu.core import load_core
 from amoeba.cpu.node_passes import NodeExperts, NodeFactors, forward
 from amoeba.cpu.node_passes import combine as combine_rows
@@ -165,6 +165,7 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     sanitized = sys.argv[2:] == ["sanitized"]
     if sanitized:
+        build._FLAGS = guarded_memory.SANITIZED_FLAGS
         guarded_memory.guard_all_calls()
     count = compute() + combine()
     refuse()

@@ -17,6 +17,16 @@ from torch import Tensor
 from amoeba.cpu import build, core, node_library, pointers
 from amoeba.cpu import weights as packed
 
+# Not optimised, which takes the compiler a third of the time; without the checks of every pointer that AddressSanitizer
+# makes anyway, which take it minutes.
+SANITIZED_FLAGS = (
+    *build._FLAGS,
+    "-O0",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=null,pointer-overflow,object-size,vptr",
+    "-fno-sanitize-recover=undefined",
+)
 _CACHE_LINE = 64
 _WITHOUT_TENSORS = ("amoeba_pool_", "amoeba_packed_bytes")
 _lent = threading.local()

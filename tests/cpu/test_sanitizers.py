@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from guarded_memory import SANITIZED_FLAGS
 
 from amoeba.cpu import build
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
 SANITIZED = {
-    "AMOEBA_CPU_SANITIZE": "1",
     "CXX": str(COMPILER),
     # Python frees little at its end; and where locals leave the stack, GCC before 14 aligns them to 32 bytes at most,
     # too little for vectors of AVX-512
@@ -56,6 +56,7 @@ def sanitized_libraries() -> None:
         patch.setattr(
             build, "_TIMEOUT_SECONDS", 1200
         )  # a third of a minute of one core, which is busy with other tests
+        patch.setattr(build, "_FLAGS", SANITIZED_FLAGS)
         for name in build.LIBRARIES:
             build.compiled_library(name)
 
@@ -89,5 +90,5 @@ def test_every_operation_stays_within_its_memory() -> None:
 
 def test_sanitized_and_plain_builds_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build._recipe("core").stem
-    monkeypatch.setenv("AMOEBA_CPU_SANITIZE", "1")
+    monkeypatch.setattr(build, "_FLAGS", SANITIZED_FLAGS)
     assert build._recipe("core").stem != plain

@@ -6,9 +6,7 @@
 Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in the cache folder (library_cache.py),
 named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of
 the same sources serves. Where that folder cannot be used, a private one takes its place until this process ends, and a
-warning says so. $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off; AMOEBA_CPU_SANITIZE=1 builds it with
-AddressSanitizer and UndefinedBehaviorSanitizer, whose runtime must then be preloaded (see
-tests/cpu/test_sanitizers.py).
+warning says so. $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
 """
 
 from __future__ import annotations
@@ -46,15 +44,6 @@ LIBRARIES = ("core", "packed", "node", "quantise", "step")
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
-# Not optimised, which takes the compiler a third of the time; without the checks of every pointer that AddressSanitizer
-# makes anyway, which take it minutes.
-_SANITIZERS = (
-    "-O0",
-    "-fno-omit-frame-pointer",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize=null,pointer-overflow,object-size,vptr",
-    "-fno-sanitize-recover=undefined",
-)
 _OPENMP = "-fopenmp"
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TIMEOUT_SECONDS = 300
@@ -268,8 +257,7 @@ def library_states() -> tuple[str, list[LibraryState]]:
 
 def _recipe(name: str, architecture: str | None = None, sources: Path = _SOURCES) -> _Recipe:
     openmp = openmp_runtime()
-    sanitizers = _SANITIZERS if os.environ.get("AMOEBA_CPU_SANITIZE") == "1" else ()
-    flags = *_FLAGS, *sanitizers, architecture or compiler_flag(), *([_OPENMP] if openmp else [])
+    flags = *_FLAGS, architecture or compiler_flag(), *([_OPENMP] if openmp else [])
     return _Recipe(name, sources, flags, openmp)
 
 
