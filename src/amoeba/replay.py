@@ -408,7 +408,10 @@ def _layers(model: nn.Module) -> list[_Layer]:
         if isinstance(module, Router):
             found.append(_Layer(name, module, module, module.config.num_experts))
         elif is_experts(module) and hasattr(module, "num_experts") and module in parents:
-            found.append(_Layer(name, parents[module], module, int(module.num_experts)))
+            block = parents[module]
+            while hasattr(block, "base_layer"):  # PEFT's, around the experts
+                block = parents[block]
+            found.append(_Layer(name, block, module, int(module.num_experts)))
     if not found:
         raise bad_value(
             "model", "MoE layers of amoeba.MoE or of transformers", type(model).__name__, "pass a model with experts"

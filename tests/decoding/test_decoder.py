@@ -56,6 +56,23 @@ def decoded(model, rows: list[list[int]], tokens: int = TOKENS, decoder: Decoder
     return [list(row) for row in zip(*steps, strict=True)]
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(do_sample=True, temperature=0.7, top_k=9)], ids=["greedy", "cut"]
+)
+def test_logprobs_are_those_of_a_pass_over_the_text(sampling: Sampling) -> None:
+    model, rows = built("qwen3_moe"), prompts(9, 3)
+    decoder = Decoder(model, batch=2, length=9 + TOKENS, sampling=sampling, return_logprobs=True)
+    list(decoder.generate(prompts(5, 5), 3))  # of which nothing is left
+    found = decoded(model, rows, decoder=decoder)
+    for row, new, logprobs in zip(rows, found, decoder.logprobs(TOKENS), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row + new])).logits[0, len(row) - 1 : -1]
+        expected = (logits / sampling.temperature).log_softmax(-1)[range(TOKENS), new]
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="return_logprobs=True"):
+        Decoder(model, length=9).logprobs(1)
+
+
 @each_value_once()
 @pytest.mark.parametrize("lengths", [(1,), (19, 3, 7)], ids=["one_token", "a_batch"])
 def test_the_tokens_are_those_of_plain_generate(model, lengths):

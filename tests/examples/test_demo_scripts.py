@@ -50,3 +50,9 @@ def test_the_table_counts_the_answers_that_are_right_word_for_word() -> None:
     lines, right = script("check_answers").table(test, given)
     assert right == 1 and lines[-1].startswith("1 of 3 right")
     assert [line.split()[-1] for line in lines[2:5]] == ["wrong", "right", "wrong"] and "(none)" in lines[4]
+
+
+def test_grpo_rewards_the_right_sentence_and_half_the_words_at_their_places() -> None:
+    pytest.importorskip("trl", reason="needs TRL: pip install 'amoeba-moe[trl]'")
+    said = [" Paris is big.", "Rome is big.", "no", "Paris is big. Rome is big."]
+    assert script("grpo").right(said, ["Paris is big."] * 4) == [1.0, pytest.approx(1 / 3), 0.0, 0.25]

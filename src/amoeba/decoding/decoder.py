@@ -63,7 +63,8 @@ class Decoder:
     compiled: decoder layers through torch.compile, which takes a minute the first time.
     choose: another choice of tokens than by `sampling`.
     prompt_sizes: tokens that captured prompts are filled up to, ascending; None: to one of `prompt_length`.
-    native: the model as the C++ core computes its steps, see `cpu_step.native_model`; None: by transformers' layers."""
+    native: the model as the C++ core computes its steps, see `cpu_step.native_model`; None: by transformers' layers.
+    return_logprobs: `logprobs` returns those of the new tokens."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Decoder:
         choose: Choose | None = None,
         prompt_sizes: Sequence[int] | None = None,
         native: NativeModel | None = None,
+        return_logprobs: bool = False,
     ) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         self.capture = self.device.type == "cuda" if capture is None else capture
@@ -89,6 +91,11 @@ class Decoder:
             self._sampler.begin(row, self._sampling, 0)
         uses = self._sampler.uses([0])
         self._choose = choose or functools.partial(self._sampler.choose, uses=uses)
+        self._logprob_BL: Tensor | None = None
+        if return_logprobs:
+            self._logprob_BL = torch.zeros(batch, self.cache.length, dtype=torch.float32, device=self.device)
+            self._chosen = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._choose = functools.partial(self._choose_and_note, self._choose)
         self._step: Step | CpuStep
         if native is None:
             self._step = Step(model, self._rows, self._choose, compiled=compiled)
@@ -122,6 +129,19 @@ class Decoder:
         self.prepare(prompt_BL.shape[1])
         self._begin(prompts, pad_B, seed)
         return self._tokens(prompt_BL, pad_B, max_new_tokens)
+
+    def logprobs(self, count: int) -> Tensor:
+        """(B, count) on the host, fp32: of the first new tokens of all rows, as `Sampler.logprobs` defines them."""
+        if self._logprob_BL is None:
+            raise bad_value("logprobs", "a Decoder that notes them", "another", "pass return_logprobs=True")
+        return self._logprob_BL[:, :count].cpu()
+
+    def _choose_and_note(self, choose: Choose, logits_BV: Tensor) -> Tensor:
+        token_B = choose(logits_BV)
+        logprob_B = self._sampler.logprobs(logits_BV, token_B)
+        self._logprob_BL.index_copy_(1, self._chosen, logprob_B[:, None])  # type: ignore[union-attr]
+        self._chosen.add_(1).clamp_(max=self.cache.length - 1)  # steps that are rehearsed note too
+        return token_B
 
     def plain_step(self, prompt: Sequence[int]) -> Callable[[], None]:
         """A step after this prompt, as it is: not captured."""
@@ -202,6 +222,8 @@ class Decoder:
 
     def _begin(self, prompts: Sequence[Sequence[int]], pad_B: Tensor, seed: int) -> None:
         self.cache.begin()
+        if self._logprob_BL is not None:
+            self._chosen.zero_()
         self._rows.rotations.reach(1)  # transformers would keep what a longer text before this one left
         slots = torch.arange(self.cache.length, dtype=torch.int64, device=self.device)
         self._rows.live_BL.copy_(slots[None] >= pad_B[:, None])

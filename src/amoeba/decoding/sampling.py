@@ -113,6 +113,10 @@ class Sampler:
                 self._seen_BV[row_N, token_N] = True
         return token_N
 
+    def logprobs(self, logits_NV: Tensor, token_N: Tensor) -> Tensor:
+        """logprob_N, fp32, at the temperature of each row; before top_k, top_p, min_p and the penalty."""
+        return logprobs_of(logits_NV, token_N, self._number_B5[: len(logits_NV), :1])
+
     def scores(self, logits_NV: Tensor, uses: Uses, row_N: Tensor | None = None) -> Tensor:
         """Of which the largest is the choice."""
 
@@ -171,6 +175,12 @@ class Sampler:
         self._number_B5[row].copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
         kept = sampling.top_k if sampling.do_sample and 0 < sampling.top_k < self._vocabulary else self._vocabulary
         self._kept_B1[row] = kept
+
+
+def logprobs_of(logits_NV: Tensor, token_N: Tensor, temperature_N1: Tensor) -> Tensor:
+    """The same bits wherever it is called: a division by a tensor, since by a number it is a product on some devices.
+    Any number of axes in place of N."""
+    return (logits_NV.float() / temperature_N1).log_softmax(-1).gather(-1, token_N[..., None])[..., 0]
 
 
 def _logical_shift(number: Tensor, bits: int) -> Tensor:
