@@ -7,6 +7,7 @@ It trains LoRA factors on the experts and attention. The rollouts come from the 
 KL divergence between rollout and trainer is rounding alone. It prints reward and KL divergence of each step and writes
 them to OUT/curve.json, with the adapter in OUT. Minutes on two cores.
 
+    --exact                   rollout and training have the same numbers, to the last bit
     --replay                  training passes use the experts that the rollout chose
     --quantised FORMAT        over frozen experts in this format, such as mxfp4-weights
     --experts grouped_mm      another experts implementation of transformers, with PEFT's LoRA, to compare
@@ -77,6 +78,8 @@ def policy(options: argparse.Namespace) -> tuple[Any, Any]:
         if options.quantised:
             amoeba.place_experts(model, options.quantised)
         lora.attach(model, r=RANK, alpha=ALPHA, targets=["experts", *ATTENTION])
+        if options.exact:
+            amoeba.exact(model)
         return model, None
     from peft import LoraConfig
 
@@ -91,6 +94,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="The folder for the adapter and curve.json.")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--exact", action="store_true", help="Compute in exact mode.")
     parser.add_argument("--replay", action="store_true", help="Replay the rollout's experts in training.")
     parser.add_argument("--quantised", metavar="FORMAT", help="Quantise the frozen experts, for example mxfp4-weights.")
     parser.add_argument("--experts", default="amoeba", help="The experts implementation.")
@@ -128,7 +132,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-    given = {name: str(value) for name, value in vars(options).items() if name not in ("data", "out", "model")}
+    given = {name: value for name, value in vars(options).items() if name not in ("data", "out", "model")}
     found = {"options": given, "seconds": round(time.perf_counter() - began), "steps": curve.rows}
     (options.out / "curve.json").write_text(json.dumps(found, indent=1) + "\n")
     print(f"reward {curve.rows[0]['reward']:.3f} -> {curve.rows[-1]['reward']:.3f}; {options.out / 'curve.json'}")

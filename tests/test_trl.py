@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import amoeba
 from amoeba import lora
+from amoeba.cpu.core import why_no_core
 from tiny_models import EXPERTS, VOCABULARY, build
 
 pytest.importorskip("trl", reason="needs TRL: pip install 'amoeba-moe[trl]'")
@@ -111,6 +112,19 @@ def test_rollouts_are_those_of_the_weights_that_train(tmp_path: Path, kind: str)
     assert 0 < max(logged(trainer, "sampling/kl")) < 1e-10
     grown = [p.detach().abs().max() for name, p in trainer.model.named_parameters() if "lora_b" in name.lower()]
     assert min(grown) > 1e-3  # by the first step; the second rollout was made with them
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_in_exact_mode_the_difference_is_nothing_at_all(tmp_path: Path, dtype: torch.dtype) -> None:
+    if (reason := why_no_core()) is not None:
+        pytest.skip(f"Skipped: exact mode needs the C++ core: {reason}")
+    model = tiny(factors=False).to(dtype)
+    lora.attach(model, r=4, alpha=8, targets=["experts"])
+    amoeba.exact(model)
+    trainer = grpo(model, tmp_path, learning_rate=0.05, temperature=0.7)
+    trainer.train()
+    assert logged(trainer, "sampling/sampling_logp_difference/max") == [0, 0] == logged(trainer, "sampling/kl")
+    assert max(logged(trainer, "grad_norm")) > 0 < min(logged(trainer, "entropy"))
 
 
 def test_the_old_logprobs_are_those_of_the_rollout(tmp_path: Path) -> None:

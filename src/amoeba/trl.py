@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from amoeba import lora, replay
 from amoeba.core.errors import bad_value
 from amoeba.decoding import Decoder, Sampling, why_not
 from amoeba.decoding.decoder import cache_length
+from amoeba.decoding.sampling import logprobs_of
+from amoeba.integrations.exact import is_exact
 from amoeba.integrations.text_model import draws_random_numbers
 from amoeba.lora.attaching import STATE
 
@@ -175,9 +178,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._scoring and self.beta == 0:
             return None, None, None  # the old ones are those of the rollout
 
-        def at_positions(**given: Any) -> Any:
+        exact = is_exact(self.model)
+
+        def at_positions(labels: Tensor, fused_lm_head: bool, **given: Any) -> Any:
             """As in the rollout, where padding on the left counts for nothing."""
-            return model(**given, position_ids=(given["attention_mask"].cumsum(1) - 1).clamp(min=0))
+            given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            if not exact:
+                return model(**given, labels=labels, fused_lm_head=fused_lm_head)
+            out = model(**given, use_cache=False, logits_to_keep=logits_to_keep + 1)
+            logits_BCV, token_BC = out.logits[:, :-1], given["input_ids"][:, -logits_to_keep:]
+            temperature = logits_BCV.new_full((1, 1, 1), self.temperature, dtype=torch.float32)
+            logprob_BC = logprobs_of(logits_BCV, token_BC, temperature, exact)
+            entropy_BC = torch.distributions.Categorical(logits=logits_BCV.float() / temperature).entropy()
+            aux_loss = getattr(out, "aux_loss", None)
+            return SimpleNamespace(log_probs=logprob_BC, entropy=entropy_BC, aux_loss=aux_loss)
 
         found = super()._get_per_token_logps_and_entropies(
             at_positions, input_ids, attention_mask, logits_to_keep, *args, **options

@@ -38,6 +38,7 @@ from amoeba.decoding.step import Choose, Rows, Step, replays_in
 from amoeba.decoding.trial import is_promised, raise_if_it_waits, raise_if_wrong
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import why_waits
+from amoeba.integrations.exact import is_exact
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.text_model import text_config
 
@@ -95,6 +96,7 @@ class Decoder:
         if return_logprobs:
             self._logprob_BL = torch.zeros(batch, self.cache.length, dtype=torch.float32, device=self.device)
             self._chosen = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._exact = is_exact(model)
             self._choose = functools.partial(self._choose_and_note, self._choose)
         self._step: Step | CpuStep
         if native is None:
@@ -138,7 +140,7 @@ class Decoder:
 
     def _choose_and_note(self, choose: Choose, logits_BV: Tensor) -> Tensor:
         token_B = choose(logits_BV)
-        logprob_B = self._sampler.logprobs(logits_BV, token_B)
+        logprob_B = self._sampler.logprobs(logits_BV, token_B, self._exact)
         self._logprob_BL.index_copy_(1, self._chosen, logprob_B[:, None])  # type: ignore[union-attr]
         self._chosen.add_(1).clamp_(max=self.cache.length - 1)  # steps that are rehearsed note too
         return token_B
@@ -224,6 +226,7 @@ class Decoder:
         self.cache.begin()
         if self._logprob_BL is not None:
             self._chosen.zero_()
+            self._exact = is_exact(self.model)
         self._rows.rotations.reach(1)  # transformers would keep what a longer text before this one left
         slots = torch.arange(self.cache.length, dtype=torch.int64, device=self.device)
         self._rows.live_BL.copy_(slots[None] >= pad_B[:, None])

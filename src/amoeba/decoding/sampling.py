@@ -113,9 +113,9 @@ class Sampler:
                 self._seen_BV[row_N, token_N] = True
         return token_N
 
-    def logprobs(self, logits_NV: Tensor, token_N: Tensor) -> Tensor:
+    def logprobs(self, logits_NV: Tensor, token_N: Tensor, exact: bool = False) -> Tensor:
         """logprob_N, fp32, at the temperature of each row; before top_k, top_p, min_p and the penalty."""
-        return logprobs_of(logits_NV, token_N, self._number_B5[: len(logits_NV), :1])
+        return logprobs_of(logits_NV, token_N, self._number_B5[: len(logits_NV), :1], exact)
 
     def scores(self, logits_NV: Tensor, uses: Uses, row_N: Tensor | None = None) -> Tensor:
         """Of which the largest is the choice."""
@@ -177,10 +177,14 @@ class Sampler:
         self._kept_B1[row] = kept
 
 
-def logprobs_of(logits_NV: Tensor, token_N: Tensor, temperature_N1: Tensor) -> Tensor:
-    """The same bits wherever it is called: a division by a tensor, since by a number it is a product on some devices.
-    Any number of axes in place of N."""
-    return (logits_NV.float() / temperature_N1).log_softmax(-1).gather(-1, token_N[..., None])[..., 0]
+def logprobs_of(logits_NV: Tensor, token_N: Tensor, temperature_N1: Tensor, exact: bool = False) -> Tensor:
+    """exact: of a model in exact mode. Any number of axes may stand for N."""
+    scores_NV = logits_NV.float() / temperature_N1
+    if exact:
+        from amoeba.integrations.exact import log_probabilities
+
+        return log_probabilities(scores_NV, token_N)
+    return scores_NV.log_softmax(-1).gather(-1, token_N[..., None])[..., 0]
 
 
 def _logical_shift(number: Tensor, bits: int) -> Tensor:
