@@ -125,7 +125,7 @@ class Computing:
     dense: Annotated[
         str,
         typer.Option(
-            help="On a CPU, the weights that are not experts while decoding: auto (as loaded) or int8 (half of bf16)."
+            help="On a CPU: format of the other weights while decoding: auto (as loaded) or int8 (half the size)."
         ),
     ] = "auto"
     compile: Annotated[

@@ -42,16 +42,18 @@ class PlanOptions:
     ] = None
     batch: Annotated[
         int | None,
-        typer.Option(help="Rows at a time on each rank (default: 1; 8 to train or serve; 32 to serve on a GPU)."),
+        typer.Option(
+            help="Rows that each rank processes together (default: 1; 8 to train or serve; 32 to serve on a GPU)."
+        ),
     ] = None
     lora_rank: Annotated[int, typer.Option(help="With --for finetune: LoRA rank.")] = 16
-    ranks: Annotated[int, typer.Option(help="GPUs with expert parallelism.")] = 1
-    nodes: Annotated[int, typer.Option(help="Machines that the ranks are on.")] = 1
+    ranks: Annotated[int, typer.Option(help="GPUs that share the experts (expert parallelism).")] = 1
+    nodes: Annotated[int, typer.Option(help="Machines that the GPUs are in.")] = 1
     machine: Annotated[
         str | None,
         typer.Option(help="Plan for another machine: a card (4090, h100, ...) by its public figures, or a JSON file."),
     ] = None
-    out: Annotated[Path | None, typer.Option(help="Save the plan, for --plan of other commands.")] = None
+    out: Annotated[Path | None, typer.Option(help="Save the plan. Other commands read it with --plan.")] = None
 
 
 def plan(

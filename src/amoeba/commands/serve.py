@@ -23,7 +23,7 @@ def serve(
     model: Annotated[str, ModelArgument],
     *,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(help=f"Bearer key that clients must send (default: ${_KEY}, or none).")
     ] = None,
@@ -37,15 +37,18 @@ def serve(
     context: Annotated[
         int | None, typer.Option(help="Maximum tokens of prompt and answer (default: 4096, or what the model allows).")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer where the request does not say.")] = 1024,
-    queue: Annotated[int, typer.Option(help="Answers that may wait for a slot; more get status 429.")] = 64,
-    max_body: Annotated[int, typer.Option(help="Bytes of a request; longer ones get status 413.")] = 4 * 2**20,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum tokens of an answer, unless the request sets it.")
+    ] = 1024,
+    queue: Annotated[int, typer.Option(help="Requests that can wait for a slot. Further ones get status 429.")] = 64,
+    max_body: Annotated[int, typer.Option(help="Maximum bytes of a request. Longer ones get status 413.")] = 4 * 2**20,
     sampling: Sampling,
     computing: Computing,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP in OpenAI's protocol, with a page at /. SIGTERM or Ctrl-C finishes the answers first."""
+    """Serve a model over HTTP in OpenAI's protocol, with a page at /. SIGTERM or Ctrl-C ends it when the
+    current answers are complete."""
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")

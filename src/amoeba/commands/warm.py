@@ -26,16 +26,16 @@ def warm(
         str | None, typer.Option(help="Compile for this GPU, for example sm_90, on a machine without it.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="As the command will have it (default: its default).")
+        int | None, typer.Option(min=1, help="Batch size that the command will use (default: the command's).")
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="As train and finetune will have it.")] = None,
-    precision: Annotated[str, typer.Option(help="As train will have it.")] = "bf16",
-    r: Annotated[int, typer.Option("--r", "--lora-rank", min=1, help="LoRA rank, as finetune will have it.")] = 16,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Sequence length for train and finetune.")] = None,
+    precision: Annotated[str, typer.Option(help="Precision for train.")] = "bf16",
+    r: Annotated[int, typer.Option("--r", "--lora-rank", min=1, help="LoRA rank for finetune.")] = 16,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compile the GPU kernels that a command will need for a model, on all cores and without reading weights."""
+    """Compile the GPU kernels that a command needs for a model, on all cores. Reads no weights."""
     output = start(verbose)
     need("transformers", "triton")
     from amoeba.jobs.settings import FinetuneSettings, TrainSettings
