@@ -102,7 +102,7 @@ struct Slot {
 
 // What one thread has for itself.
 struct Private {
-  Buffer<float> normed, pairs, scores, head_values;
+  Buffer<float> normed, pairs, spread, scores, head_values;
   Buffer<int8_t> planes;
   Buffer<int16_t> whole;
   Buffer<int32_t> fixes;
@@ -228,15 +228,20 @@ class Stepper {
 
   // What the matrices need of the rows beyond fp32, in memory that the next call of it takes.
   void prepare(StepRows& rows, std::initializer_list<const StepMatrix*> matrices, Private& own) const {
-    bool tiles = false, blocks = false, pairs = false;
+    bool tiles = false, blocks = false, pairs = false, spread = false;
     for (const StepMatrix* matrix : matrices) {
       pairs |= matrix->data && matrix->kind == ROWS_BF16;
       tiles |= matrix->data && by_planes(*matrix);
       blocks |= matrix->data && by_blocks(*matrix);
+      spread |= matrix->data && by_spread(*matrix);
     }
     if (pairs) {
       rows.pairs = own.pairs.get(size_t(rows.count * rows.plane_stride));
       prepare_pairs(rows);
+    }
+    if (spread) {
+      rows.spread = own.spread.get(size_t(rows.count * rows.plane_stride));
+      prepare_spread(rows);
     }
     if (!tiles && !blocks) return;
     const int64_t size = rows.count * rows.plane_stride;
@@ -248,7 +253,7 @@ class Stepper {
       prepare_tiles(rows, whole);
     }
     if (blocks) {
-      rows.blocks = {planes + 2 * size, planes + 3 * size, own.fixes.get(size_t(size / 4)), scales + rows.count};
+      rows.blocks = {planes + 2 * size, planes + 3 * size, own.fixes.get(size_t(size / 8)), scales + rows.count};
       prepare_blocks(rows, whole);
     }
   }

@@ -16,6 +16,10 @@
 #define AMOEBA_BYTE_DOTS 1
 #endif
 
+#if defined(AMOEBA_AVX512) && defined(__AVX512VBMI__)
+#define AMOEBA_E4M3_PAIRS 1
+#endif
+
 namespace [[gnu::visibility("hidden")]] amoeba {
 
 enum MatrixKind : int64_t { ROWS_F32, ROWS_BF16, ROWS_E4M3, ROWS_E2M1, TILES_BF16, TILES_INT8 };
@@ -33,7 +37,7 @@ struct StepMatrix {  // (experts, out, in); the order of `CStepMatrix` in step_l
 // Rows of fp32, and what the products make of them beforehand.
 struct Planes {
   int8_t *high = nullptr, *low = nullptr;  // of each row `stride` bytes
-  int32_t* fix = nullptr;                  // of e2m1 with AVX-512, a quarter as many
+  int32_t* fix = nullptr;                  // of e2m1 with AVX-512, an eighth as many
   float* scale = nullptr;                  // of each row
 };
 struct StepRows {
@@ -41,24 +45,58 @@ struct StepRows {
   int64_t stride = 0, count = 0, length = 0;
   int64_t plane_stride = 0;
   float* pairs = nullptr;  // for bf16: of each 2 LANES numbers the even ones, then the odd ones; `plane_stride` a row
+  float* spread = nullptr;  // for e4m3 with AVX-512, `plane_stride` a row
   Planes tiles, blocks;  // in the order of columns, for int8; in that of the nibbles, for e2m1
 };
 
-constexpr int64_t PLANE_UNIT = 64;
+constexpr int64_t PLANE_UNIT = 128;
+// Bytes by which weights are fetched ahead, in the order of memory, which the hardware's own prefetching follows: e2m1
+// 15 GB/s, and 9 with each row's own line of the rows that come next (one busy core of a Xeon, 2026-11-18).
+constexpr int64_t AHEAD = 8192;
 
-inline bool by_blocks(const StepMatrix& m) {
-#ifdef AMOEBA_BYTE_DOTS
+// The bytes of scales: powers of two (E8M0), or e4m3.
+inline bool powers_of_two(const Coding& coding) { return coding.scale_values[127] == 1.0f; }
+
+inline bool by_blocks([[maybe_unused]] const StepMatrix& m) {
+#if defined(AMOEBA_AVX512)
+  const int64_t shift = m.coding.column.shift;
+  return m.kind == ROWS_E2M1 && m.coding.scale_values && shift == (powers_of_two(m.coding) ? 5 : 4);
+#elif defined(AMOEBA_BYTE_DOTS)
   return m.kind == ROWS_E2M1 && m.coding.column.shift == 5 && m.coding.scale_values;
 #else
   return false;
 #endif
 }
-inline bool by_planes(const StepMatrix& m) {
+inline bool by_spread([[maybe_unused]] const StepMatrix& m) {
+#ifdef AMOEBA_E4M3_PAIRS
+  return m.kind == ROWS_E4M3 && m.coding.column.shift >= 5;
+#else
+  return false;
+#endif
+}
+inline bool by_planes([[maybe_unused]] const StepMatrix& m) {
 #ifdef AMOEBA_BYTE_DOTS
   return m.kind == TILES_INT8;
 #else
   return false;
 #endif
+}
+
+// Calls run(j, r, how many weight rows from j on, how many rows from r on), the latter two as constants.
+template <int64_t ROWS, class Run>
+inline void by_groups(int64_t from, int64_t to, int64_t count, const Run& run) {
+  const auto rows = [&](int64_t j, auto width) {
+    for (int64_t r = 0; r < count; r += ROWS) {
+      const int64_t left = std::min(ROWS, count - r);
+      if constexpr (ROWS == 1) run(j, r, width, std::integral_constant<int, 1>());
+      else if constexpr (ROWS == 2) left == 1 ? run(j, r, width, std::integral_constant<int, 1>())
+                                              : run(j, r, width, std::integral_constant<int, 2>());
+      else with_count(left, [&](auto at_once) { run(j, r, width, at_once); });
+    }
+  };
+  int64_t j = from;
+  for (; j + WEIGHT_ROWS <= to; j += WEIGHT_ROWS) rows(j, std::integral_constant<int, WEIGHT_ROWS>());
+  for (; j < to; ++j) rows(j, std::integral_constant<int, 1>());
 }
 
 inline void prepare_pairs(StepRows& rows) {
@@ -71,6 +109,16 @@ inline void prepare_pairs(StepRows& rows) {
         out[k + LANES + i] = x[k + 2 * i + 1];
       }
   }
+}
+
+// For e4m3: of each 64 columns the even ones of 8 of each 16, the odd ones of these, and the same of the other 8.
+inline void prepare_spread([[maybe_unused]] StepRows& rows) {
+#ifdef AMOEBA_E4M3_PAIRS
+  for (int64_t r = 0; r < rows.count; ++r)
+    for (int64_t k = 0; k < rows.plane_stride; ++k)
+      rows.spread[r * rows.plane_stride + k / 64 * 64 + k / 8 % 2 * 32 + k % 2 * 16 + k / 16 % 4 * 4 + k / 2 % 4] =
+          rows.x[r * rows.stride + k];
+#endif
 }
 
 #ifdef AMOEBA_BYTE_DOTS
@@ -124,13 +172,13 @@ inline void split(const int16_t* whole, int64_t padded, int8_t offset, int8_t* h
   }
 }
 
-// For 64 columns the even ones of both blocks of 32, then the odd ones; NEON: of one block after the other.
+// For 128 columns the even ones, then the odd ones; NEON: for each 32.
 inline void in_order_of_nibbles(const int16_t* whole, int64_t padded, int16_t* out) {
 #ifdef AMOEBA_AVX512
-  for (int64_t k = 0; k < padded; k += 64)
-    for (int64_t i = 0; i < 32; ++i) {
+  for (int64_t k = 0; k < padded; k += 128)
+    for (int64_t i = 0; i < 64; ++i) {
       out[k + i] = whole[k + 2 * i];
-      out[k + 32 + i] = whole[k + 2 * i + 1];
+      out[k + 64 + i] = whole[k + 2 * i + 1];
     }
 #else
   for (int64_t k = 0; k < padded; k += 32) {
@@ -164,9 +212,11 @@ inline void prepare_blocks([[maybe_unused]] StepRows& rows, [[maybe_unused]] int
     in_order_of_nibbles(whole, padded, ordered);
     split(ordered, padded, 0, rows.blocks.high + r * padded, rows.blocks.low + r * padded);
 #ifdef AMOEBA_AVX512
-    for (int64_t i = 0; i < padded / 4; ++i)  // weights are read with 12 added
-      rows.blocks.fix[r * padded / 4 + i] = -12 * (int32_t(ordered[4 * i]) + ordered[4 * i + 1] + ordered[4 * i + 2] +
-                                                   ordered[4 * i + 3]);
+    for (int64_t i = 0; i < padded / 8; ++i) {  // weights are read with 12 added
+      int32_t sum = 0;
+      for (int64_t k = 8 * i; k < 8 * i + 8; ++k) sum += whole[k];
+      rows.blocks.fix[r * padded / 8 + i] = -12 * sum;
+    }
 #endif
   }
 #endif
@@ -277,44 +327,92 @@ inline void panel_int8_in_floats(const uint32_t* words, int64_t tiles, const flo
 }
 #endif
 
-// --------------------------------------------------------------------------------- e2m1, a scale for each 32 columns
+// ------------------------------------------------------------------------------------ e2m1, a scale for each 32 columns
+// (E8M0), or with AVX-512 for each 16 (e4m3).
 
 #ifdef AMOEBA_BYTE_DOTS
-// out[j] = <w_j, row> without the row's scale, for W rows of a weight. Codes stand for twice what they mean.
+// out[j][r] = <w_j, row which[r]> without the row's scale, for W rows of a weight. Codes stand for twice what they mean.
 #ifdef AMOEBA_AVX512
-template <int W>
-inline void block_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const RowScales* scales, int64_t n,
-                       const int8_t* high, const int8_t* low, const int32_t* fix, float* out) {
-  const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  const __m512i nibble = _mm512_set1_epi8(15);
-  __m512 sum[W] = {};
-  const int64_t blocks = ceil_div(n, 32);
-  for (int64_t b = 0; b < blocks; b += 2, high += 64, low += 64, fix += 16) {
-    const __m512i x_high = _mm512_loadu_si512(high), x_low = _mm512_loadu_si512(low);
-    const __m512i offset = _mm512_loadu_si512(fix);
-    const bool both = b + 1 < blocks;
+// The scales of 128 columns, each in the lanes whose sums it multiplies. e4m3: 2^-8 of it.
+template <bool POWERS>
+inline __m512 scales_of(const uint8_t* p, __mmask16& invalid) {
+  if constexpr (POWERS) {  // a NaN, which is 255, becomes an infinity: the caller looks into that
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    const __m512i upper = _mm512_set_epi32(0x03ffffff, 0x03ffffff, 0x03ffffff, 0x03ffffff, 0x02ffffff, 0x02ffffff,
+                                           0x02ffffff, 0x02ffffff, 0x01ffffff, 0x01ffffff, 0x01ffffff, 0x01ffffff,
+                                           0x00ffffff, 0x00ffffff, 0x00ffffff, 0x00ffffff);
+    const __m512i bits = _mm512_srli_epi32(_mm512_shuffle_epi8(_mm512_set1_epi32(bytes), upper), 1);
+    return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));  // 0 stands for 2^-127
+  } else {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    invalid |= _mm_testn_epi8_mask(_mm_add_epi8(bytes, _mm_set1_epi8(1)), _mm_set1_epi8(0x7f)) & 255;
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(int16_t(0xbfff))));
+  }
+}
+
+// Codes into their values, by the lower four bits of each byte.
+inline __m512i values_of_nibbles(__m512i bytes) {
+  const __m512i values =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+#ifdef __AVX512VBMI__
+  return _mm512_permutexvar_epi8(bytes, values);
+#else
+  return _mm512_shuffle_epi8(values, _mm512_and_si512(bytes, _mm512_set1_epi8(15)));
+#endif
+}
+
+template <bool POWERS, int W, int R>
+inline void block_dots(const uint8_t* w, int64_t w_row, const RowScales* scales, int64_t n, const Planes& planes,
+                       int64_t stride, const int64_t* which, float out[][4]) {
+  constexpr int64_t COLUMNS = POWERS ? 32 : 16;
+  const __m512i shift_by_8 = _mm512_set1_epi32(256);
+  __m512 sum[W][R] = {};
+  __mmask16 invalid = 0;
+  const auto add = [&](int j, int64_t k, __m512i codes, __m512 scale) {
+    const __m512i even = values_of_nibbles(codes), odd = values_of_nibbles(_mm512_srli_epi16(codes, 4));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = which[r] * stride + k;
+      __m512i all = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_loadu_si512(planes.high + at));
+      all = _mm512_dpbusd_epi32(all, odd, _mm512_loadu_si512(planes.high + at + 64));
+      // at most 24384, so that its lower half is all of it
+      all = _mm512_dpwssd_epi32(_mm512_loadu_si512(planes.fix + at / 8), all, shift_by_8);
+      all = _mm512_dpbusd_epi32(all, even, _mm512_loadu_si512(planes.low + at));
+      all = _mm512_dpbusd_epi32(all, odd, _mm512_loadu_si512(planes.low + at + 64));
+      sum[j][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), scale, sum[j][r]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 128 <= n; k += 128)
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
-      const uint8_t* p = w + j * w_row + b * 16;
-      if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(next + j * w_row + b * 16), _MM_HINT_T1);
-      const __m256i pairs = both ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
-                                 : _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-      const __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(pairs), _mm256_srli_epi16(pairs, 4), 1);
-      const __m512i weights = _mm512_shuffle_epi8(values, _mm512_and_si512(codes, nibble));
-      const __m512i upper = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights, x_high);
-      const __m512i all = _mm512_dpbusd_epi32(_mm512_add_epi32(_mm512_slli_epi32(upper, 8), offset), weights, x_low);
-      const __m512 first = _mm512_set1_ps(scales[j].without_whole(b));
-      const __m512 scale =
-          _mm512_mask_blend_ps(0xf0f0, first, _mm512_set1_ps(both ? scales[j].without_whole(b + 1) : 0.0f));
-      sum[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), scale, sum[j]);
+      _mm_prefetch(reinterpret_cast<const char*>(w + AHEAD + W * (k / 2) + j * 64), _MM_HINT_T0);
+      add(j, k, _mm512_loadu_si512(w + j * w_row + k / 2),
+          scales_of<POWERS>(static_cast<const uint8_t*>(scales[j].data) + k / COLUMNS, invalid));
     }
-  }
-  for (int j = 0; j < W; ++j) out[j] = total((Floats16)sum[j]) * (0.5f * scales[j].whole);
+  const int64_t blocks = ceil_div(n, COLUMNS), left = blocks - k / COLUMNS;
+  if (left > 0)
+    for (int j = 0; j < W; ++j) {
+      alignas(64) uint8_t codes[64] = {}, bytes[8] = {};
+      std::memcpy(codes, w + j * w_row + k / 2, size_t(left * COLUMNS / 2));
+      std::memcpy(bytes, static_cast<const uint8_t*>(scales[j].data) + k / COLUMNS, size_t(left));
+      add(j, k, _mm512_load_si512(codes), scales_of<POWERS>(bytes, invalid));
+    }
+  for (int j = 0; j < W; ++j)
+    for (int r = 0; r < R; ++r) {
+      out[j][r] = total((Floats16)sum[j][r]) * ((POWERS ? 0.5f : 128.0f) * scales[j].whole);
+      if (invalid || !std::isfinite(out[j][r]))
+        for (int64_t i = 0; i < blocks; ++i)
+          if (std::isnan(scales[j].without_whole(i))) out[j][r] = std::numeric_limits<float>::quiet_NaN();
+    }
 }
 #else
-template <int W>
-inline void block_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, const RowScales* scales, int64_t n,
-                       const int8_t* high, const int8_t* low, const int32_t*, float* out) {
+template <bool, int W, int>
+inline void block_dots(const uint8_t* w, int64_t w_row, const RowScales* scales, int64_t n, const Planes& planes,
+                       int64_t stride, const int64_t* which, float out[][4]) {
+  const int8_t *high = planes.high + which[0] * stride, *low = planes.low + which[0] * stride;
   const int8x16_t values = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
   const uint8x16_t nibble = vdupq_n_u8(15);
   // 1.5 . 2^23, to whose bits an integer below 2^22 is added: then only a difference is left of the conversion to float
@@ -333,7 +431,7 @@ inline void block_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, con
     const int8x16_t even_low = vld1q_s8(low), odd_low = vld1q_s8(low + 16);
     if (b % 4 == 0)
 #pragma GCC unroll 4
-      for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + b * 16, 0, 2);
+      for (int j = 0; j < W; ++j) __builtin_prefetch(w + (W + j) * w_row + b * 16, 0, 2);
     int8x16_t even[W], odd[W];
     int32x4_t all[W];
 #pragma GCC unroll 4
@@ -354,76 +452,153 @@ inline void block_dots(const uint8_t* w, const uint8_t* next, int64_t w_row, con
     for (int j = 0; j < W; ++j)
       sum[j] = vfmaq_n_f32(sum[j], vsubq_f32(vreinterpretq_f32_s32(all[j]), magic), of_byte[bytes[j][b]]);
   }
-  for (int j = 0; j < W; ++j) out[j] = total((Floats)sum[j]) * (0.5f * scales[j].whole);
+  for (int j = 0; j < W; ++j) out[j][0] = total((Floats)sum[j]) * (0.5f * scales[j].whole);
 }
+#endif
+
+#ifdef AMOEBA_AVX512
+constexpr int64_t BLOCK_ROWS = 4;  // rows that meet a weight's codes at once
+#else
+constexpr int64_t BLOCK_ROWS = 1;
 #endif
 
 template <class Take>
 void each_block_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
                     const int64_t* which, int64_t count, const Take& take) {
   const uint8_t* w = static_cast<const uint8_t*>(m.data) + e * m.stride_e;
-  const auto run = [&](int64_t j, auto width) {
-    RowScales scales[width];
-    for (int i = 0; i < width; ++i) scales[i] = m.coding.of_row(e, j + i);
-    const int64_t next = j + 2 * width <= to ? j + width : j;
-    for (int64_t r = 0; r < count; ++r) {
-      float out[width];
-      const int64_t at = which[r] * rows.plane_stride;
-      block_dots<width>(w + j * m.stride_row, w + next * m.stride_row, m.stride_row, scales, m.in,
-                        rows.blocks.high + at, rows.blocks.low + at, rows.blocks.fix + at / 4, out);
-      for (int i = 0; i < width; ++i) take(j + i, r, out[i] * rows.blocks.scale[which[r]]);
+  const bool powers = powers_of_two(m.coding);
+  by_groups<BLOCK_ROWS>(from, to, count, [&](int64_t j, int64_t r, auto width, auto at_once) {
+    constexpr int W = decltype(width)::value, R = decltype(at_once)::value;
+    RowScales scales[W];
+    for (int i = 0; i < W; ++i) scales[i] = m.coding.of_row(e, j + i);
+    float out[W][4];
+    const uint8_t* p = w + j * m.stride_row;
+    powers ? block_dots<true, W, R>(p, m.stride_row, scales, m.in, rows.blocks, rows.plane_stride, which + r, out)
+           : block_dots<false, W, R>(p, m.stride_row, scales, m.in, rows.blocks, rows.plane_stride, which + r, out);
+    for (int i = 0; i < W; ++i)
+      for (int s = 0; s < R; ++s) take(j + i, r + s, out[i][s] * rows.blocks.scale[which[r + s]]);
+  });
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------- e4m3 with AVX-512
+
+#ifdef AMOEBA_E4M3_PAIRS
+// e4m3 as bf16, by tables of 128 codes.
+struct Bf16OfE4m3 {
+  alignas(64) uint8_t upper[128], lower[128];
+  Bf16OfE4m3() {
+    for (int code = 0; code < 128; ++code) {
+      const int exponent = code >> 3, mantissa = code & 7;
+      const float value = std::ldexp(float(exponent ? mantissa + 8 : mantissa), (exponent ? exponent : 1) - 10);
+      const uint16_t bits = code == 127 ? 0x7fc0 : round_to_bf16(value);
+      upper[code] = uint8_t(bits >> 8), lower[code] = uint8_t(bits);
+    }
+  }
+};
+
+template <int W, int R>
+inline void byte_dots(const uint8_t* w, int64_t w_row, const RowScales* scales, const ScaleAxis& axis, int64_t n,
+                      const float* spread, int64_t stride, const int64_t* which, float out[][4]) {
+  static const Bf16OfE4m3 table;
+  const __m512i upper[2] = {_mm512_load_si512(table.upper), _mm512_load_si512(table.upper + 64)};
+  const __m512i lower[2] = {_mm512_load_si512(table.lower), _mm512_load_si512(table.lower + 64)};
+  const __m512i sign = _mm512_set1_epi8(-128);
+  Floats sum[W][R] = {};
+  const auto add = [&](int j, int64_t k, int64_t last, __m512i codes) {
+    const __m512i low = _mm512_permutex2var_epi8(lower[0], codes, lower[1]);
+    const __m512i size = _mm512_permutex2var_epi8(upper[0], codes, upper[1]);
+    const __m512i high = _mm512_ternarylogic_epi32(size, codes, sign, 0xf8);  // size | (codes & sign)
+    const Words first = (Words)_mm512_unpacklo_epi8(low, high), second = (Words)_mm512_unpackhi_epi8(low, high);
+    const __m512 scale = _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(scales[j].without_whole(axis.at(k))),
+                                              _mm512_set1_ps(scales[j].without_whole(axis.at(last))));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const float* x = spread + which[r] * stride + k;
+      Floats all = (Floats)(first << 16) * load(x);
+      all += (Floats)(first & 0xffff0000u) * load(x + 16);
+      all += (Floats)(second << 16) * load(x + 32);
+      all += (Floats)(second & 0xffff0000u) * load(x + 48);
+      sum[j][r] += all * (Floats)scale;
     }
   };
-  int64_t j = from;
-  for (; j + WEIGHT_ROWS <= to; j += WEIGHT_ROWS) run(j, std::integral_constant<int, WEIGHT_ROWS>{});
-  for (; j < to; ++j) run(j, std::integral_constant<int, 1>{});
+  int64_t k = 0;
+  for (; k + 64 <= n; k += 64)
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) {
+      _mm_prefetch(reinterpret_cast<const char*>(w + AHEAD + W * k + j * 64), _MM_HINT_T0);
+      add(j, k, k + 32, _mm512_loadu_si512(w + j * w_row + k));
+    }
+  if (k < n)
+    for (int j = 0; j < W; ++j) {
+      alignas(64) uint8_t codes[64] = {};
+      std::memcpy(codes, w + j * w_row + k, size_t(n - k));
+      add(j, k, k + 32 < n ? k + 32 : k, _mm512_load_si512(codes));
+    }
+  for (int j = 0; j < W; ++j)
+    for (int r = 0; r < R; ++r) out[j][r] = total(sum[j][r]) * scales[j].whole;
+}
+
+template <class Take>
+void each_byte_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows, const int64_t* which,
+                   int64_t count, const Take& take) {
+  const uint8_t* w = static_cast<const uint8_t*>(m.data) + e * m.stride_e;
+  by_groups<4>(from, to, count, [&](int64_t j, int64_t r, auto width, auto at_once) {
+    constexpr int W = decltype(width)::value, R = decltype(at_once)::value;
+    RowScales scales[W];
+    for (int i = 0; i < W; ++i) scales[i] = m.coding.of_row(e, j + i);
+    float out[W][4];
+    byte_dots<W, R>(w + j * m.stride_row, m.stride_row, scales, m.coding.column, m.in, rows.spread, rows.plane_stride,
+                    which + r, out);
+    for (int i = 0; i < W; ++i)
+      for (int s = 0; s < R; ++s) take(j + i, r + s, out[i][s]);
+  });
 }
 #endif
 
 // ---------------------------------------------------------------------------------------------------- rows of bf16
 
-// out[j] = <w_j, row> for W rows of a weight: a word holds two numbers, the upper of which only needs a mask.
-template <int W>
-inline void pair_dots(const uint16_t* w, const uint16_t* next, int64_t w_row, const float* x, const float* pairs,
-                      int64_t n, float* out) {
+// out[j][r] = <w_j, row which[r]> for W rows of a weight: a word holds two numbers, the upper of which only needs a mask.
+template <int W, int R>
+inline void pair_dots(const uint16_t* w, int64_t w_row, const StepRows& rows, const int64_t* which, int64_t n,
+                      float out[][4]) {
   constexpr int64_t STEP = 2 * LANES, LINE = 32;
-  Floats even[W] = {}, odd[W] = {};
+  Floats even[W][R] = {}, odd[W][R] = {};
   int64_t k = 0;
   for (; k + STEP <= n; k += STEP) {
-    const Floats x_even = load<LANES>(pairs + k), x_odd = load<LANES>(pairs + k + LANES);
     if (STEP >= LINE || k % LINE == 0)
 #pragma GCC unroll 4
-      for (int j = 0; j < W; ++j) __builtin_prefetch(next + j * w_row + k, 0, 2);
+      for (int j = 0; j < W; ++j) __builtin_prefetch(w + (W + j) * w_row + k, 0, 2);
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
       const Words words = (Words)load_as<uint32_t, LANES>(reinterpret_cast<const uint32_t*>(w + j * w_row + k));
-      even[j] += (Floats)(words << 16) * x_even;
-      odd[j] += (Floats)(words & 0xffff0000u) * x_odd;
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+        const float* x = rows.pairs + which[r] * rows.plane_stride + k;
+        even[j][r] += (Floats)(words << 16) * load<LANES>(x);
+        odd[j][r] += (Floats)(words & 0xffff0000u) * load<LANES>(x + LANES);
+      }
     }
   }
-  for (int j = 0; j < W; ++j) {
-    float product = total(even[j] + odd[j]);
-    for (int64_t i = k; i < n; ++i) product += widen(w[j * w_row + i]) * x[i];
-    out[j] = product;
-  }
+  for (int j = 0; j < W; ++j)
+    for (int r = 0; r < R; ++r) {
+      float product = total(even[j][r] + odd[j][r]);
+      for (int64_t i = k; i < n; ++i) product += widen(w[j * w_row + i]) * rows.x[which[r] * rows.stride + i];
+      out[j][r] = product;
+    }
 }
 
 template <class Take>
 void each_pair_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
                    const int64_t* which, int64_t count, const Take& take) {
   const uint16_t* w = static_cast<const uint16_t*>(m.data) + e * m.stride_e;
-  const auto run = [&](int64_t j, auto width) {
-    const int64_t next = j + 2 * width <= to ? j + width : j;
-    for (int64_t r = 0; r < count; ++r) {
-      float out[width];
-      pair_dots<width>(w + j * m.stride_row, w + next * m.stride_row, m.stride_row, rows.x + which[r] * rows.stride,
-                       rows.pairs + which[r] * rows.plane_stride, m.in, out);
-      for (int i = 0; i < width; ++i) take(j + i, r, out[i]);
-    }
-  };
-  int64_t j = from;
-  for (; j + WEIGHT_ROWS <= to; j += WEIGHT_ROWS) run(j, std::integral_constant<int, WEIGHT_ROWS>{});
-  for (; j < to; ++j) run(j, std::integral_constant<int, 1>{});
+  by_groups<2>(from, to, count, [&](int64_t j, int64_t r, auto width, auto at_once) {
+    constexpr int W = decltype(width)::value, R = decltype(at_once)::value;
+    float out[W][4];
+    pair_dots<W, R>(w + j * m.stride_row, m.stride_row, rows, which + r, m.in, out);
+    for (int i = 0; i < W; ++i)
+      for (int s = 0; s < R; ++s) take(j + i, r + s, out[i][s]);
+  });
 }
 
 // --------------------------------------------------------------------------------------------------------- all kinds
@@ -502,7 +677,11 @@ inline void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, c
   switch (m.kind) {
     case ROWS_F32: return each_plain_row<PlainMatrix<float>>(m, e, from, to, rows, which, count, take);
     case ROWS_BF16: return each_pair_row(m, e, from, to, rows, which, count, take);
-    case ROWS_E4M3: return each_plain_row<CodedMatrix<E4m3>>(m, e, from, to, rows, which, count, take);
+    case ROWS_E4M3:
+#ifdef AMOEBA_E4M3_PAIRS
+      if (by_spread(m)) return each_byte_row(m, e, from, to, rows, which, count, take);
+#endif
+      return each_plain_row<CodedMatrix<E4m3>>(m, e, from, to, rows, which, count, take);
     case ROWS_E2M1:
 #ifdef AMOEBA_BYTE_DOTS
       if (by_blocks(m)) return each_block_row(m, e, from, to, rows, which, count, take);
