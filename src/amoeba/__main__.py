@@ -5,7 +5,11 @@ import json
 import os
 import signal
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
+_LARGE = ("torch", "transformers")
+_BYTECODE = "PYTHONPYCACHEPREFIX"
 _INTERRUPTED = {
     "document": "amoeba error",
     "ok": False,
@@ -29,8 +33,6 @@ def _leave_at_once(*_: object) -> None:
 def main() -> None:
     before = signal.signal(signal.SIGINT, _leave_at_once)
     try:
-        from amoeba.commands.bytecode import keep_bytecode
-
         keep_bytecode()
         from amoeba.cli import main as run
 
@@ -41,6 +43,38 @@ def main() -> None:
         sys.exit(130)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # all that counts is written
+
+
+def keep_bytecode() -> None:
+    """torch, transformers and torch's compiler are 3,500 files. Python compiles them at every start if it finds no
+    `.pyc` next to them and may not write one: some installers write none, and images often set PYTHONDONTWRITEBYTECODE.
+    That takes longer than the rest of a start, so they are kept in our own cache folder. Python compares them with the
+    time and size of each source, so none is ever out of date. PYTHONPYCACHEPREFIX wins."""
+    if sys.pycache_prefix is not None or not any(map(_is_compiled_each_time, _LARGE)):
+        return
+    from amoeba.cpu.library_cache import prepared
+    from amoeba.system.files import default_folder
+
+    try:
+        folder = prepared(prepared(default_folder()) / "bytecode")
+    except OSError:  # nowhere to keep it, or where others could write
+        return
+    if not os.access(folder, os.W_OK):
+        return
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    os.environ[_BYTECODE] = str(folder)  # for the processes that torch's compiler starts
+
+
+def _is_compiled_each_time(package: str) -> bool:
+    if package in sys.modules:
+        return False
+    try:
+        found = find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    if found is None or found.origin is None or found.cached is None or Path(found.cached).exists():
+        return False
+    return sys.dont_write_bytecode or not os.access(Path(found.origin).parent, os.W_OK)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ SCRIPT = """
 import sys
 compiled = []
 sys.addaudithook(lambda event, given: compiled.append(str(given[1])) if event == "compile" else None)
-from amoeba.commands.bytecode import keep_bytecode
+from amoeba.__main__ import keep_bytecode
 keep_bytecode()
 import torch, typer
 print(sys.pycache_prefix, sum("torch" in name for name in compiled), sum("typer" in name for name in compiled) > 0)

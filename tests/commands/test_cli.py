@@ -101,7 +101,7 @@ def test_doctor_describes_the_machine_and_every_backend():
     assert all((row["how"] is None) != (row["why_not"] is None) for row in document["placements"])
     names = {backend.name for backend in registry.backends_of(ExpertWeights, torch.device("cpu"))}
     here = {row["backend"]: row for row in document["backends"] if row["device"] == "cpu"}
-    assert here.keys() == names | {"tasks", "cpu-fused"}
+    assert here.keys() == names | {"tasks", "cpu-fused", "exact"}
     assert not any(row["auto"] for row in here.values() if row["by_name"])
     for row in document["backends"]:
         for reason in row["refusals"].values():
