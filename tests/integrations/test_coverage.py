@@ -178,8 +178,12 @@ def test_amoeba_generate_says_who_computes_the_experts_of_llama4():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_command_refuses_the_experts_of_llama4_with_the_same_reason(tmp_path):
-    folder, model = tmp_path / "llama4", model_of("llama4", {"vocab_size": 300})
+@pytest.mark.parametrize(
+    "kind",
+    ["llama4", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("doge", "jetmoe", "longcat_flash"))],
+)
+def test_every_command_refuses_experts_that_transformers_does_not_hand_over(kind, tmp_path):
+    folder, model = tmp_path / kind, model_of(kind, {"vocab_size": 300})
     model.save_pretrained(folder)
     save_byte_tokenizer(folder)
     data = tmp_path / "rows.jsonl"
@@ -196,11 +200,11 @@ def test_every_command_refuses_the_experts_of_llama4_with_the_same_reason(tmp_pa
     }
     reasons = set()
     for name, command in commands.items():
-        with pytest.raises(ValueError, match="got llama4_text, whose experts are") as refused:
+        with pytest.raises(ValueError, match=f"got {model.config.model_type}, whose experts are") as refused:
             command()
         assert "nothing to stream" not in str(refused.value), name
         reasons.add(str(refused.value).partition("got ")[2].partition(". ")[0])
-    assert reasons == {f"llama4_text, whose experts are computed by {coverage(model)}"}
+    assert reasons == {f"{model.config.model_type}, whose experts are computed by {coverage(model)}"}
 
 
 @pytest.mark.filterwarnings("ignore")
