@@ -346,8 +346,12 @@ def test_files_beside_those_of_the_checkpoint_are_not_read(checkpoints: dict[str
 
 
 QUANTISED_BY_OTHERS = {
-    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "by modelopt .FP8., which transformers does not"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "by modelopt .W4A8., which transformers does not"),
     "compressed-tensors": ({"quant_method": "compressed-tensors"}, "by compressed-tensors: F8_E4M3 for .*gate_up_proj"),
+    "int4": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {"weights":
+            {"type": "int", "num_bits": 4}}}}, "by compressed-tensors .pack-quantized.: F8_E4M3 for .*gate_up_proj"
+    ),
     "awq": ({"quant_method": "awq"}, "by awq: no such tensor for .*gate_up_proj"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes: U8 for .*gate_up_proj"),
     "nobody": (None, "quantization_config in config.json for weights in FP8; got none"),

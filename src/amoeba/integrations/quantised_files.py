@@ -7,13 +7,15 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I
         files.rest(dtype)                                          # name -> tensor; what was quantised is dequantised
 
 Layouts: DeepSeek-V3's and Qwen3-FP8's (`experts.3.up_proj.weight` in e4m3 with `weight_scale_inv`), Qwen3-VL's (all
-experts in one tensor, (E, in, out) or (E, out, in)), gpt-oss's (`experts.down_proj_blocks` and `_scales`), and those of
-`amoeba quantise`. Names go through transformers' own table of renamings and conversions, as in loading.
+experts in one tensor, (E, in, out) or (E, out, in)), gpt-oss's (`experts.down_proj_blocks` and `_scales`), those of
+`amoeba quantise`, and of compressed-tensors and ModelOpt what has floating point codes (`_foreign_format`). Names go
+through transformers' own table of renamings and conversions, as in loading.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +27,23 @@ from torch import Tensor
 from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
-from amoeba.precision.formats import E8M0, FP8_128, MXFP4, Format, format_named, fp8_blocks
+from amoeba.precision.formats import E8M0, FP8_128, MXFP4, MXFP8, NVFP4, Format, format_named, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
 from amoeba.precision.quantised_experts import Products, QuantisedExperts
 
 # What follows the name of a quantised tensor's weight; "" is the weight itself.
 BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_matrix_scale"
-SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE)
+MATRIX_DIVISOR = "_global_scale"  # the reciprocal of a matrix's scale
+SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE, MATRIX_DIVISOR)
 # What other files call `weight_scale_inv`: DeepSeek-V4's, Mistral Large 4's.
 _OTHER_SCALES = (".scale", ".qscale_weight")
+# And names of compressed-tensors and ModelOpt.
+_FOREIGN_NAMES = {
+    ".weight_packed": ".weight",
+    ".weight_scale": f".weight{SCALE_INV}",
+    ".weight_scale_2": f".weight{MATRIX_SCALE}",
+}
+_WHOLE = 2**16  # no matrix has more rows or columns: a block that is all of them
 CODE_DTYPES = (torch.float8_e4m3fn, torch.uint8)  # in files
 _PLAIN = {"F64", "F32", "BF16", "F16"}  # of safetensors
 _NAMED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # of safetensors, what no weight may be alone
@@ -61,6 +71,35 @@ def format_of(facts: Mapping[str, Any]) -> Format | None:
         if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int | float) for n in block)):
             raise bad_value("weight_block_size in config.json", "two numbers, such as [128, 128]", repr(block), AGAIN)
         return fp8_blocks(int(block[0]), int(block[1]))
+    return _foreign_format(facts)
+
+
+def _foreign_format(facts: Mapping[str, Any]) -> Format | None:
+    """Of a checkpoint of compressed-tensors (llm-compressor) or ModelOpt, all of whose groups of layers are alike."""
+    if facts.get("quant_method") == "modelopt" and facts.get("quant_algo") in ("NVFP4", "FP8"):
+        return NVFP4 if facts["quant_algo"] == "NVFP4" else fp8_blocks(_WHOLE, _WHOLE)
+    groups = facts.get("config_groups")
+    if facts.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict):
+        return None
+    found = {_format_of_group((each or {}).get("weights") or {}) for each in groups.values()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _format_of_group(weights: Mapping[str, Any]) -> Format | None:
+    kind = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    match kind, weights.get("group_size"), weights.get("block_structure"):
+        case ("float", 8, "tensor"), _, _:
+            return fp8_blocks(_WHOLE, _WHOLE)
+        case ("float", 8, "channel"), _, _:
+            return fp8_blocks(1, _WHOLE)
+        case ("float", 8, "block"), _, [int(rows), int(columns)]:
+            return fp8_blocks(rows, columns)
+        case ("float", 4, "tensor_group"), 16, _:
+            return NVFP4
+        case ("float", 4, "group"), 32, _:
+            return MXFP4
+        case ("float", 8, "group"), 32, _:
+            return MXFP8
     return None
 
 
@@ -79,7 +118,10 @@ class QuantisedFiles:
         files = _files(folder)
         dtypes = {path: _dtypes_in(path) for path in set(files.values())}
         codes = {name for name, path in files.items() if dtypes[path][name] in _NAMED}
-        self._name_in_file = {usual_name(name, codes): name for name in files}
+        self._is_foreign = is_foreign(facts)
+        self._name_in_file = {
+            foreign_name(name) if self._is_foreign else usual_name(name, codes): name for name in files
+        }
         self._file_of = {name: files[own] for name, own in self._name_in_file.items()}
         self._open: dict[Path, Any] = {}
         self._names = sort_names(model, {weight_of(name) for name in self._file_of})
@@ -176,7 +218,8 @@ class QuantisedFiles:
         return read_quantised(name, self.format, self._file_of, self._read, columns, is_ours=self._is_ours)
 
     def _read(self, name: str) -> Tensor:
-        return self._file(name).get_tensor(self._name_in_file[name])
+        found = self._file(name).get_tensor(self._name_in_file[name])
+        return found.reshape(foreign_shape(name, tuple(found.shape))) if self._is_foreign else found
 
     def _header(self, name: str) -> Any:
         """Of a tensor, its shape and dtype without its data."""
@@ -199,8 +242,7 @@ def check_readable(folder: Path, model: Any, facts: Mapping[str, Any]) -> None:
     method = facts.get("quant_method")
     if method == "fp8":
         return  # one scale for a matrix, or experts in FP4: transformers dequantises them
-    algorithm = "" if facts.get("quant_algo") is None else f" ({facts['quant_algo']})"
-    got = f"{model.config.model_type} quantised by {method}{algorithm}"
+    got = f"{model.config.model_type} quantised by {described_method(facts)}"
     expected = "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp4)"
     if method is not None and not AutoHfQuantizer.supports_quant_method(dict(facts)):
         raise bad_value("MODEL", expected, f"{got}, which transformers does not know either", OTHERWISE)
@@ -214,6 +256,12 @@ def check_readable(folder: Path, model: Any, facts: Mapping[str, Any]) -> None:
             if not sources or not kinds <= _PLAIN:
                 there = " and ".join(sorted(kinds)) or "no such tensor"
                 raise bad_value("MODEL", expected, f"{got}: {there} for {name}.{parameter}", OTHERWISE)
+
+
+def described_method(facts: Mapping[str, Any]) -> str:
+    named = (facts.get(each) for each in ("quant_algo", "format", "bnb_4bit_quant_type", "quant_type"))
+    algorithm = next((f" ({str(each)[:40]})" for each in named if each is not None), "")
+    return f"{facts.get('quant_method')}{algorithm}"
 
 
 def check_no_codes(folder: Path) -> None:
@@ -246,9 +294,28 @@ def usual_name(name: str, codes: Container[str]) -> str:
     return name
 
 
+def is_foreign(facts: Mapping[str, Any]) -> bool:
+    return facts.get("quant_method") in ("compressed-tensors", "modelopt")
+
+
+def foreign_name(name: str) -> str:
+    """The usual one."""
+    ending = next((each for each in _FOREIGN_NAMES if name.endswith(each)), None)
+    return name if ending is None else name.removesuffix(ending) + _FOREIGN_NAMES[ending]
+
+
+def foreign_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of scales, as it would be here. name: the usual."""
+    if name.endswith((MATRIX_SCALE, MATRIX_DIVISOR)) and shape == (1,):
+        return ()
+    return (math.prod(shape), 1) if name.endswith(SCALE_INV) and len(shape) < 2 else shape
+
+
 def scale_dtypes(format: Format) -> tuple[torch.dtype, ...]:
     """In files. Where the format has fp32, those of one byte are exponents."""
-    return (*_WIDE_SCALES, *_SCALE_CODES) if format.scale == "fp32" else _SCALE_CODES
+    if format.scale == "fp32":
+        return (*_WIDE_SCALES, *_SCALE_CODES)
+    return CODE_DTYPES if format.scale == "e4m3" else _SCALE_CODES
 
 
 def read_quantised(
@@ -264,7 +331,8 @@ def read_quantised(
     if not is_quantised(name, names):
         raise bad_value("MODEL", f"{name} in {format.name}", "a tensor without scales", REMEDY)
     of_blocks = (name + SCALES,) if name + BLOCKS in names else ()
-    of_matrix = (name + MATRIX_SCALE,) if format.has_matrix_scale else ()
+    divides = name + MATRIX_DIVISOR in names
+    of_matrix = (name + (MATRIX_DIVISOR if divides else MATRIX_SCALE),) if format.has_matrix_scale else ()
     for needed in (*of_blocks, *of_matrix):
         if needed not in names:
             raise bad_value("MODEL", f"a tensor {needed}", "none in the checkpoint", AGAIN)
@@ -281,7 +349,9 @@ def read_quantised(
         scales = E8M0.decode(scales) if format.scale == "fp32" else scales  # ue8m0
     elif format.scale == "fp32":
         scales = scales.float()
-    matrix_scale = read(name + MATRIX_SCALE) if format.has_matrix_scale else None
+    matrix_scale = None
+    if format.has_matrix_scale:
+        matrix_scale = 1 / read(*of_matrix) if divides else read(*of_matrix)
     return QuantisedMatrix(data.view(torch.uint8), scales, format, columns, 1, matrix_scale)
 
 

@@ -106,8 +106,10 @@ class QuantisedMatrix:
         scales = self.scale_values()
         if block_rows > 1:
             of_part = self.shape[-2] // self.parts
-            scales = scales.unflatten(-2, (self.parts, -1)).repeat_interleave(block_rows, dim=-2)
+            scales = scales.unflatten(-2, (self.parts, -1)).repeat_interleave(min(block_rows, of_part), dim=-2)
             scales = scales[..., :of_part, :].flatten(-3, -2)
+        if self.columns <= block_columns:
+            return (values * scales).to(dtype)
         if self.columns % block_columns == 0:
             return (values.unflatten(-1, (-1, block_columns)) * scales[..., None]).flatten(-2).to(dtype)
         return (values * scales.repeat_interleave(block_columns, dim=-1)[..., : self.columns]).to(dtype)
@@ -183,6 +185,8 @@ def _quantise_one(
     (rows, columns), (block_rows, block_columns) = matrix.shape, format.block
     down, across = scales.shape[0] // parts, scales.shape[1]
     of_part = rows // parts
+    if format.element.bits == 8:  # no wider than the matrix; narrower codes fill whole blocks
+        block_rows, block_columns = min(block_rows, max(of_part, 1)), min(block_columns, columns)
     padded = F.pad(
         matrix.reshape(parts, of_part, columns), (0, across * block_columns - columns, 0, down * block_rows - of_part)
     )

@@ -54,7 +54,7 @@ def scales_by_row(matrix: QuantisedMatrix) -> Tensor:
     """(..., rows, blocks of columns): where several rows share a scale, it is repeated for each of them."""
     height, rows = matrix.format.block[0], matrix.shape[-2] // matrix.parts
     of_parts = matrix.scales.unflatten(-2, (matrix.parts, -1))
-    return of_parts.repeat_interleave(height, dim=-2)[..., :rows, :].flatten(-3, -2)
+    return of_parts.repeat_interleave(min(height, rows), dim=-2)[..., :rows, :].flatten(-3, -2)
 
 
 def _tiles(rows: int, columns: int) -> tuple[int, int]:

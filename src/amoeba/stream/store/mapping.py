@@ -39,13 +39,18 @@ from amoeba.integrations.model_folder import load_config, load_without_weights
 from amoeba.integrations.quantised_files import (
     BLOCKS,
     CODE_DTYPES,
+    MATRIX_DIVISOR,
     OURS,
     REMEDY,
     SCALE_INV,
     SUFFIXES,
     check_scaled,
     check_square,
+    described_method,
+    foreign_name,
+    foreign_shape,
     format_of,
+    is_foreign,
     is_quantised,
     is_stack,
     is_transposed,
@@ -74,7 +79,7 @@ def map_experts(
         raise bad_value(
             "MODEL",
             "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp8, mxfp4, nvfp4)",
-            f"{config.model_type} quantised by {facts.get('quant_method')}, in a way that aMoEba does not know",
+            f"{config.model_type} quantised by {described_method(facts)}, in a way that aMoEba does not know",
             REMEDY,
         )
     model = load_without_weights(unquantised(config), str(folder), trust_remote_code=trust_remote_code)
@@ -243,6 +248,19 @@ def _stacks(operation: Any) -> bool:
     return (kind == "MergeModulelist" and operation.dim == 0) or kind == "Force16BytesAlignment"
 
 
+class _Divisor(TensorEntry):
+    """Of a matrix's scale it has the reciprocal."""
+
+    def values(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        return 1 / super().values(source, dtype)
+
+
+def _foreign(name: str, tensor: TensorEntry) -> TensorEntry:
+    """name: the usual."""
+    kind = _Divisor if name.endswith(MATRIX_DIVISOR) else TensorEntry
+    return kind(tensor.file, tensor.start, tensor.dtype, foreign_shape(name, tensor.shape))
+
+
 class CodedCheckpoint:
     """dtype: of biases, x and y."""
 
@@ -250,7 +268,10 @@ class CodedCheckpoint:
         self, model: Any, tensors: Mapping[str, TensorEntry], facts: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         codes = {name for name, each in tensors.items() if each.dtype.itemsize == 1 and each.dtype.is_floating_point}
-        tensors = {usual_name(name, codes): tensor for name, tensor in tensors.items()}
+        if is_foreign(facts):
+            tensors = {(usual := foreign_name(name)): _foreign(usual, tensor) for name, tensor in tensors.items()}
+        else:
+            tensors = {usual_name(name, codes): tensor for name, tensor in tensors.items()}
         self.family, self._tensors, self._dtype = str(model.config.model_type), tensors, dtype
         found = format_of(facts)
         assert found is not None
@@ -316,7 +337,8 @@ class CodedCheckpoint:
         return self._piece(entry, part, place, names, shape, scale_dtypes(self._format), swapped)
 
     def _matrix_scale(self, entry: LayerEntry, part: Part, names: list[str], again: bool) -> Piece:
-        names = [name + FILE_MATRIX_SCALE for name in names]
+        divides = names[0] + MATRIX_DIVISOR in self._tensors
+        names = [name + (MATRIX_DIVISOR if divides else FILE_MATRIX_SCALE) for name in names]
         return self._piece(entry, part, (0, 1), names, (), (torch.float32,))._replace(again=again)
 
     def _piece(
