@@ -105,6 +105,7 @@ def main() -> None:
         str(options.out),
         bf16=False,
         gradient_checkpointing=False,
+        router_aux_loss_coef=0.0,  # the routers are frozen
         max_steps=options.steps,
         learning_rate=3e-3,
         lr_scheduler_type="constant",

@@ -125,6 +125,8 @@ def test_in_exact_mode_the_difference_is_nothing_at_all(tmp_path: Path, dtype: t
     trainer.train()
     assert logged(trainer, "sampling/sampling_logp_difference/max") == [0, 0] == logged(trainer, "sampling/kl")
     assert max(logged(trainer, "grad_norm")) > 0 < min(logged(trainer, "entropy"))
+    with pytest.raises(ValueError, match="router_aux_loss_coef: expected 0 in exact mode"):
+        grpo(model, tmp_path, router_aux_loss_coef=0.1).train()
 
 
 def test_the_old_logprobs_are_those_of_the_rollout(tmp_path: Path) -> None:

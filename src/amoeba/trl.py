@@ -179,6 +179,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             return None, None, None  # the old ones are those of the rollout
 
         exact = is_exact(self.model)
+        if exact and self.aux_loss_enabled:
+            expected, remedy = "0 in exact mode", "leave the balance of frozen routers alone, or leave exact mode off"
+            raise bad_value("router_aux_loss_coef", expected, self.router_aux_loss_coef, remedy)
 
         def at_positions(labels: Tensor, fused_lm_head: bool, **given: Any) -> Any:
             """As in the rollout, where padding on the left counts for nothing."""
@@ -190,8 +193,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             temperature = logits_BCV.new_full((1, 1, 1), self.temperature, dtype=torch.float32)
             logprob_BC = logprobs_of(logits_BCV, token_BC, temperature, exact)
             entropy_BC = torch.distributions.Categorical(logits=logits_BCV.float() / temperature).entropy()
-            aux_loss = getattr(out, "aux_loss", None)
-            return SimpleNamespace(log_probs=logprob_BC, entropy=entropy_BC, aux_loss=aux_loss)
+            return SimpleNamespace(log_probs=logprob_BC, entropy=entropy_BC)
 
         found = super()._get_per_token_logps_and_entropies(
             at_positions, input_ids, attention_mask, logits_to_keep, *args, **options
