@@ -2,8 +2,8 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · I intermediate · J = 2I or I
 
-All products are `ops.exact`'s: in fp32, in the order of the summed dimension, for one row and for thousands. Rows are
-rounded to the dtype of the weights where `cpu` rounds them. Backward is that of `cpu`.
+All products are `ops.exact`'s: in fp32, with one order of summation for one row and for thousands. Rows are rounded to
+the dtype of the weights where `cpu` rounds them. Backward is that of `cpu`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,15 @@ class ExactGroups(CoreGroups):
         index_N: Tensor | None = None,
     ) -> None:
         rows_NI = rows if index_N is None else rows.index_select(0, index_N)
-        for e, part, target in self.each(rows_NI, out):
-            found = product(part[None], matrix_EIO[e][None])[0]
+        if isinstance(matrix_EIO, Tensor) and 1 in matrix_EIO.stride()[1:]:  # all experts by one call
+            found = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+            rows_NI = rows_NI.float().contiguous()
+            load_core().multiply_rows_exactly(self.offs_E, rows_NI, matrix_EIO.detach(), out=found)
+            parts = self.each(out, found)
+        else:
+            one_by_one = self.each(out, rows_NI)
+            parts = ((e, target, product(part[None], matrix_EIO[e][None])[0]) for e, target, part in one_by_one)
+        for e, target, found in parts:
             target.copy_(found if bias_EO is None else found.add_(bias_EO[e]))
 
     def add_product(self, rows_NI: Tensor, matrix_EIO: Tensor, out_NO: Tensor) -> None:

@@ -45,6 +45,11 @@ _SIGNATURES = {
         _POINTER, _INT64, _INT64, _INT64, _POINTER,         # matrix, its strides, bias
         _INT64, _INT64, _POINTER, _INT64, _INT,             # depth, columns, out, stride, threads
     ),
+    **dict.fromkeys(("amoeba_exact_rows_f32", "amoeba_exact_rows_bf16"), (
+        _INT64, _POINTER, _POINTER, _INT64,                 # experts, offs, rows, stride
+        _POINTER, _INT64, _INT64, _INT64,                   # matrix, its strides
+        _INT64, _INT64, _POINTER, _INT64, _INT,             # depth, columns, out, stride, threads
+    )),
     "amoeba_weight_gradient_f32": (
         _INT64, _POINTER,                                   # experts, offs
         _POINTER, _INT64, _POINTER, _INT64,                 # left, stride, index, columns
@@ -161,6 +166,22 @@ class Core:
             address_at_strides("matrix_EIO", matrix_EIO, torch.float32, (experts, depth, columns)),
             *matrix_EIO.stride(), optional_address("bias_EO", bias_EO, torch.float32, (experts, columns)),
             depth, columns, address_to_write("out", out, torch.float32, (count, columns)), out.stride(0),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def multiply_rows_exactly(self, offs_E: Tensor, rows_NI: Tensor, matrix_EIO: Tensor, *, out: Tensor) -> None:
+        """The same without bias: a row's results do not depend on other rows. The matrix is fp32 or bf16, with an inner
+        stride of 1. Where it is contiguous along O, zeros in a row add nothing."""
+        experts, depth, columns = matrix_EIO.shape
+        count = out.shape[0]
+        if 1 not in matrix_EIO.stride()[1:] or matrix_EIO.dtype not in _DTYPES:
+            got = f"{matrix_EIO.dtype} with strides {matrix_EIO.stride()}"
+            raise bad_value("matrix_EIO", "fp32 or bf16 with an inner stride of 1", got, "copy it with .contiguous()")
+        getattr(self._library, f"amoeba_exact_rows_{_DTYPES[matrix_EIO.dtype]}")(
+            experts, address("offs_E", offs_E, torch.int32, (experts,)),
+            address("rows_NI", rows_NI, torch.float32, (count, depth)), depth,
+            address_at_strides("matrix_EIO", matrix_EIO, matrix_EIO.dtype, (experts, depth, columns)),
+            *matrix_EIO.stride(), depth, columns, address("out", out, torch.float32, (count, columns)), columns,
             torch.get_num_threads(),
         )  # fmt: skip
 

@@ -6,7 +6,7 @@
 Outside, torch picks another kernel, and so another order, for one row than for a hundred, and computes the end of a
 buffer without vectors. Inside,
 
-products      are summed by the C++ core in fp32, in the order of the summed dimension, whatever the number of rows
+products      are summed by the C++ core in fp32, by one kernel for each layout of the weights
 sums, norms   fold the row's second half onto its first, again and again
 exponentials  and whatever else differs between vectors and single numbers go through whole vectors, in pieces that one
               thread computes
@@ -42,7 +42,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def product(a_EMK: Tensor, b_EKN: Tensor) -> Tensor:
-    """a @ b in fp32, each element summed in the order of K."""
+    """a @ b in fp32. Zeros in a add nothing to the sum where b is contiguous along N."""
     for each in (a_EMK, b_EKN):
         if each.dtype not in DTYPES or each.device.type != "cpu":
             got = f"{each.dtype} on {each.device}"
@@ -52,10 +52,11 @@ def product(a_EMK: Tensor, b_EKN: Tensor) -> Tensor:
     if depth == 0 or out.numel() == 0:
         return out.zero_().view(count, rows, columns)
     offs_E = torch.arange(1, count + 1, dtype=torch.int32, device=out.device) * rows
-    matrix = b_EKN.detach().float()
+    matrix = b_EKN.detach()
+    matrix = matrix if matrix.dtype == torch.bfloat16 else matrix.float()
     matrix = matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
     rows_NK = a_EMK.detach().float().reshape(count * rows, depth).contiguous()
-    load_core().multiply_rows(offs_E, rows_NK, matrix, out=out)
+    load_core().multiply_rows_exactly(offs_E, rows_NK, matrix, out=out)
     return out.view(count, rows, columns)
 
 
@@ -132,7 +133,7 @@ def _attended(
 ) -> Tensor:
     p, of_sink = _scores(multiply, element, q, k, sink, seen, *numbers)
     p_EML, v_ELD = p.flatten(0, 1).flatten(1, 2), v.flatten(0, 1)
-    total = multiply(p_EML, torch.ones_like(v_ELD[..., :1])).view(*p.shape[:-1], 1)  # in the order of the keys
+    total = multiply(p_EML, v_ELD.new_ones(*v_ELD.shape[:2], 1)).view(*p.shape[:-1], 1)
     total = total if of_sink is None else total + of_sink
     y = multiply(p_EML, v_ELD).view(*p.shape[:-1], -1) / total.masked_fill(total == 0, 1)
     return y.flatten(1, 2)
@@ -148,7 +149,10 @@ def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seen: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor]:
     y = q.new_empty((*q.shape[:3], v.shape[-1]))
-    k, v = k.float(), v.float()
+    slots = seen.flatten(0, 2).any(0).nonzero()
+    end = int(slots[-1]) + 1 if len(slots) else 1
+    k, v, seen = k[:, :, :end], v[:, :, :end], seen[..., :end]  # a cache has room for what is to come
+    v = v if v.stride(-1) == 1 else v.contiguous()  # zeros of what is not seen add nothing then
     for part in _chunks(q, k):
         y[:, :, part] = _attended(product, in_pieces, q[:, :, part], k, v, sink, seen[:, :, part], scale, softcap)
     return (y,)

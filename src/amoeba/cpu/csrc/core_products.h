@@ -81,12 +81,14 @@ void column_block(int64_t rows, int64_t width, int64_t depth, const float* a, in
   }
 }
 
-struct RowSource {  // row r of a matrix whose rows are picked by an index, or lie one after another without one
-  const float* data;
+template <class Element>
+struct RowsOf {  // row r of a matrix whose rows are picked by an index, or lie one after another without one
+  const Element* data;
   int64_t stride;
   const int64_t* index;
-  const float* operator[](int64_t r) const { return data + (index ? index[r] : r) * stride; }
+  const Element* operator[](int64_t r) const { return data + (index ? index[r] : r) * stride; }
 };
+using RowSource = RowsOf<float>;
 
 // packed[k][r] = rows[r][first_k + k], zeros up to `padded` rows.
 void pack_transposed(const RowSource& rows, int64_t first, int64_t count, int64_t padded, int64_t first_k, int64_t depth,
@@ -111,22 +113,25 @@ void pack_transposed(const RowSource& rows, int64_t first, int64_t count, int64_
 }
 
 // packed[k][0 .. width) = rows[first_k + k][column ...], zero-padded to whole vectors; returns the row length.
-int64_t pack_panel(const RowSource& rows, int64_t first_k, int64_t depth, int64_t column, int64_t width, float* packed) {
+template <class Element>
+int64_t pack_panel(const RowsOf<Element>& rows, int64_t first_k, int64_t depth, int64_t column, int64_t width,
+                   float* packed) {
   const int64_t padded = round_up(width, LANES);
   for (int64_t k = 0; k < depth; ++k) {
-    const float* source = rows[first_k + k] + column;
+    const Element* source = rows[first_k + k] + column;
     float* out = packed + k * padded;
     int64_t j = 0;
     for (; j + LANES <= width; j += LANES) store(out + j, load<LANES>(source + j));
-    for (; j < width; ++j) out[j] = source[j];
+    for (; j < width; ++j) out[j] = widen(source[j]);
     for (; j < padded; ++j) out[j] = 0;
   }
   return padded;
 }
 
+template <class Weight>
 struct ExpertProduct {  // one expert's part of: out = rows . matrix (+ bias)
   RowSource rows;
-  const float* matrix;
+  const Weight* matrix;
   int64_t matrix_k, matrix_n;  // strides along the summed and the output dimension; one of them is 1
   const float* bias;
   float* out;
@@ -153,7 +158,7 @@ void store_transposed(const float* sums, int64_t padded, int64_t columns, int64_
 }
 
 // Weights contiguous along the summed dimension: out^T = W . rows^T, tile by tile, transposed on the way out.
-void rows_times_broadcast_weights(const ExpertProduct& p, int64_t first_row, int64_t row_count, int64_t first_column,
+void rows_times_broadcast_weights(const ExpertProduct<float>& p, int64_t first_row, int64_t row_count, int64_t first_column,
                                   int64_t columns) {
   for (int64_t r0 = 0; r0 < row_count; r0 += TILE_COLUMNS) {
     const int64_t count = std::min<int64_t>(TILE_COLUMNS, row_count - r0);
@@ -172,9 +177,10 @@ void rows_times_broadcast_weights(const ExpertProduct& p, int64_t first_row, int
 }
 
 // Weights contiguous along the output dimension: they are the vectors.
-void rows_times_vector_weights(const ExpertProduct& p, int64_t first_row, int64_t row_count, int64_t first_column,
+template <class Weight>
+void rows_times_vector_weights(const ExpertProduct<Weight>& p, int64_t first_row, int64_t row_count, int64_t first_column,
                                int64_t columns) {
-  const RowSource weights{p.matrix, p.matrix_k, nullptr};
+  const RowsOf<Weight> weights{p.matrix, p.matrix_k, nullptr};
   for (int64_t n0 = 0; n0 < columns; n0 += TILE_COLUMNS) {
     const int64_t width = std::min<int64_t>(TILE_COLUMNS, columns - n0), column = first_column + n0;
     for (int64_t k0 = 0; k0 < p.depth; k0 += SUM_BLOCK) {
