@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from amoeba import lora
+from amoeba.integrations.experts_module import described, experts_modules, take_back_shapes
+from amoeba.integrations.model_folder import load_rest, load_without_weights
 from amoeba.jobs.cpu_dtype import DtypeChoice
-from amoeba.jobs.placed_model import attach_in, load_placed
+from amoeba.jobs.placed_model import attach_in, load_placed, read_layer
 from amoeba.plan.model import read_facts
+from amoeba.stream.store import open_store
 from called import call
 from gguf_models import write_gguf
 from tiny_models import build, save_byte_tokenizer
@@ -97,3 +100,29 @@ def test_a_plan_knows_the_sizes_of_a_file(mxfp4):
     facts = read_facts(str(mxfp4))
     assert (facts.numbers, facts.why_not_streamed, facts.sizes_known) == ("mxfp4", None, True)
     assert facts.expert_bytes("resident") < mxfp4.stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_every_quantised_type_is_the_dequantised_model(kind, tmp_path):
+    model = build("qwen3_moe", norm_topk_prob=True, **SIZES, hidden_size=256, moe_intermediate_size=256)
+    kinds = dict.fromkeys(("gate", "up", "down"), kind)
+    path = write_gguf(tmp_path / "model.gguf", model.to(torch.bfloat16), kinds)
+    stored = load(path, dtype=torch.float32)
+    placements = {described(module).placement.name for module in experts_modules(stored).values()}
+    assert placements == {f"{kind.lower()}-weights"}
+    numbers = unquantised(path, stored.config)
+    prompt = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = stored(prompt).logits, numbers(prompt).logits
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def unquantised(path: Path, config: Any) -> Any:
+    """The model with plain experts, in fp32."""
+    with open_store(path) as store:
+        model = load_rest(load_without_weights(config, str(path)), str(path), dict(store.rest_tensors()), torch.float32)
+        for number, entry in enumerate(store.layers):
+            module = model.get_submodule(entry.name)
+            take_back_shapes(module, torch.float32)
+            read_layer(store, number, module)
+    return model

@@ -42,7 +42,7 @@ def test_codes_and_scales_of_mxfp4_stand_for_the_same_numbers():
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("q8_0", 6e-3), ("q4_0", 9e-2), ("q4_k", 8e-2), ("q5_k", 4e-2), ("q6_k", 2e-2)]
+    ("kind", "error"), [("q8_0", 9e-3), ("q4_0", 0.16), ("q4_k", 0.14), ("q5_k", 7e-2), ("q6_k", 4e-2)]
 )
 def test_numbers_that_are_quantised_come_back_within_the_error_of_the_format(kind, error):
     values = torch.randn(ROWS, BLOCKS * 256, generator=torch.Generator().manual_seed(0))

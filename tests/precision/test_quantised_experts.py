@@ -17,6 +17,7 @@ from amoeba.backends import quantised_triton
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.blocks import PACKED_KINDS
 from amoeba.precision.formats import fp8_blocks
 from amoeba.precision.quantised import quantise
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
@@ -28,7 +29,10 @@ from small_layer import E, Layer, kernel_device
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 CPU = torch.device("cpu")
-PLACEMENTS = ("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights")
+PLACEMENTS = (
+    *("fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights"),
+    *(f"{kind}-weights" for kind in PACKED_KINDS),
+)
 # Every routing there is, no tokens, sizes of no whole block, biases, all activations; the rest is thorough.
 CASES = [
     Case(63, 8, SILU, True, "sentinels", lora="all", rank=5),

@@ -110,3 +110,30 @@ def test_tensors_of_other_shapes_or_missing_ones_are_named(tmp_path: Path):
     path.write_bytes(path.read_bytes().replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
     with pytest.raises(ValueError, match="gguf: expected"):
         open_store(path)
+
+
+def test_blocks_keep_their_bytes_and_down_may_be_of_another_kind(tmp_path):
+    model = build("qwen3_moe", **SIZES, hidden_size=256, moe_intermediate_size=256).to(torch.bfloat16)
+    kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "rest": "Q8_0"}
+    path, out = write_gguf(tmp_path / "model.gguf", model, kinds), tmp_path / "model.store"
+    pack(path, out)
+    with open_store(path) as store, PackedStore(out, verify="always") as packed:
+        assert packed.layers == store.layers
+        assert store.layers[0].numbers == "q4_k+q6_k"
+        assert store.layers[0].expert_bytes < 1.01 * (2 * 256 * 144 + 256 * 210) + 4096
+        raw = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        stored = (raw[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        gate, up, down = (torch.from_numpy(gguf.dequantize(each.data, each.tensor_type)) for each in stored)
+        for each in (store, packed):
+            found = values(each, 1, 4)
+            assert torch.equal(found[0], torch.cat((gate[4], up[4])))
+            assert torch.equal(found[1], down[4])
+
+
+def test_kinds_that_cannot_be_together_become_numbers(tmp_path):
+    model = build("qwen3_moe", **SIZES, hidden_size=256, moe_intermediate_size=256).to(torch.bfloat16)
+    for kinds in ({"gate": "Q4_K", "up": "Q6_K"}, {"gate": "Q8_0", "up": "Q8_0", "down": "BF16"}):
+        with open_store(write_gguf(tmp_path / "model.gguf", model, kinds)) as store:
+            assert store.layers[0].numbers == "bfloat16"
+            down = next(iter(expected_experts(model).values()))[1]
+            assert torch.equal(values(store, 0, 2)[1], down[2].float())

@@ -18,7 +18,7 @@ from amoeba.core.weights import AnyExperts
 from amoeba.cpu.core import load_core
 from amoeba.cpu.pointers import CPU
 from amoeba.cpu.weights import ScaledCodes, has_whole_experts, why_not_codes
-from amoeba.precision.formats import E2M1, E4M3, E8M0, ScaleKind
+from amoeba.precision.formats import E2M1, E4M3, E8M0, IN_BLOCKS, ScaleKind
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks
 from amoeba.system.cpu_features import compute_dtype
 
@@ -30,8 +30,10 @@ def why_not(weights: AnyExperts) -> str | None:
         return f"computes on the CPU; these weights are on {weights.device}"
     if weights.products == "w8a8":
         return "quantises no rows; these experts ask for w8a8"
+    if weights.format.element is IN_BLOCKS:
+        return None
     if weights.format.element not in (E2M1, E4M3):
-        return f"reads e4m3 and e2m1; these weights are in {weights.format.element.name}"
+        return f"reads e4m3, e2m1 and blocks; these weights are in {weights.format.element.name}"
     return why_not_codes(weights.format.block, weights.parts)
 
 
@@ -40,6 +42,8 @@ def scaled_codes(matrix_EOI: ReadInBlocks) -> ScaledCodes:
     stored = matrix_EOI.matrix
     data, scales = (each if has_whole_experts(each) else each.contiguous() for each in (stored.data, stored.scales))
     format = stored.format
+    if format.element is IN_BLOCKS:
+        return ScaledCodes(data, scales, format.block, 1, format.name, stored.columns)
     return ScaledCodes(
         data,
         scales,

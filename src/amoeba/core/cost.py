@@ -17,7 +17,7 @@ from typing import Protocol
 
 _ID_BYTES = 8  # row maps and expert ids are int64
 _OFFSET_BYTES = 4  # offs_E is int32
-_SCALE_BYTES = {"fp32": 4, "e8m0": 1, "e4m3": 1}
+_SCALE_BYTES = {"fp32": 4, "e8m0": 1, "e4m3": 1, "inside": 0}
 # Numbers saved in e4m3 have one fp32 scale per this many of a row, and start at a multiple of this many bytes.
 _SAVED_BLOCK, _SAVED_ALIGNED = 128, 128
 

@@ -65,7 +65,7 @@ _SIGNATURES = {
         _FLOAT, _FLOAT, _FLOAT,                             # alpha, limit, up_shift
         _POINTER, _POINTER, _POINTER, _INT,                 # dh, scaled a, ds, threads
     ),
-    **dict.fromkeys(("amoeba_decode_f32", "amoeba_decode_bf16", "amoeba_decode_e4m3", "amoeba_decode_e2m1"), (
+    **dict.fromkeys((f"amoeba_decode_{kind}" for kind in ("f32", "bf16", "e4m3", "e2m1", "blocks")), (
         _INT64, _INT64, _INT64, _INT64, _INT64, _INT64,     # tokens, top_k, experts, hidden, intermediate, width
         _POINTER, _INT64, _POINTER, _POINTER, _POINTER,     # x, stride, expert ids, keys, weights
         _POINTER, _INT64, _INT64, _POINTER,                 # gate_up, its strides, coding of codes
@@ -326,7 +326,9 @@ def why_no_core() -> str | None:
 
 def _kind(weight: Tensor | ScaledCodes) -> str | None:
     """As the core's functions name it; None for what it does not read."""
-    return weight.element if isinstance(weight, ScaledCodes) else _DTYPES.get(weight.dtype)
+    if not isinstance(weight, ScaledCodes):
+        return _DTYPES.get(weight.dtype)
+    return weight.element if weight.element in ("e4m3", "e2m1") else "blocks"
 
 
 def _read(

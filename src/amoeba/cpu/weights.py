@@ -289,8 +289,10 @@ class StoredWeights:
 
 LEAST_COLUMNS = 16  # of a block: this many numbers are read at once
 
-ElementName = Literal["e4m3", "e2m1"]
-ELEMENTS: dict[ElementName, int] = {"e4m3": 0, "e2m1": 1}  # `enum ElementKind` in csrc/codes.h
+# `enum ElementKind` in csrc/codes.h: codes, and ggml's blocks, which have their scales among their numbers.
+_BLOCKS = ("q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k")
+ELEMENTS = {name: number for number, name in enumerate(("e4m3", "e2m1", *_BLOCKS))}
+_ONE = torch.ones((1, 1, 1), dtype=torch.float32, device=CPU)  # the scale of what has its own
 
 
 class CScaleAxis(ctypes.Structure):
@@ -326,6 +328,7 @@ class ScaledCodes:
     scale:    fp32, or uint8 (E, blocks of rows, blocks of columns); each expert contiguous, too.
     block:    rows and columns that share a scale.
     parts:    equal parts of the rows, each with blocks of its own.
+    element:  one of ELEMENTS. Blocks have no scales of their own: rows are runs of whole blocks.
     columns:  I, where it is not the number of bytes of a row.
     scale_values: fp32 (256,), what a scale in uint8 stands for.
     matrix_scale_E: fp32, at any stride, by which all of what they stand for is multiplied, in fp32.
@@ -335,18 +338,22 @@ class ScaledCodes:
     scale: Tensor = field(repr=False)
     block: tuple[int, int]
     parts: int = 1
-    element: ElementName = "e4m3"
+    element: str = "e4m3"
     columns: int | None = None
     scale_values: Tensor | None = field(default=None, repr=False)
     matrix_scale_E: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        reason = why_not_codes(self.block, self.parts)
+        if self.element in _BLOCKS:
+            reason = None if self.columns is not None else "takes the number of columns with blocks"
+        else:
+            reason = why_not_codes(self.block, self.parts)
         if reason is None and (self.code_EOI.dim() != 3 or self.code_EOI.shape[1] % self.parts):
             reason = f"takes (experts, out, in) with {self.parts} equal parts; these are {tuple(self.code_EOI.shape)}"
-        if reason is None and self.code_EOI.shape[2] != self._row_bytes():
+        if reason is None and self.element not in _BLOCKS and self.code_EOI.shape[2] != self._row_bytes():
             reason = f"takes {self._row_bytes()} bytes per row of {self.in_features}, not {self.code_EOI.shape[2]}"
-        if reason is None and not (has_whole_experts(self.code_EOI) and has_whole_experts(self.scale)):
+        tensors = (self.code_EOI,) if self.element in _BLOCKS else (self.code_EOI, self.scale)
+        if reason is None and not all(map(has_whole_experts, tensors)):
             reason = f"takes contiguous experts; these have strides {self.code_EOI.stride()}"
         if reason is not None:
             raise bad_value(
@@ -364,6 +371,10 @@ class ScaledCodes:
 
     def coding(self) -> CCoding:
         """For compiled code; what it points to has to outlive it."""
+        if self.element in _BLOCKS:
+            everything = CScaleAxis(62, 2**62, 0, 0)  # one scale
+            one = address("one", _ONE, torch.float32, (1, 1, 1))
+            return CCoding(ELEMENTS[self.element], one, None, None, 0, 0, everything, everything)
         (experts, out_features, in_features), (rows, columns) = self.shape, self.block
         of_part = out_features // self.parts
         down, across = -(-of_part // rows), -(-in_features // columns)

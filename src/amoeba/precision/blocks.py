@@ -135,10 +135,13 @@ def _q3_k(blocks: Tensor) -> Parts:
 
 
 def _mxfp4(blocks: Tensor) -> Parts:
-    from amoeba.precision.formats import E2M1, E8M0
+    sizes = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
+    exponent = blocks[:, :1].to(torch.int32)
+    scale = torch.where(exponent == 0, 1 << 22, exponent << 23).masked_fill(exponent == 255, 0x7FC00000)
+    return sizes[_halves(blocks[:, 1:]).to(torch.int32)][:, None], scale.view(torch.float32), None
 
-    return E2M1.decode(_halves(blocks[:, 1:]))[:, None], E8M0.decode(blocks[:, :1]), None
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 BLOCK_KINDS = {
     "q8_0": BlockKind(32, 34, _q8_0),
@@ -161,7 +164,7 @@ def quantise_blocks(matrix: Tensor, kind: str) -> Tensor:
     wide = F.pad(matrix.detach().float(), (0, -matrix.shape[-1] % numbers)).reshape(-1, numbers)
     finite = wide.nan_to_num(0.0, 0.0, 0.0)
     whole = torch.where(wide.isfinite().all(1, keepdim=True), 1.0, torch.nan)
-    return _PACK[kind](finite, whole).reshape(*matrix.shape[:-1], -1)
+    return PACKED_KINDS[kind](finite, whole).reshape(*matrix.shape[:-1], -1)
 
 
 def _halfs(*numbers: Tensor) -> Tensor:
@@ -173,15 +176,20 @@ def _rounded(values: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
     return (values / safe).round().clamp(least, most)
 
 
+def _power(numbers: Tensor) -> Tensor:
+    """The power of two that is at least as large; 0 for 0. Scales are such: simple numbers keep their values."""
+    mantissa, exponent = numbers.frexp()
+    return torch.ldexp(torch.where(numbers == 0, 0.0, 1.0), exponent - (mantissa == 0.5).to(exponent.dtype))
+
+
 def _pack_q8_0(values: Tensor, whole: Tensor) -> Tensor:
-    scale = (values.abs().amax(1, keepdim=True) / 127).half().float()
+    scale = _power(values.abs().amax(1, keepdim=True) / 127)
     q = _rounded(values, scale, -127, 127).to(torch.int8).view(torch.uint8)
     return torch.cat((_halfs(scale * whole), q), 1)
 
 
 def _pack_q4_0(values: Tensor, whole: Tensor) -> Tensor:
-    largest = values.gather(1, values.abs().argmax(1, keepdim=True))
-    scale = (largest / -8).half().float()
+    scale = _power(values.abs().amax(1, keepdim=True) / 7)
     q = (_rounded(values, scale, -8, 7) + 8).to(torch.uint8)
     return torch.cat((_halfs(scale * whole), q[:, :16] | q[:, 16:] << 4), 1)
 
@@ -190,9 +198,9 @@ def _k_codes(values: Tensor, whole: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Of q4_k and q5_k: q (n, 8, 32), and the 16 bytes before them."""
     groups = values.view(-1, 8, 32)
     least = (-groups.amin(2)).clamp(min=0)
-    width = (groups.amax(2) + least) / most
-    scale, offset = ((each.amax(1, keepdim=True) / 63).half().float() for each in (width, least))
-    of_scale, of_offset = (_rounded(each, one, 0, 63) for each, one in ((width, scale), (least, offset)))
+    width = _power((groups.amax(2) + least) / most)
+    scale, offset = (_power(each.amax(1, keepdim=True)) / 32 for each in (width, least))
+    of_scale, of_offset = _rounded(width, scale, 1, 63), _rounded(least, offset, 0, 63)
     q = _rounded(groups + (offset * of_offset)[..., None], (scale * of_scale)[..., None], 0, most).to(torch.uint8)
     s, m = of_scale.to(torch.uint8), of_offset.to(torch.uint8)
     packed = (s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4)
@@ -222,13 +230,13 @@ def _pack_q5_k(values: Tensor, whole: Tensor) -> Tensor:
 
 def _pack_q6_k(values: Tensor, whole: Tensor) -> Tensor:
     groups = values.view(-1, 16, 16)
-    width = groups.abs().amax(2) / 31
-    scale = (width.amax(1, keepdim=True) / 127).half().float()
-    of_scale = _rounded(width, scale, 0, 127)
+    width = _power(groups.abs().amax(2) / 31)
+    scale = width.amax(1, keepdim=True) / 64
+    of_scale = _rounded(width, scale, 1, 127)
     q = (_rounded(groups, (scale * of_scale)[..., None], -32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
     low = (q[:, :, :2] & 15 | q[:, :, 2:] << 4).flatten(1)
     high = _joined((q >> 4).flatten(0, 1), 2).view(-1, 64)
     return torch.cat((low, high, of_scale.to(torch.uint8), _halfs(scale * whole)), 1)
 
 
-_PACK = {"q8_0": _pack_q8_0, "q4_0": _pack_q4_0, "q4_k": _pack_q4_k, "q5_k": _pack_q5_k, "q6_k": _pack_q6_k}
+PACKED_KINDS = {"q8_0": _pack_q8_0, "q4_0": _pack_q4_0, "q4_k": _pack_q4_k, "q5_k": _pack_q5_k, "q6_k": _pack_q6_k}

@@ -14,6 +14,9 @@ Plain torch on any device. These are the definitions: kernels are compared with 
 | mxfp4   | e2m1    | 1 x 32            | e8m0, the same                            |
 | nvfp4   | e2m1    | 1 x 16            | e4m3, times one fp32 number of the matrix |
 
+Blocks of GGUF files (`q8_0`, `q4_k` and so on; `amoeba.precision.blocks`) are formats as well: their scales are among
+the numbers of a row.
+
 Experts that train (`amoeba.precision.recipes`) have square blocks, so that a transposed weight is the same numbers, and
 rows with a block of a row. Their e8m0 scales are rounded up, and each nvfp4 row has an fp32 number of its own.
 """
@@ -29,8 +32,9 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
+from amoeba.precision.blocks import BLOCK_KINDS
 
-ScaleKind = Literal["fp32", "e8m0", "e4m3"]
+ScaleKind = Literal["fp32", "e8m0", "e4m3", "inside"]
 
 
 class Element(ABC):
@@ -126,7 +130,21 @@ class E8M0:
         return bits.view(torch.float32)
 
 
-E4M3, E2M1 = _E4M3(), _E2M1()
+class _InBlocks(Element):
+    """Of numbers that have no codes of their own: a row is a run of `amoeba.precision.blocks`."""
+
+    name, largest, exponent, bits = "blocks", 0.0, 0, 8
+
+    @staticmethod
+    def encode(values: Tensor) -> Tensor:
+        raise bad_value("encode", "a format with codes", "blocks", "use quantise_blocks")
+
+    @staticmethod
+    def decode(codes: Tensor) -> Tensor:
+        raise bad_value("decode", "a format with codes", "blocks", "use dequantise_blocks")
+
+
+E4M3, E2M1, IN_BLOCKS = _E4M3(), _E2M1(), _InBlocks()
 
 
 @dataclass(frozen=True)
@@ -135,7 +153,8 @@ class Format:
     name:    as users write it.
     element: of the numbers.
     block:   rows and columns of a matrix that share a scale.
-    scale:   what a scale is; those of "e4m3" are times one number of the whole matrix, or of its row.
+    scale:   what a scale is; those of "e4m3" are times one number of the whole matrix, or of its row. "inside": a block
+             has scales of its own among its numbers.
     power_of_two: whether scales are rounded up to one, a normal number, 1 for zeros: such a scale costs no precision of
              its own, and nothing saturates. Without it, fp32 has other numbers, and e8m0 is rounded down.
     by_row:  whether each row has the number that a matrix has otherwise: it depends on no other row.
@@ -154,6 +173,8 @@ class Format:
 
     def stored_columns(self, columns: int) -> int:
         """Bytes of a row: codes narrower than a byte fill whole blocks."""
+        if self.scale == "inside":
+            return -(-columns // self.block[1]) * BLOCK_KINDS[self.name].bytes
         if self.element.bits == 8:
             return columns
         return -(-columns // self.block[1]) * self.block[1] * self.element.bits // 8
@@ -174,6 +195,9 @@ MXFP8_TRAINING = Format("mxfp8-training", E4M3, (32, 32), "e8m0", power_of_two=T
 MXFP8_TRAINING_ROWS = Format("mxfp8-training-rows", E4M3, (1, 32), "e8m0", power_of_two=True)
 NVFP4_TRAINING = Format("nvfp4-training", E2M1, (16, 16), "e4m3")
 NVFP4_TRAINING_ROWS = Format("nvfp4-training-rows", E2M1, (1, 16), "e4m3", by_row=True)
+OF_BLOCKS = {
+    name: Format(name, IN_BLOCKS, (1, kind.numbers), "inside") for name, kind in BLOCK_KINDS.items() if name != "mxfp4"
+}
 _TRAINING = (
     *(FP8_TRAINING, FP8_TRAINING_ROWS, FP8_TRAINING_COLUMNS),
     *(MXFP8_TRAINING, MXFP8_TRAINING_ROWS, NVFP4_TRAINING, NVFP4_TRAINING_ROWS),
@@ -183,12 +207,12 @@ FORMATS = {each.name: each for each in (FP8_128, FP8_128_ROWS, *_TRAINING, MXFP8
 
 def format_named(name: str) -> Format:
     """One of FORMATS, or "fp8-64x32": as fp8-128, with blocks of another size."""
-    found = FORMATS.get(name)
+    found = FORMATS.get(name) or OF_BLOCKS.get(name)
     if found is not None:
         return found
     sizes = re.fullmatch(r"fp8-(\d+)x(\d+)", name)
     if sizes is None:
-        raise bad_value("format", f"one of {', '.join(FORMATS)}", repr(name), "choose one of them")
+        raise bad_value("format", f"one of {', '.join(FORMATS | OF_BLOCKS)}", repr(name), "choose one of them")
     return fp8_blocks(*map(int, sizes.groups()))
 
 

@@ -11,7 +11,8 @@ from amoeba.core import cost
 from amoeba.core.config import Activation
 from amoeba.core.placement import LayerSizes, Placement, Tolerance
 from amoeba.core.weights import ExpertWeights
-from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.blocks import PACKED_KINDS
+from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, OF_BLOCKS, Format
 from amoeba.precision.quantised_experts import dequantise_experts, quantise_experts
 from amoeba.precision.recipes import W8A8, Fp8Experts, with_precision
 
@@ -41,6 +42,8 @@ def _expert_bytes(sizes: LayerSizes, format: Format) -> int:
 
 def _bytes_of_number(format: Format) -> float:
     rows, columns = format.block
+    if format.scale == "inside":
+        return format.stored_columns(columns) / columns
     return format.element.bits / 8 + (4 if format.scale == "fp32" else 1) / (rows * columns)
 
 
@@ -97,8 +100,14 @@ _FORMATS = (
     _placement("mxfp4-weights", MXFP4),
     _placement("nvfp4-weights", NVFP4),
 )
+# Of files: nothing is quantised to them but what is verified.
+_BLOCKS = {
+    name: replace(_placement(f"{name}-weights", format), summary=f"in {name}, as the file has them", offered=False)
+    for name, format in OF_BLOCKS.items()
+}
 PRECISION_PLACEMENTS = (
     *_FORMATS,
+    *(_BLOCKS[name] for name in PACKED_KINDS),
     _w8a8(),
     _recipe("fp8"),
     _recipe("fp8-ste"),
@@ -111,5 +120,5 @@ PRECISION_PLACEMENTS = (
 
 def placement_of(format: Format) -> Placement:
     """Under which experts in this format stand, where a file had them in it: blocks of fp8 may have any size there."""
-    places = dict(zip(("fp8-128", "mxfp8", "mxfp4", "nvfp4"), _FORMATS, strict=True))
+    places = dict(zip(("fp8-128", "mxfp8", "mxfp4", "nvfp4"), _FORMATS, strict=True)) | _BLOCKS
     return places.get(format.name, _FORMATS[0])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
+from amoeba.precision.blocks import dequantise_blocks, quantise_blocks
 from amoeba.precision.formats import E4M3, E8M0, Format
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -27,7 +28,7 @@ _SMALLEST_NORMAL = 2.0**-126
 class QuantisedMatrix:
     """
     data:    uint8 (..., rows, format.stored_columns(columns)).
-    scales:  (..., blocks of rows, blocks of columns): fp32, or codes in uint8.
+    scales:  (..., blocks of rows, blocks of columns): fp32, or codes in uint8; empty where blocks have them inside.
     columns: of the matrix; codes that are packed may go on behind them, as zeros.
     parts:   how many equal parts the rows have, each with blocks of its own.
     matrix_scale: (...), fp32, where the format has it; (..., rows) where it has one for each row.
@@ -101,6 +102,8 @@ class QuantisedMatrix:
         element, (block_rows, block_columns) = self.format.element, self.format.block
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        if self.format.scale == "inside":
+            return dequantise_blocks(self.data, self.format.name, self.columns).to(dtype)
         values = element.decode_packed(self.data) if element.bits == 4 else element.decode(self.data)
         values = values[..., : self.columns]
         scales = self.scale_values()
@@ -138,6 +141,8 @@ def unpack_rows(packed: Tensor, columns: int, format: Format) -> QuantisedMatrix
 
 def block_counts(rows: int, columns: int, format: Format, parts: int = 1) -> tuple[int, int]:
     """Scales of a matrix, down and across."""
+    if format.scale == "inside":
+        return 0, 0
     block_rows, block_columns = format.block
     return parts * -(-(rows // parts) // block_rows), -(-columns // block_columns)
 
@@ -174,6 +179,9 @@ def quantise_again(matrix: Tensor, into: QuantisedMatrix) -> None:
     *leading, rows, columns = matrix.shape
     for place in itertools.product(*map(range, leading)) if rows and columns else ():
         its_scale = None if into.matrix_scale is None else into.matrix_scale[place]
+        if into.format.scale == "inside":
+            into.data[place].copy_(quantise_blocks(matrix[place], into.format.name))
+            continue
         wide = matrix.detach()[place].to(torch.float32)
         _quantise_one(wide, into.format, into.parts, into.data[place], into.scales[place], its_scale)
 

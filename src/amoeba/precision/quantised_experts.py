@@ -53,6 +53,7 @@ def _read(stored: Stored, format: Format, columns: int, parts: int) -> Quantised
 class QuantisedExperts:
     """Made by `quantise_experts`, or of the matrices of a file by `QuantisedExperts.holding`.
 
+    format: of gate_up; down_format: of down, where that is another one.
     parts: of gate_up, see `QuantisedMatrix`.
     dtype: of x and y; products are computed in it, unless they are in fp8.
     products: of passes without gradients and LoRA. "bf16": rows as they are, in dtype, with dequantised weights.
@@ -71,6 +72,7 @@ class QuantisedExperts:
     activation: Activation
     dtype: torch.dtype
     products: Products = "bf16"
+    down_format: Format | None = None
 
     placement = "quantised"
     trains = False
@@ -86,11 +88,12 @@ class QuantisedExperts:
         dtype: torch.dtype = torch.bfloat16,
         products: Products = "bf16",
     ) -> QuantisedExperts:
-        """gate_up: of shape (E, J, H). down: (E, H, I), in the same format."""
+        """gate_up: of shape (E, J, H). down: (E, H, I), in the same format, or both in blocks."""
         activation = activation or Activation()
         experts, hidden, intermediate = down.shape if len(down.shape) == 3 else (0, 0, 0)
         width = activation.width(intermediate)
-        fits = gate_up.shape == (experts, width, hidden) and gate_up.format == down.format and down.parts == 1
+        fits = gate_up.shape == (experts, width, hidden) and down.parts == 1
+        fits = fits and (gate_up.format == down.format or gate_up.format.scale == down.format.scale == "inside")
         if not fits or gate_up.data.device != down.data.device:
             expected = f"gate_up ({experts}, {width}, {hidden}) and down (E, H, I) in one format on one device"
             got = f"{gate_up.shape} in {gate_up.format.name} and {down.shape} in {down.format.name}"
@@ -104,6 +107,8 @@ class QuantisedExperts:
         up_bias, down_bias = (None if b is None else nn.Parameter(b.detach().clone(), False) for b, _ in biases)
         sizes = hidden, intermediate, gate_up.parts
         found = cls(_store(gate_up), _store(down), up_bias, down_bias, gate_up.format, *sizes, activation, dtype)
+        if down.format != gate_up.format:
+            found = replace(found, down_format=down.format)
         return found.with_products(products)
 
     @property
@@ -124,7 +129,8 @@ class QuantisedExperts:
 
     @property
     def down_EHI(self) -> ReadInBlocks:
-        return ReadInBlocks(_read(self.stored_down, self.format, self.intermediate, 1), self.dtype)
+        format = self.down_format or self.format
+        return ReadInBlocks(_read(self.stored_down, format, self.intermediate, 1), self.dtype)
 
     @property
     def gate_up_bias_EJ(self) -> Tensor | None:
@@ -163,7 +169,7 @@ class QuantisedExperts:
         matrices = (Operand(f"{name}_{part}", kind) for name in ("gate_up", "down") for part, kind in _MATRIX)
         biases = Operand("gate_up_bias", "Tensor?"), Operand("down_bias", "Tensor?")
         numbers = (Operand(name, "int") for name in ("hidden", "intermediate", "parts"))
-        words = Operand("dtype", "str"), Operand("products", "str")
+        words = Operand("dtype", "str"), Operand("products", "str"), Operand("down_format", "str")
         return (*matrices, *biases, Operand("format", "str"), *numbers, *words, *_ACTIVATION)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -173,11 +179,12 @@ class QuantisedExperts:
         dtype = str(self.dtype).removeprefix("torch.")
         activation = (getattr(self.activation, operand.name) for operand in _ACTIVATION)
         sizes = self.hidden, self.intermediate, self.parts
-        return (self.format.name, *sizes, dtype, self.products, *activation)
+        down_format = (self.down_format or self.format).name
+        return (self.format.name, *sizes, dtype, self.products, down_format, *activation)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> QuantisedExperts:
-        format, hidden, intermediate, parts, dtype, products, *activation = constants
+        format, hidden, intermediate, parts, dtype, products, down_format, *activation = constants
         gate_up, down, (gate_up_bias, down_bias) = tuple(tensors[:3]), tuple(tensors[3:6]), tensors[6:]
         return cls(
             gate_up,  # type: ignore[arg-type]
@@ -191,6 +198,7 @@ class QuantisedExperts:
             Activation(*activation),
             getattr(torch, dtype),
             products,
+            None if down_format == format else format_named(down_format),
         )
 
 

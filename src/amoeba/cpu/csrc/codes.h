@@ -4,7 +4,7 @@
 // Codes of four bits lie two to a byte, the first in the low bits, and fill whole blocks. Blocks are powers of two of
 // at least sixteen columns, so sixteen codes of a row that begin at a multiple of sixteen have one scale.
 #pragma once
-#include "vectors.h"
+#include "blocks.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
@@ -25,7 +25,14 @@ struct RowScales {
   float at(int64_t i) const { return without_whole(i) * whole; }
 };
 
-enum ElementKind : int64_t { E4M3, E2M1 };
+// From Q8_0 on, blocks that have their scales among their numbers.
+enum ElementKind : int64_t { E4M3, E2M1, Q8_0_, Q5_0_, Q5_1_, Q4_0_, Q4_1_, Q6_K_, Q5_K_, Q4_K_, Q3_K_, Q2_K_ };
+
+inline Unpack unpack_of(int64_t kind) {
+  constexpr Unpack ALL[] = {unpack<Q8_0>, unpack<Q5_0>, unpack<Q5_1>, unpack<Q4_0>, unpack<Q4_1>,
+                            unpack<Q6_K>, unpack<Q5_K>, unpack<Q4_K>, unpack<Q3_K>, unpack<Q2_K>};
+  return kind < Q8_0_ ? nullptr : ALL[kind - Q8_0_];
+}
 
 struct Coding {                          // the order of `CCoding`
   int64_t element = E4M3;                // ElementKind
@@ -237,6 +244,14 @@ inline void store_scaled(uint16_t* p, const Numbers& numbers, float scale) {
 #endif
   }
 }
+// Numbers as they are, or rounded to bf16.
+inline void round_some(const float* numbers, int64_t count, float* out) {
+  std::memcpy(out, numbers, size_t(count) * sizeof(float));
+}
+inline void round_some(const float* numbers, int64_t count, uint16_t* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = round_to_bf16(numbers[i]);
+}
+
 template <class Element, class Number>
 inline void store_some_scaled(Number* p, const Numbers& numbers, float scale, int64_t count) {
   if (count >= CODES) return store_scaled<Element>(p, numbers, scale);

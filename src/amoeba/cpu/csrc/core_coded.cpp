@@ -9,6 +9,7 @@ extern "C" {
 
 AMOEBA_DECODE(amoeba_decode_e4m3, CodedMatrix<E4m3>)
 AMOEBA_DECODE(amoeba_decode_e2m1, CodedMatrix<E2m1>)
+AMOEBA_DECODE(amoeba_decode_blocks, BlocksMatrix)
 
 // out (rows, columns) = code . scale in fp32, rounded to what out is.
 #define AMOEBA_DEQUANTISE(NAME, Number)                                                                               \

@@ -157,6 +157,40 @@ struct CodedMatrix {
   }
 };
 
+// Blocks: some columns of the rows are made numbers, and these multiplied, until the row ends.
+struct BlocksMatrix {
+  using Element = uint8_t;
+  static constexpr int64_t COLUMNS = 512;  // at once: a multiple of all blocks, whose numbers stay in the first cache
+  const uint8_t* data;
+  int64_t stride_e, stride_row;
+  Unpack unpack;
+  static BlocksMatrix of(const uint8_t* data, int64_t stride_e, int64_t stride_row, const Coding* coding) {
+    return {data, stride_e, stride_row, unpack_of(coding->element)};
+  }
+
+  template <int W>
+  void dots(int64_t e, int64_t j, int64_t next, int64_t count, const float* const* rows, int64_t n,
+            float out[][4]) const {
+    alignas(64) float numbers[W][COLUMNS];
+    const uint8_t* w = data + e * stride_e;
+    for (int i = 0; i < W; ++i)
+      for (int64_t at = 0; at < stride_row; at += 64) __builtin_prefetch(w + (next + i) * stride_row + at, 0, 2);
+    for (int i = 0; i < W; ++i) std::fill_n(out[i], 4, 0.0f);
+    for (int64_t k = 0; k < n; k += COLUMNS) {
+      const int64_t some = std::min(COLUMNS, n - k);
+      for (int i = 0; i < W; ++i) unpack(w + (j + i) * stride_row, k, round_up(some, GROUP), numbers[i]);
+      const float* right[4];
+      for (int64_t r = 0; r < count; ++r) right[r] = rows[r] + k;
+      with_count(count, [&](auto r) {
+        float part[W][4];
+        amoeba::dots<W, r>(numbers[0], numbers[0], COLUMNS, right, some, part);
+        for (int i = 0; i < W; ++i)
+          for (int l = 0; l < r; ++l) out[i][l] += part[i][l];
+      });
+    }
+  }
+};
+
 // Calls take(j, products of weight row j with each of the `count` rows) for every j in [from, to). after: the row that
 // the caller reads next.
 template <class Matrix, class Take>

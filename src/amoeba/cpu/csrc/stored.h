@@ -99,6 +99,13 @@ class CodedPanels {
 
   // 32 numbers of a row from `first` on, zeros past the rows and past the end of a row.
   void read(int64_t row, int64_t rows, int64_t first, int64_t length, uint16_t* out) const {
+    if (const Unpack unpack = unpack_of(coding_.element)) {
+      const int64_t count = row < rows ? std::clamp<int64_t>(length - first, 0, PANEL) : 0;
+      float numbers[PANEL];
+      if (count) unpack(codes_ + row * row_, first, PANEL, numbers);
+      round_some(numbers, count, out);
+      return std::memset(out + count, 0, size_t(PANEL - count) * sizeof(uint16_t)), void();
+    }
     for (int64_t k = first; k < first + PANEL; k += CODES, out += CODES) {
       const int64_t count = row < rows ? length - k : 0;
       if (count < CODES) std::memset(out, 0, CODES * sizeof(uint16_t));

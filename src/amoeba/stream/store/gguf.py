@@ -1,7 +1,8 @@
 """A GGUF file read as a store: experts as the file has them, the rest of the model as numbers.
 
-Experts in MXFP4 keep their bits; other types of blocks become numbers of the model's dtype as they are read. In the
-blob all rows of gate come first, whatever the model's own order.
+Experts in blocks keep their bits, those in MXFP4 in the order of `mxfp4`. Where gate and up are of two kinds, or blocks
+meet plain numbers, they become numbers of the model's dtype as they are read. In the blob all rows of gate come first,
+whatever the model's own order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from amoeba.integrations.gguf_files import (
 )
 from amoeba.integrations.model_folder import load_without_weights
 from amoeba.precision.blocks import BLOCK_KINDS, dequantise_blocks, mxfp4_parts
-from amoeba.precision.formats import MXFP4, Format
+from amoeba.precision.formats import MXFP4, OF_BLOCKS, Format
 from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.layers import BIASES, CODES, SCALES, Part, layer_entry
 from amoeba.stream.store.reading import THREADS, Reader
@@ -54,6 +55,8 @@ class _Blocks(TensorEntry):
         rows = source.view(-1, self.shape[-1])
         if self.gives == "numbers":
             return dequantise_blocks(rows, self.kind)
+        if self.kind != "mxfp4":
+            return source
         return mxfp4_parts(rows)[0 if self.gives == "codes" else 1]
 
 
@@ -177,9 +180,9 @@ class _Layer:
             sources[matrix, "weight"] = self._find(stem, matrix, "weight", shape)
             if found.has_bias:
                 sources[matrix, "bias"] = self._find(stem, matrix, "bias", shape[:1])
-        format = _format_of([each for matrix in matrices for each in sources[matrix, "weight"]])
+        format, down_format = _formats_of(sources["gate_up", "weight"], sources["down", "weight"])
         activation = replace(found.fused, interleaved=False)
-        self.entry = layer_entry(name, *self.sizes, activation, header.dtype, found.has_bias, format)
+        self.entry = layer_entry(name, *self.sizes, activation, header.dtype, found.has_bias, format, 1, down_format)
         parts = {part.name: part for part in self.entry.parts}
         self.pieces: list[Piece] = []
         for matrix, numbers in zip(matrices, ("gate_up_JH", "down_HI"), strict=True):
@@ -188,6 +191,7 @@ class _Layer:
                 self._add(parts[numbers], of_matrix)
             else:
                 self._add(parts[matrix + CODES], of_matrix, "codes")
+            if format is MXFP4:
                 self._add(parts[matrix + SCALES], of_matrix, "scales")
         for matrix, bias in zip(matrices, BIASES if found.has_bias else (), strict=False):
             self._add(parts[bias], sources[matrix, "bias"])
@@ -225,6 +229,12 @@ class _Layer:
             self.pieces.append(Piece((stored,), True, size, shape, view.stride(), offset, dtype))
 
 
-def _format_of(tensors: list[GgufTensor]) -> Format | None:
-    """None: they are read as numbers."""
-    return MXFP4 if all(tensor.kind == "MXFP4" for tensor in tensors) else None
+def _formats_of(gate_up: list[GgufTensor], down: list[GgufTensor]) -> tuple[Format | None, Format | None]:
+    """Of gate_up, and of down where that is another one. None: they are read as numbers."""
+    formats = [{tensor.kind.lower() for tensor in tensors} for tensors in (gate_up, down)]
+    first, last = (each.pop() if len(each) == 1 else "" for each in formats)
+    if (first, last) == ("mxfp4", "mxfp4"):
+        return MXFP4, None
+    if first in OF_BLOCKS and last in OF_BLOCKS:
+        return OF_BLOCKS[first], None if first == last else OF_BLOCKS[last]
+    return None, None

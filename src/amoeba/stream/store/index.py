@@ -105,23 +105,27 @@ def _format_facts(entry: LayerEntry) -> dict[str, Any]:
     dtype = {"dtype": str(entry.dtype).removeprefix("torch.")}
     if entry.format is None:
         return {"kind": PLAIN} | dtype
-    return {"kind": BLOCK_SCALED, "name": entry.format.name, "row_parts": entry.row_parts} | dtype
+    down = {"down_name": entry.down_format.name} if entry.down_format else {}
+    return {"kind": BLOCK_SCALED, "name": entry.format.name, "row_parts": entry.row_parts} | down | dtype
 
 
-def _format(path: Path, facts: dict[str, Any]) -> tuple[Format | None, int]:
-    """Of the codes, and the parts of the rows; None and 1 of plain numbers."""
+def _format(path: Path, facts: dict[str, Any]) -> tuple[Format | None, int, Format | None]:
+    """Of the codes, the parts of the rows, and of the codes of down alone; None, 1 and None of plain numbers."""
     kind, name = facts["kind"], facts.get("name")
-    found, row_parts = None, int(facts.get("row_parts", 1))
+    found, row_parts, down = None, int(facts.get("row_parts", 1)), None
     try:
         found = format_named(str(name)) if kind == BLOCK_SCALED else None
+        down = format_named(str(facts["down_name"])) if found is not None and "down_name" in facts else None
         known = kind == PLAIN or found is not None
     except ValueError:
         known = False
     if not known or facts["dtype"] not in DTYPES or row_parts not in (1, 2):
         got = " ".join(str(each) for each in (kind, name, facts.get("dtype")) if each is not None)
-        expected = f"numbers as {PLAIN} {', '.join(DTYPES)}, or quantised as fp8, mxfp8, mxfp4 or nvfp4"
+        expected = (
+            f"numbers as {PLAIN} {', '.join(DTYPES)}, or quantised as fp8, mxfp8, mxfp4, nvfp4 or in blocks of GGUF"
+        )
         raise StoreError(path, expected, got, "use a newer aMoEba")
-    return found, row_parts
+    return found, row_parts, down
 
 
 def read_index(folder: Path) -> Index:
@@ -173,7 +177,7 @@ def _check_name(found: object, expected: str) -> None:
 
 
 def _stored_layer(path: Path, number: int, facts: dict[str, Any]) -> StoredLayer:
-    format, row_parts = _format(path, facts["format"])
+    format, row_parts, down_format = _format(path, facts["format"])
     limit = facts["activation"]["limit"]
     activation = Activation(**facts["activation"] | {"limit": math.inf if limit is None else limit})
     parts = tuple(Part(part["name"], int(part["offset"]), tuple(map(int, part["shape"]))) for part in facts["parts"])
@@ -188,6 +192,7 @@ def _stored_layer(path: Path, number: int, facts: dict[str, Any]) -> StoredLayer
         expert_bytes=int(facts["expert_bytes"]),
         format=format,
         row_parts=row_parts,
+        down_format=down_format,
     )
     checksums = tuple(map(int, facts["checksums"]))
     _check_layer(entry, checksums)

@@ -62,7 +62,7 @@ class LayerEntry:
     dtype:      of all parts; for quantised experts, that of the biases, of x and of y.
     parts:      in the order of the blob.
     expert_bytes: of a blob, a multiple of 4096.
-    format:     of the codes; None: plain numbers.
+    format:     of the codes; None: plain numbers. down_format: of those of down, where that is another one.
     row_parts:  of the rows of gate_up, each with blocks of its own (see `QuantisedMatrix`).
     """
 
@@ -76,6 +76,7 @@ class LayerEntry:
     expert_bytes: int
     format: Format | None = field(default=None, repr=False)
     row_parts: int = field(default=1, repr=False)
+    down_format: Format | None = field(default=None, repr=False)
 
     @property
     def has_bias(self) -> bool:
@@ -84,7 +85,9 @@ class LayerEntry:
     @property
     def numbers(self) -> str:
         """How they are kept, in a word."""
-        return str(self.dtype).removeprefix("torch.") if self.format is None else self.format.name
+        if self.format is None:
+            return str(self.dtype).removeprefix("torch.")
+        return self.format.name + (f"+{self.down_format.name}" if self.down_format else "")
 
     def dtype_of(self, part: str) -> torch.dtype:
         if self.format is None or part in BIASES:
@@ -137,7 +140,8 @@ class LayerEntry:
             return ExpertWeights(stacks["gate_up_JH"], stacks["down_HI"], *biases, self.activation)
         gate_up, down = (_stored(stacks, name) for name in ("gate_up", "down"))
         sizes = self.hidden, self.intermediate, self.row_parts
-        return QuantisedExperts(gate_up, down, *biases, self.format, *sizes, self.activation, self.dtype)
+        found = QuantisedExperts(gate_up, down, *biases, self.format, *sizes, self.activation, self.dtype)
+        return replace(found, down_format=self.down_format) if self.down_format else found
 
     def parts_of(self, weights: StoredExperts) -> dict[str, Tensor]:
         """Stacks of each part by its name: what `weights_of` takes, of experts that are kept as these are."""
@@ -151,7 +155,7 @@ class LayerEntry:
                 ("gate_up", weights.stored_gate_up),
                 ("down", weights.stored_down),
             ):
-                found |= {name + CODES: codes, name + SCALES: scales}
+                found |= {name + CODES: codes, name + SCALES: scales if scales.numel() else None}
                 found[name + MATRIX_SCALE] = None if of_matrix is None else of_matrix[..., None]
         parts = {name: stack.detach() for name, stack in (found | biases).items() if stack is not None}
         return {name: stack.view(self.dtype_of(name)) for name, stack in parts.items()}
@@ -163,7 +167,9 @@ StoredExperts = ExpertWeights | QuantisedExperts
 def _stored(stacks: Mapping[str, Tensor], name: str) -> Stored:
     """A matrix as quantised experts keep it."""
     codes, scales, of_matrix = (stacks.get(name + part) for part in (CODES, SCALES, MATRIX_SCALE))
-    assert codes is not None and scales is not None
+    assert codes is not None
+    if scales is None:  # they are among the codes
+        scales = codes.new_empty((codes.shape[0], 0, 0))
     scales = scales.view(torch.int32) if scales.dtype == torch.float32 else scales
     return codes, scales, None if of_matrix is None else of_matrix[..., 0].view(torch.int32)
 
@@ -178,8 +184,9 @@ def layer_entry(
     bias: bool,
     format: Format | None = None,
     row_parts: int = 1,
+    down_format: Format | None = None,
 ) -> LayerEntry:
-    entry = LayerEntry(name, experts, hidden, intermediate, activation, dtype, (), 0, format, row_parts)
+    entry = LayerEntry(name, experts, hidden, intermediate, activation, dtype, (), 0, format, row_parts, down_format)
     parts, end = [], 0
     for part_name, shape in part_shapes(entry, bias).items():
         parts.append(Part(part_name, end, shape))
@@ -195,8 +202,11 @@ def part_shapes(entry: LayerEntry, bias: bool) -> dict[str, tuple[int, ...]]:
     biases: dict[str, tuple[int, ...]] = {"gate_up_bias_J": (width,), "down_bias_H": (hidden,)} if bias else {}
     if format is None:
         return {"gate_up_JH": (width, hidden), "down_HI": (hidden, intermediate)} | biases
-    for name, rows, columns, parts in (("gate_up", width, hidden, entry.row_parts), ("down", hidden, intermediate, 1)):
-        shapes[name + CODES] = rows, format.stored_columns(columns)
+    of_down = ("down", hidden, intermediate, 1, entry.down_format or format)
+    for name, rows, columns, parts, codes in (("gate_up", width, hidden, entry.row_parts, format), of_down):
+        shapes[name + CODES] = rows, codes.stored_columns(columns)
+        if codes.scale == "inside":
+            continue
         shapes[name + SCALES] = block_counts(rows, columns, format, parts)
         if format.has_matrix_scale:
             shapes[name + MATRIX_SCALE] = (1,)

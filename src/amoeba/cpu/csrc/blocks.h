@@ -1,0 +1,131 @@
+// ggml's blocks, as GGUF files have them (precision/blocks.py): a row is a run of blocks, each with its scales among its
+// numbers. 32 numbers are made at once, a group: scale . q, or scale . q + offset. Loops of 32, which compilers turn into
+// vectors.
+#pragma once
+#include "vectors.h"
+
+namespace [[gnu::visibility("hidden")]] amoeba {
+
+constexpr int GROUP = 32;
+
+inline float half_at(const uint8_t* p) {
+  uint16_t half;
+  std::memcpy(&half, p, sizeof(half));
+#if defined(__F16C__)
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+#else
+  const uint32_t size = half & 0x7fff, sign = uint32_t(half & 0x8000) << 16;
+  if (size < 0x400) return float_of(bits_of(float(size) * 0x1p-24f) | sign);
+  return float_of((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23) | sign);
+#endif
+}
+
+struct Q8_0 {
+  static constexpr int64_t NUMBERS = 32, BYTES = 34;
+  static void group(const uint8_t* block, int, float* out) {
+    const float scale = half_at(block);
+    for (int i = 0; i < GROUP; ++i) out[i] = scale * float(int8_t(block[2 + i]));
+  }
+};
+
+// Nibbles after `FIRST` bytes, minus `ZERO`, with a fifth bit in the four bytes before them and an offset, or without.
+template <int64_t FIRST, int ZERO, bool FIFTH, bool OFFSET>
+struct Nibbles {
+  static constexpr int64_t NUMBERS = 32, BYTES = FIRST + 16;
+  static void group(const uint8_t* block, int, float* out) {
+    const float scale = half_at(block), offset = OFFSET ? half_at(block + 2) : 0.0f;
+    uint32_t high = 0;
+    if (FIFTH) std::memcpy(&high, block + FIRST - 4, sizeof(high));
+    for (int i = 0; i < 16; ++i) {
+      const int byte = block[FIRST + i];
+      const int low = (byte & 15) | int(high >> i & 1) << 4, upper = byte >> 4 | int(high >> (i + 16) & 1) << 4;
+      out[i] = scale * float(low - ZERO) + offset;
+      out[i + 16] = scale * float(upper - ZERO) + offset;
+    }
+  }
+};
+using Q4_0 = Nibbles<2, 8, false, false>;
+using Q4_1 = Nibbles<4, 0, false, true>;
+using Q5_0 = Nibbles<6, 16, true, false>;
+using Q5_1 = Nibbles<8, 0, true, true>;
+
+// Scale and offset of one of eight groups, 6 bits each.
+inline std::pair<float, float> scale_and_offset(const uint8_t* block, int group) {
+  const uint8_t* p = block + 4;
+  const int at = group & 3;
+  int scale = p[at] & 63, least = p[4 + at] & 63;
+  if (group >= 4) {
+    scale = (p[8 + at] & 15) | (p[at] >> 6) << 4;
+    least = p[8 + at] >> 4 | (p[4 + at] >> 6) << 4;
+  }
+  return {half_at(block) * float(scale), -(half_at(block + 2) * float(least))};
+}
+
+template <bool FIFTH>
+struct FourOrFive {
+  static constexpr int64_t NUMBERS = 256, BYTES = FIFTH ? 176 : 144;
+  static void group(const uint8_t* block, int group, float* out) {
+    const auto [scale, offset] = scale_and_offset(block, group);
+    const uint8_t *low = block + (FIFTH ? 48 : 16) + group / 2 * 32, *high = block + 16;
+    const int shift = group % 2 * 4;
+    for (int i = 0; i < GROUP; ++i) {
+      const int q = (low[i] >> shift & 15) | (FIFTH ? (high[i] >> group & 1) << 4 : 0);
+      out[i] = scale * float(q) + offset;
+    }
+  }
+};
+using Q4_K = FourOrFive<false>;
+using Q5_K = FourOrFive<true>;
+
+struct Q6_K {
+  static constexpr int64_t NUMBERS = 256, BYTES = 210;
+  static void group(const uint8_t* block, int group, float* out) {
+    const int quarter = group % 4;
+    const uint8_t *low = block + group / 4 * 64 + quarter % 2 * 32, *high = block + 128 + group / 4 * 32;
+    const uint8_t* scales = block + 192 + 2 * group;
+    const float whole = half_at(block + 208);
+    const int shift = quarter / 2 * 4;
+    for (int half = 0; half < 2; ++half) {
+      const float scale = whole * float(int8_t(scales[half]));
+      for (int i = 16 * half; i < 16 * half + 16; ++i)
+        out[i] = scale * float(((low[i] >> shift & 15) | (high[i] >> 2 * quarter & 3) << 4) - 32);
+    }
+  }
+};
+
+struct Q3_K {
+  static constexpr int64_t NUMBERS = 256, BYTES = 110;
+  static void group(const uint8_t* block, int group, float* out) {
+    const uint8_t *low = block + 32 + group / 4 * 32, *scales = block + 96;
+    const float whole = half_at(block + 108);
+    for (int half = 0; half < 2; ++half) {
+      const int at = 2 * group + half, fine = scales[at % 8] >> at / 8 * 4 & 15, coarse = scales[8 + at % 4] >> at / 4 * 2 & 3;
+      const float scale = whole * float((fine | coarse << 4) - 32);
+      for (int i = 16 * half; i < 16 * half + 16; ++i)
+        out[i] = scale * float((low[i] >> group % 4 * 2 & 3) - (block[i] >> group & 1 ? 0 : 4));
+    }
+  }
+};
+
+struct Q2_K {
+  static constexpr int64_t NUMBERS = 256, BYTES = 84;
+  static void group(const uint8_t* block, int group, float* out) {
+    const uint8_t* low = block + 16 + group / 4 * 32;
+    for (int half = 0; half < 2; ++half) {
+      const int both = block[2 * group + half];
+      const float scale = half_at(block + 80) * float(both & 15), offset = -(half_at(block + 82) * float(both >> 4));
+      for (int i = 16 * half; i < 16 * half + 16; ++i) out[i] = scale * float(low[i] >> group % 4 * 2 & 3) + offset;
+    }
+  }
+};
+
+// The numbers of a row from column k on, both multiples of a group.
+using Unpack = void (*)(const uint8_t* row, int64_t k, int64_t count, float* out);
+
+template <class Block>
+void unpack(const uint8_t* row, int64_t k, int64_t count, float* out) {
+  for (int64_t end = k + count; k < end; k += GROUP, out += GROUP)
+    Block::group(row + k / Block::NUMBERS * Block::BYTES, int(k % Block::NUMBERS / GROUP), out);
+}
+
+}  // namespace amoeba

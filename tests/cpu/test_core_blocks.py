@@ -1,0 +1,73 @@
+"""The C++ core reads ggml's blocks: the bits of the definition, and products with one format for gate_up and another
+for down."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from amoeba import Activation, Routing, experts
+from amoeba.backends.read_quantised import scaled_codes
+from amoeba.core.weights import AnyExperts
+from amoeba.cpu.core import load_core, why_no_core
+from amoeba.precision.blocks import BLOCK_KINDS
+from amoeba.precision.formats import MXFP4, OF_BLOCKS, Format
+from amoeba.precision.quantised import QuantisedMatrix, quantise
+from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks, dequantise_experts
+
+pytestmark = pytest.mark.skipif(why_no_core() is not None, reason=str(why_no_core()))
+HALVES = {"q6_k": [208], "q3_k": [108], "q2_k": [80, 82], "q8_0": [0], "q5_0": [0], "q4_0": [0]}
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 512, 256
+
+
+def random_matrix(
+    format: Format, experts: int = 2, rows: int = 5, columns: int = 768, size: int = 0xBB
+) -> QuantisedMatrix:
+    """Any bits, with scales that are finite. size: a mask of the upper byte of numbers in fp16."""
+    kind, generator = BLOCK_KINDS[format.name], torch.Generator().manual_seed(0)
+    stored = experts, rows, -(-columns // kind.numbers) * kind.bytes
+    data = torch.randint(0, 256, stored, dtype=torch.uint8, generator=generator)
+    for place in HALVES.get(format.name, [0, 2]):
+        data.unflatten(-1, (-1, kind.bytes))[..., place + 1] &= size
+    return QuantisedMatrix(data, torch.empty((experts, 0, 0), dtype=torch.uint8), format, columns)
+
+
+@pytest.mark.parametrize("columns", [768, 100])
+@pytest.mark.parametrize("format", OF_BLOCKS.values(), ids=lambda format: format.name)
+def test_an_expert_is_dequantised_to_the_bits_of_the_definition(format, columns):
+    matrix = random_matrix(format, columns=columns)
+    codes = scaled_codes(ReadInBlocks(matrix, torch.float32))
+    for dtype in (torch.float32, torch.bfloat16):
+        found = torch.empty((5, columns), dtype=dtype)
+        load_core().dequantise(codes, 1, out=found)
+        assert torch.equal(found, matrix[1].dequantise(dtype))
+
+
+def outcome(weights: AnyExperts, tokens: int, dtype: torch.dtype, backend: str = "auto") -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x_TH = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    expert_TK = torch.randint(0, EXPERTS, (tokens, 2), generator=generator)
+    routing = Routing(expert_TK, torch.rand(tokens, 2, generator=generator))
+    with torch.no_grad():
+        return experts(x_TH, routing, weights, backend=backend).double()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize(("up", "down"), [("q4_k", "q6_k"), ("q8_0", "q5_0"), ("q2_k", "q3_k"), ("q5_1", "q4_1")])
+def test_products_of_two_formats_are_those_of_the_dequantised_experts(up, down, tokens):
+    shapes = {"experts": EXPERTS, "rows": 2 * INTERMEDIATE, "columns": HIDDEN}
+    gate_up = random_matrix(OF_BLOCKS[up], **shapes, size=0x9B)  # small numbers
+    shapes = {"experts": EXPERTS, "rows": HIDDEN, "columns": INTERMEDIATE}
+    weights = QuantisedExperts.holding(gate_up, random_matrix(OF_BLOCKS[down], **shapes), activation=Activation())
+    assert weights.down_format is OF_BLOCKS[down]
+    assert QuantisedExperts.of(weights.tensors(), weights.constants()).constants() == weights.constants()
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        found = outcome(weights.to(dtype), tokens, dtype, "cpu")
+        expected = outcome(dequantise_experts(weights, torch.float64), tokens, torch.float64)
+        assert (found - expected).norm() < tolerance * expected.norm()
+
+
+def test_formats_with_scales_apart_are_not_mixed():
+    up = quantise(torch.randn(2, 64, 64), OF_BLOCKS["q8_0"])
+    down = quantise(torch.randn(2, 64, 32), MXFP4)
+    with pytest.raises(ValueError, match="in one format"):
+        QuantisedExperts.holding(up, down)
