@@ -52,7 +52,7 @@ def products(weight: Tensor | PackedWeights | ScaledCodes, outputs: int, x_BH: T
     ones = torch.ones(inputs)
     model = step.CStepModel(
         rows, inputs, outputs, 1, 1, 2, 1, 0, None, address("x", x_BH, torch.float32, tuple(x_BH.shape)), 0,
-        None, None, 0, 0, step.norm("norm", ones, 0.0, kept), step.matrix("head", weight, None, kept),
+        None, None, 0, 0, step.norm("norm", ones, 0.0, kept), step.matrix("head", weight, None, kept), 1.0, 1.0,
     )  # fmt: skip
     out_BV, zeros = torch.full((rows, outputs), torch.nan), torch.zeros(rows, 1, dtype=torch.int64)
     stepper = step.Stepper(ctypes.pointer(model).contents, kept)

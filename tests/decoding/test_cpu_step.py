@@ -12,6 +12,7 @@ from amoeba.decoding.decoder import Decoder, native_steps
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate.token_steps import choose_steps
+from model_kinds import build_kind
 from selection import each_value_once
 
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "gpt_oss"]
@@ -154,3 +155,20 @@ def test_generation_on_a_cpu_uses_it(monkeypatch):
     monkeypatch.setattr(cpu_step, "_TOLERANCES", {torch.float32: 0.0})
     steps = choose_steps(endless("qwen3_moe"), {}, batch=1, prompt_tokens=3, new_tokens=5)
     assert (steps.kind, steps.decoder) == ("plain", None) and "something else" in steps.reason
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "glm4_moe", "granitemoeshared", "hy_v3", "minimax_m2"])
+def test_biases_of_choices_pairs_of_rotated_numbers_and_multipliers(kind):
+    model = build_kind(kind)
+    model.set_experts_implementation("amoeba")
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) / 10)
+    rows = prompts(9, 4)
+    assert natively(model, rows, 12) == plain(model, rows, 12)
+
+
+def test_rotary_embeddings_of_several_kinds_are_refused():
+    assert "rotary embedding takes other arguments" in native_model(build_kind("mellum"))

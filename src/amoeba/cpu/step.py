@@ -84,6 +84,7 @@ class CStepLayer(Structure):
         ("router", CStepRouter),
         *((name, CStepExperts) for name in ("experts", "shared")),
         ("shared_gate", c_void_p),
+        ("residual", c_double),
     ]
 
 
@@ -100,6 +101,7 @@ class CStepModel(Structure):
         *((name, c_int64) for name in ("rotation", "rotated")),
         ("norm", CStepNorm),
         ("head", CStepMatrix),
+        *((name, c_double) for name in ("embedding_scale", "logits_scale")),
     ]
 
 

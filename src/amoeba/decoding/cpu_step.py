@@ -19,6 +19,7 @@ CPU without bf16 instructions, are read from a copy in bf16.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
 import weakref
@@ -75,6 +76,9 @@ class NativeModel:
     norm: core.CStepNorm
     head: core.CStepMatrix
     rotary: Any
+    embedding_scale: float
+    logits_scale: float
+    rotation: str = "halves"
     kept: list[Any] = field(default_factory=list)
 
     def stepper(self, keys: list[Tensor], values: list[Tensor]) -> core.Stepper:
@@ -94,7 +98,8 @@ class NativeModel:
             len(layers), ctypes.addressof(layers),
             address("embedding", self.embedding, self.embedding.dtype, sizes), bf16,
             address("cos", cos, torch.float32, tuple(cos.shape)), address("sin", sin, torch.float32, tuple(cos.shape)),
-            core.ROTATIONS["halves"], 2 * cos.shape[1], self.norm, self.head,
+            core.ROTATIONS[self.rotation], 2 * cos.shape[1], self.norm, self.head,
+            self.embedding_scale, self.logits_scale,
         )  # fmt: skip
         return core.Stepper(model, [*kept, layers, cos, sin])
 
@@ -162,7 +167,16 @@ def _recognised(model: Any, dense: str) -> NativeModel | str:
     try:
         core.load_step()
         native, tolerance = _Reader(model, dense).read()
-        _check(model, native, tolerance)
+        try:
+            _check(model, native, tolerance)
+        except _Unknown:
+            native.rotation = "pairs"
+            try:
+                _check(model, native, tolerance)
+            except _Unknown:
+                native.rotation = "halves"
+            if native.rotation == "halves":
+                raise
     except CoreUnavailable as error:
         return str(error)
     except _Unknown as reason:
@@ -202,6 +216,8 @@ class _Reader:
             norm=self._norm(norms[0]),
             head=self._linear(head),
             rotary=rotary,
+            embedding_scale=float(getattr(self.config, "embedding_multiplier", None) or 1.0),
+            logits_scale=1.0 / (getattr(self.config, "logits_scaling", None) or 1.0),
             kept=self.kept,
         )
         self.kept.append(native.embedding)
@@ -212,13 +228,17 @@ class _Reader:
         return native, _QUANTISED_TOLERANCE if self.quantised else _TOLERANCES[model.dtype]
 
     def _layer(self, layer: Any, index: int) -> core.CStepLayer:
-        c, attention, block = core.CStepLayer(), getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        c, attention = core.CStepLayer(), getattr(layer, "self_attn", None)
+        block = getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None))
         norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
         if attention is None or block is None or None in norms:
             raise _Unknown(f"{type(layer).__name__} is not made of two norms, self_attn and mlp")
         c.before_attention, c.before_experts = (self._norm(each) for each in norms)
+        c.residual = float(getattr(layer, "residual_multiplier", 1.0))
         self._attention(c, attention, index)
         self._block(c, block)
+        if (shared := getattr(layer, "shared_mlp", None)) is not None:
+            c.shared = self._mlp(shared)
         return c
 
     def _attention(self, c: core.CStepLayer, attention: Any, index: int) -> None:
@@ -279,17 +299,18 @@ class _Reader:
         if len(routers) != 1:
             raise _Unknown(f"{type(block).__name__} has no router of its own")
         router = routers[0]
-        bias = getattr(router, "e_score_correction_bias", None)
+        bias = _selection_bias(router, block)
+        linear = next((each for each in (getattr(router, name, None) for name in ("gate", "wg")) if each), router)
         if bias is None:
             found = recognise_router(router)
             config = None if found is None else found.config
         else:
-            config = _sigmoid_config(router)
+            config = _biased_config(router, len(linear.weight))
         if config is None:
             raise _Unknown(f"{type(router).__name__} is none of our routers")
-        selection = None if bias is None else self._parameter(bias).float().contiguous()
-        of_logits = getattr(router, "bias", None)
-        weight = core.matrix("router", self._stored(self._parameter(router.weight)), self._bias(of_logits), self.kept)
+        selection = None if bias is None else self._parameter(bias).float().flatten().contiguous()
+        of_logits = getattr(linear, "bias", None)
+        weight = core.matrix("router", self._stored(self._parameter(linear.weight)), self._bias(of_logits), self.kept)
         return core.router(weight, config, selection, self.kept)
 
     def _experts(self, module: Any) -> core.CStepExperts:
@@ -321,9 +342,9 @@ class _Reader:
         return core.experts(gate_up, down, weights.activation)
 
     def _mlp(self, mlp: Any) -> core.CStepExperts:
-        names = "gate_proj", "up_proj", "down_proj"
-        linears: list[Any] = [getattr(mlp, name, None) for name in names]
-        activation = getattr(mlp, "act_fn", None)
+        names, fused = ("gate_proj", "up_proj", "down_proj"), ("input_linear", "output_linear")
+        linears: list[Any] = [getattr(mlp, name, None) for name in (fused if hasattr(mlp, fused[0]) else names)]
+        activation = getattr(mlp, "act_fn", getattr(mlp, "activation", None))
         if None in linears or activation is None:
             raise _Unknown(f"{type(mlp).__name__} is not made of {', '.join(names)} and act_fn")
         kind = _activation_kind(activation)
@@ -331,9 +352,9 @@ class _Reader:
             self._check_linear(each)
             if each.bias is not None:
                 raise _Unknown(f"{type(mlp).__name__} has biases")
-        both = torch.cat([self._parameter(each.weight) for each in linears[:2]])
+        both = torch.cat([self._parameter(each.weight) for each in linears[:-1]])
         gate_up = core.matrix("gate_up", self._dense(both), None, self.kept)
-        return core.experts(gate_up, self._linear(linears[2]), Activation(kind))
+        return core.experts(gate_up, self._linear(linears[-1]), Activation(kind))
 
     def _linear(self, linear: Any) -> core.CStepMatrix:
         self._check_linear(linear)
@@ -386,7 +407,10 @@ def _rotary(model: Any) -> Any:
 def _rotations(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin (L, half of what is rotated), in fp32, as the model has them."""
     position = torch.arange(length, dtype=torch.int64, device="cpu")[None]
-    tables = rotary(torch.zeros(1, 1, 1, dtype=like.dtype, device="cpu"), position)
+    try:
+        tables = rotary(torch.zeros(1, 1, 1, dtype=like.dtype, device="cpu"), position)
+    except TypeError as error:
+        raise _Unknown(f"its rotary embedding takes other arguments ({error})") from error
     if not isinstance(tables, tuple) or not all(isinstance(each, Tensor) and each.dim() == 3 for each in tables):
         raise _Unknown("its rotary embedding gives no tables of cosines and sines")
     found = []
@@ -397,17 +421,29 @@ def _rotations(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def _sigmoid_config(router: Any) -> RouterConfig | None:
-    """As DeepSeek-V3's; whether it is that shows when the model is evaluated."""
-    groups = getattr(router, "num_group", getattr(router, "n_group", 1))
+def _selection_bias(router: Any, block: Any) -> Tensor | None:
+    """Which only the choice of experts sees."""
+    statics = getattr(router, "moe_statics", None)
+    for owner, name in itertools.product((router, block, statics), ("e_score_correction_bias", "expert_bias")):
+        if isinstance(found := getattr(owner, name, None), Tensor):
+            return found
+    return None
+
+
+def _biased_config(router: Any, experts: int) -> RouterConfig:
+    """As DeepSeek-V3's, or ERNIE's; whether it is that shows when the model is evaluated."""
+
+    def given(default: Any, *names: str) -> Any:
+        return next((getattr(router, name) for name in names if hasattr(router, name)), default)
+
     return RouterConfig(
-        router.weight.shape[0],
+        experts,
         router.top_k,
-        score="sigmoid",
-        renormalize=bool(getattr(router, "norm_topk_prob", True)),
-        scaling_factor=float(getattr(router, "routed_scaling_factor", 1.0)),
-        n_group=groups,
-        topk_group=getattr(router, "topk_group", 1),
+        score="softmax" if hasattr(router, "moe_statics") else "sigmoid",
+        renormalize=bool(given(True, "norm_topk_prob")),
+        scaling_factor=float(given(1.0, "routed_scaling_factor", "router_scaling_factor", "route_scale")),
+        n_group=given(1, "num_group", "n_group"),
+        topk_group=given(1, "topk_group"),
         selection_bias=True,
     )
 
@@ -444,7 +480,7 @@ def _check(model: Any, native: NativeModel, tolerance: float) -> None:
 
     def compare(what: str, got: Tensor, wanted: Tensor) -> None:
         distance = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
-        errors.setdefault(what, []).extend(distance.tolist())
+        errors.setdefault(what, []).extend(distance.flatten().tolist())
 
     for token in range(_TOKENS):
         position_B1 = torch.full((_ROWS, 1), token, dtype=torch.int64, device="cpu")
@@ -457,14 +493,26 @@ def _check(model: Any, native: NativeModel, tolerance: float) -> None:
         x_BH = pairs[-1][1][:, token].float().contiguous()
         stepper.run(position_B1, first_B, slot=token, x_BH=x_BH, layers=(last, last), logits_BV=own_BV)
         compare("output head", own_BV, logits_BCV[:, token].float())
-        embedded = native.embedding[ids_BC[:, token]].float()
+        embedded = native.embedding[ids_BC[:, token]].float() * native.embedding_scale
         compare("embedding", embedded, pairs[0][0][:, token].float())
+    if native.rotation == "pairs":  # a prompt's keys may lie in another order, with the same products
+        for index, (own, theirs) in enumerate(zip(caches[0], _keys(model, ids_BC), strict=True)):
+            compare(f"keys of layer {index}", own.float().flatten(2), theirs.float().flatten(2))
     for what, found in errors.items():
         error = sorted(found)[len(found) // 2]
         if not error <= tolerance:
             raise _Unknown(f"its {what} computes something else (relative difference {error:.2g})")
     worst = max(sorted(found)[len(found) // 2] for found in errors.values())
     logger.info("the core computes %d layers; the largest difference to transformers is %.2g", last, worst)
+
+
+def _keys(model: Any, ids_BC: Tensor) -> list[Tensor]:
+    """Of each layer (B, G, C, D), as its cache has them after a prompt."""
+    cache = model.eval()(input_ids=ids_BC, use_cache=True).past_key_values
+    keys = [layer.keys for layer in getattr(cache, "layers", [])]
+    if len(keys) != len(decoder_layers(model)) or any(each.shape[2] != ids_BC.shape[1] for each in keys):
+        raise _Unknown("its cache is not one of keys and values")
+    return keys
 
 
 def _hidden_states(model: Any, ids_BC: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:

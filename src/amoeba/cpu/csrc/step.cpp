@@ -55,6 +55,7 @@ struct StepLayer {  // the order of `CStepLayer`
   StepRouter router;   // without a weight: no experts
   StepExperts experts, shared;  // shared: of every token; may be absent
   const float* shared_gate;     // (H), may be null
+  double residual;  // what attention and the block give is multiplied by it
 };
 
 struct StepModel {  // the order of `CStepModel`
@@ -67,6 +68,7 @@ struct StepModel {  // the order of `CStepModel`
   int64_t rotation, rotated;
   StepNorm norm;
   StepMatrix head;
+  double embedding_scale, logits_scale;
 };
 
 struct StepCall {  // the order of `CStepCall`
@@ -186,7 +188,9 @@ class Stepper {
       each_row_list(own, m.rows);
       each_unit(m.head.out, self, team, [&](int64_t from, int64_t to) {
         products(m.head, 0, from, to, normed, own.which.data(), m.rows,
-                 [&](int64_t j, int64_t r, float value) { call.logits[r * m.vocabulary + j] = value; });
+                 [&](int64_t j, int64_t r, float value) {
+                   call.logits[r * m.vocabulary + j] = value * float(m.logits_scale);
+                 });
       });
     }
   }
@@ -204,8 +208,9 @@ class Stepper {
       for (int64_t r = 0; r < m.rows; ++r) {
         const int64_t start = call.tokens[r] * m.hidden;
         for (int64_t i = from; i < to; ++i)
-          x[r * m.hidden + i] = m.embedding_bf16 ? widen(static_cast<const uint16_t*>(m.embedding)[start + i])
-                                                 : static_cast<const float*>(m.embedding)[start + i];
+          x[r * m.hidden + i] = float(m.embedding_scale) *
+                                (m.embedding_bf16 ? widen(static_cast<const uint16_t*>(m.embedding)[start + i])
+                                                  : static_cast<const float*>(m.embedding)[start + i]);
       }
     });
   }
@@ -445,7 +450,7 @@ class Stepper {
     each_row_list(own, m.rows);
     each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
       products(layer.output, 0, from, to, rows, own.which.data(), m.rows,
-               [&](int64_t j, int64_t r, float value) { x[r * m.hidden + j] += value; });
+               [&](int64_t j, int64_t r, float value) { x[r * m.hidden + j] += float(layer.residual) * value; });
     });
   }
 
@@ -628,7 +633,7 @@ class Stepper {
       products(experts.down, std::max<int64_t>(0, own.slots[first].expert), from, to, rows, own.which.data(), count,
                [&](int64_t j, int64_t r, float value) {
                  const Slot& slot = own.slots[first + size_t(r)];
-                 x[slot.row * m.hidden + j] += slot.weight * value;
+                 x[slot.row * m.hidden + j] += slot.weight * float(layer.residual) * value;
                });
     });
   }
