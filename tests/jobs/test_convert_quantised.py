@@ -20,6 +20,7 @@ from amoeba.jobs.placed_model import load_placed
 from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.store.packing import pack
 from quantised_checkpoints import write_fp8, write_mxfp4
+from selection import each_value_once
 from tiny_models import build, relative, save_byte_tokenizer, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -115,6 +116,7 @@ def test_a_store_is_merged_after_its_folder_is_gone(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@each_value_once()
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_experts_are_quantised_from_another_format_and_from_a_store(base, format: str, tmp_path: Path) -> None:
     root, _, twin = base
@@ -137,6 +139,7 @@ def test_quantising_again_in_the_same_format_changes_no_number(base, tmp_path: P
 
 
 @needs_engine
+@each_value_once()
 @pytest.mark.parametrize("placement", ["cpu-int8", "cpu-bf16"])
 def test_experts_are_packed_for_the_cpu_out_of_codes(base, placement: str, tmp_path: Path) -> None:
     root, _, twin = base

@@ -61,6 +61,27 @@ def test_no_budget_is_exceeded_or_left_unused_by_a_whole_expert():
             assert count == layer.experts or used(slots, layers) + layer.expert_bytes > budget
 
 
+def one_by_one(budget, layers, slots) -> list[int]:
+    slots, waiting = list(slots), set(range(len(layers)))
+    while waiting:
+        index = min(waiting, key=lambda each: (slots[each] * layers[each].expert_bytes, each))
+        size = layers[index].expert_bytes
+        if slots[index] < layers[index].experts and used(slots, layers) + size <= budget:
+            slots[index] += 1
+        else:
+            waiting.remove(index)
+    return slots
+
+
+def test_slots_are_as_if_given_one_by_one_to_the_smallest_layer():
+    dice = random.Random(1)
+    for _ in range(200):
+        layers = [LayerShape(dice.choice((0, 3, 17)), 1, dice.choice((1, 4, 7, 30))) for _ in range(4)]
+        least = [dice.randint(0, min(2, layer.experts)) for layer in layers]
+        budget = least_budget(layers, least) + dice.randint(0, 400)
+        assert share_budget(budget, layers, least=least) == one_by_one(budget, layers, least)
+
+
 def test_a_layer_of_unknown_size_is_an_error():
     with pytest.raises(ValueError, match="layer 1: expected a known size of an expert; got 0"):
         share_budget(9, [LayerShape(8, 1, 1), LayerShape(8, 1)], least=[1, 1])

@@ -26,7 +26,7 @@ from amoeba.stream.store import StoreError, aligned_buffer, index, open_store
 from amoeba.stream.store.packing import Progress, pack
 from called import call
 from quantised_checkpoints import write_fp8, write_mxfp4
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import EXPERTS, LAYERS, lora_gradients, token_ids
 
 amoeba.register()
@@ -87,6 +87,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+@each_value_once()
 @pytest.mark.parametrize("which", ["folder", "store"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_and_scales_are_those_of_the_resident_experts(name: str, which: str, stored) -> None:

@@ -20,7 +20,7 @@ from amoeba.precision.formats import FP8_128, MXFP4
 from amoeba.precision.quantised_experts import quantise_experts
 from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.placement import MemoryStore, stream_from_memory
-from selection import quick
+from selection import each_value_once, quick
 
 E, K, H, I, R = 6, 3, 40, 48, 3  # K: of two numbers the order does not matter
 SLOTS = (1, 2, E // 2, E)
@@ -99,6 +99,7 @@ def test_lora_gradients_are_those_beside_resident_experts(way: str, dtype: torch
                 assert torch.equal(found[name], tensor), (name, tokens, slots)
 
 
+@each_value_once("fused")
 @pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])

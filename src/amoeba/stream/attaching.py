@@ -23,8 +23,10 @@ On a GPU the two budgets become slots there, next to everything but the experts,
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -488,7 +490,20 @@ def share_budget(budget: int, layers: Sequence[LayerShape], *, least: Sequence[i
     for index, layer in enumerate(layers):
         if layer.expert_bytes < 1:
             raise bad_value(f"layer {index}", "a known size of an expert", layer.expert_bytes, "give expert_bytes")
-    slots, left = list(least), budget - wanted
+
+    def at(level: int, layer: LayerShape, start: int) -> int:
+        """Its slots after all that are given while it has fewer bytes than this."""
+        return max(start, min(layer.experts, -(-level // layer.expert_bytes)))
+
+    # nearly all at once: what fits while every layer is below one level comes ahead of all else
+    kinds = Counter(zip(layers, least, strict=True))
+    level = bisect.bisect(
+        range(budget),
+        budget,
+        key=lambda each: sum(n * of[0].expert_bytes * at(each + 1, *of) for of, n in kinds.items()),
+    )
+    slots = [at(level, *each) for each in zip(layers, least, strict=True)]
+    left = budget - least_budget(layers, slots)
     queue = [(count * layers[i].expert_bytes, i) for i, count in enumerate(slots)]
     heapq.heapify(queue)
     while queue:
