@@ -22,7 +22,7 @@ DEMO := runs/demo
 # One thread: the demo's model is too small for two to gain, and on a busy machine they wait for each other.
 AMOEBA := OMP_NUM_THREADS=1 $(BIN)/amoeba
 
-.PHONY: demo test test-compiled test-older-cpus test-versions test-thorough lint docs bench clean
+.PHONY: demo test test-compiled test-older-cpus test-versions test-thorough test-wheel wheel lint docs bench clean
 
 # Trains a tiny model on a made-up small world, shows what its experts do, lets it write, fine-tunes it with LoRA on
 # questions, and asks it ten in words that it has not seen for these facts. Five minutes on two cores with set-up: the
@@ -50,6 +50,14 @@ test-older-cpus: $(INSTALLED)
 # A selection of the tests with the oldest and the newest torch and transformers, in environments of their own.
 test-versions: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/other_versions.py
+
+# A wheel that needs no compiler, into dist/: the C++ libraries for each kind of CPU of this architecture.
+wheel: $(INSTALLED)
+	$(BIN)/python dev/wheel.py dist
+
+# The same in an environment of its own without a compiler, as each kind of CPU; KINDS=avx2: as this kind alone.
+test-wheel: $(INSTALLED)
+	$(YIELDING) $(BIN)/python tests/support/installed_wheel.py $(KINDS)
 
 # What kernels compile to, read for Hopper and other GPUs without one: minutes, for a change of a kernel, and nightly.
 test-compiled: $(INSTALLED)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from amoeba.cpu import build, library_cache
+from amoeba.system.cpu_features import Level
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [
@@ -351,6 +352,65 @@ def test_a_long_compilation_is_announced_as_it_is(sources, cache, monkeypatch, c
     compiled(sources)
     (said,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
     assert "part small (2 units, 2 at a time)" in said and "about 30 s, once; kept in" in said
+
+
+# ----------------------------------------------------------------------------------------- carried by a wheel
+
+
+OLD, NEW = (Level(name, frozenset(), "-g0") for name in ("old", "new"))
+
+
+@pytest.fixture
+def carried(tmp_path: Path, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a wheel for two kinds of CPU, both of which this one is, without a compiler and with an empty cache."""
+    for kind in (OLD, NEW):
+        folder = tmp_path / "carried" / kind.name
+        folder.mkdir(parents=True)
+        shutil.copy2(build.compiled_library("small", kind.compiler_flag, sources), folder)
+    shutil.rmtree(cache)
+    without_compiler(monkeypatch)
+    monkeypatch.setattr(build, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(build, "fitting_levels", lambda: [NEW, OLD])
+    return tmp_path / "carried"
+
+
+def test_a_wheels_library_serves_without_a_compiler(sources: Path, carried: Path, cache: Path) -> None:
+    assert answer(sources) == 42
+    assert not cache.exists(), "nothing is compiled, nothing is looked for"
+
+
+def test_the_newest_kind_that_the_wheel_has_is_chosen(sources: Path, carried: Path, monkeypatch) -> None:
+    """`amoeba doctor` says which."""
+    monkeypatch.setattr(build, "LIBRARIES", {"small": sources})
+
+    def told() -> tuple[str | None, str]:
+        (state,) = build.library_states()[1]
+        return state.variant, state.what
+
+    assert told() == ("new", "from the wheel, variant new")
+    shutil.rmtree(carried / "new")
+    assert told() == ("old", "from the wheel, variant old")
+    shutil.rmtree(carried)
+    assert told() == (None, "not compiled yet: about 0 s")
+
+
+def test_a_wheels_library_of_other_sources_is_refused(sources: Path, carried: Path, monkeypatch, caplog) -> None:
+    (sources / "small_more.cpp").write_text('#include "small.h"\nint more() { return 3; }\n')
+    with pytest.raises(build.CoreUnavailable, match=r"no C\+\+ compiler"):
+        answer(sources)
+    assert "not compiled from the sources of this package" in caplog.text
+    monkeypatch.delenv("CXX")
+    assert answer(sources) == 43
+
+
+def test_a_wheels_library_that_does_not_load_is_compiled_here(
+    sources: Path, carried: Path, monkeypatch, caplog
+) -> None:
+    for library in carried.glob("*/*.so"):
+        put_a_foreign_one(library)
+    monkeypatch.delenv("CXX")
+    assert answer(sources) == 42
+    assert "of this wheel, the compiled library does not load" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------- several processes

@@ -17,7 +17,8 @@ from called import call
 _AVX2 = {"sse2", "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 XEON_WITHOUT_BF16 = frozenset(_AVX2 | _AVX512)
-XEON = XEON_WITHOUT_BF16 | {"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
+ZEN = XEON_WITHOUT_BF16 | {"avx512_bf16", "avx512vbmi"}
+XEON = ZEN | {"avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}
 GRAVITON = frozenset({"asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "svebf16"})
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
@@ -51,12 +52,14 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     ("architecture", "flags", "level", "has", "has_not", "compiler_flag"),
     [
         ("x86_64", XEON, None, "amx_bf16 avx512_bf16", "", "-march=native"),
+        ("x86_64", XEON, "amx", "amx_bf16 avx512_bf16", "avx512_fp16", cpu_features._X86[-1].compiler_flag),
         ("x86_64", XEON, "avx512_bf16", "avx512_bf16 avx512_vnni", "amx_bf16 avx512_fp16", "-march=cooperlake"),
         ("x86_64", XEON, "avx512", "avx512f avx512_vnni", "avx512_bf16 amx_bf16", "-march=cascadelake"),
         ("x86_64", XEON, "avx2", "avx2 fma", "avx512f avx512_vnni avx512_bf16 amx_bf16", "-march=haswell"),
         ("x86_64", XEON, "generic", "sse2", "avx2 avx512f amx_bf16", "-march=x86-64"),
         ("x86_64", XEON_WITHOUT_BF16, "avx512", "avx512_vnni", "avx512_bf16", "-march=cascadelake"),
         ("aarch64", GRAVITON, None, "asimddp bf16 sve", "", "-mcpu=native"),
+        ("aarch64", GRAVITON, "bf16", "asimddp bf16 i8mm", "sve", "-march=armv8.2-a+dotprod+i8mm+bf16"),
         ("aarch64", GRAVITON, "dotprod", "asimd asimddp", "bf16 i8mm sve", "-march=armv8.2-a+dotprod"),
         ("aarch64", GRAVITON, "neon", "asimd", "asimddp bf16 i8mm sve", "-march=armv8-a"),
         ("arm64", GRAVITON, "neon", "asimd", "asimddp bf16 i8mm sve", "-march=armv8-a"),
@@ -82,8 +85,8 @@ def test_a_level_hides_what_came_after_it(stand, architecture, flags, level, has
         ("x86_64", XEON_WITHOUT_BF16, "avx512_bf16", "generic, avx2, avx512"),
         ("x86_64", frozenset({"sse2"}), "avx2", "generic"),
         ("x86_64", frozenset(), "avx2", "generic"),
-        ("x86_64", XEON, "neon", "generic, avx2, avx512, avx512_bf16"),
-        ("x86_64", XEON, "AVX2", "generic, avx2, avx512, avx512_bf16"),
+        ("x86_64", XEON, "neon", "generic, avx2, avx512, avx512_bf16, amx"),
+        ("x86_64", XEON, "AVX2", "generic, avx2, avx512, avx512_bf16, amx"),
         ("aarch64", frozenset({"asimd"}), "dotprod", "neon"),
         ("riscv64", frozenset(), "generic", "none is known here"),
     ],
@@ -96,6 +99,25 @@ def test_a_level_that_the_cpu_does_not_contain_is_refused(stand, architecture, f
     assert "AMOEBA_CPU_FEATURES: expected" in result.output
 
 
+@pytest.mark.parametrize(
+    ("architecture", "flags", "level", "fitting"),
+    [
+        ("x86_64", XEON, None, "amx avx512_bf16 avx512 avx2 generic"),
+        ("x86_64", XEON, "avx2", "avx2 generic"),
+        ("x86_64", ZEN, None, "avx512_bf16 avx512 avx2 generic"),
+        ("x86_64", frozenset(_AVX2 | {"avx512f"}), None, "avx2 generic"),
+        ("aarch64", GRAVITON, None, "bf16 dotprod neon"),
+        ("aarch64", GRAVITON, "neon", "neon"),
+        ("aarch64", frozenset({"asimd", "asimddp", "bf16"}), None, "dotprod neon"),
+        ("riscv64", frozenset(), None, ""),
+    ],
+)
+def test_the_kinds_of_cpu_that_fit_come_newest_first(stand, architecture, flags, level, fitting):
+    """A wheel's library is chosen by this order."""
+    stand(architecture, flags, level)
+    assert " ".join(each.name for each in cpu_features.fitting_levels()) == fitting
+
+
 def test_an_empty_name_hides_nothing(stand: Stand) -> None:
     stand("x86_64", XEON, "")
     assert cpu_features.features_override() is None and cpu_features.cpu_flags() == XEON
@@ -106,13 +128,14 @@ def test_an_empty_name_hides_nothing(stand: Stand) -> None:
 def test_a_compiler_is_not_told_of_what_is_hidden(level: str) -> None:
     (chosen,) = (each for each in cpu_features.levels_here() if each.name == level)
     told = subprocess.run(
-        [str(COMPILER), chosen.compiler_flag, "-dM", "-E", "-x", "c++", os.devnull],
+        [str(COMPILER), *chosen.compiler_flag.split(), "-dM", "-E", "-x", "c++", os.devnull],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     macros = {
         "avx2": "__AVX2__ ", "avx512f": "__AVX512F__ ", "avx512_vnni": "__AVX512VNNI__ ",
         "avx512_bf16": "__AVX512BF16__ ", "amx_tile": "__AMX_TILE__ ", "asimddp": "__ARM_FEATURE_DOTPROD ",
-        "bf16": "__ARM_FEATURE_BF16_VECTOR_ARITHMETIC ",
+        "bf16": "__ARM_FEATURE_BF16_VECTOR_ARITHMETIC ", "i8mm": "__ARM_FEATURE_MATMUL_INT8 ",
+        "avx512vbmi": "__AVX512VBMI__ ", "amx_int8": "__AMX_INT8__ ", "amx_bf16": "__AMX_BF16__ ",
     }  # fmt: skip
     told_of = {flag for flag, macro in macros.items() if macro in told}
     assert told_of == cpu_features._flags_up_to(chosen) & macros.keys()
@@ -129,7 +152,7 @@ def test_the_compiled_path_is_one_that_the_flags_admit() -> None:
     assert best < Path.AVX512 or {"avx512_bf16", "avx512_vnni"} <= flags
     if cpu_features.features_override() is None:
         return
-    assert best == (Path.AVX512 if "avx512_bf16" in flags else Path.GENERIC)
+    assert best == (Path.AMX if "amx_bf16" in flags else Path.AVX512 if "avx512_bf16" in flags else Path.GENERIC)
 
 
 def test_doctor_shows_the_override_and_the_compiled_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,17 @@
-"""Compiles C++ sources on first use with the machine's own compiler for its own instruction set, and keeps the result.
+"""The compiled C++ libraries: what the wheel carries for this CPU, else what a compiler on this machine makes.
 
     library = with_library("packed", PackedLibrary)   # PackedLibrary(path of csrc/packed.cpp, compiled)
     path = compiled_library("node")                   # csrc/node.cpp and node_*.cpp, compiled at the same time
 
-Both raise CoreUnavailable with a reason and a remedy. What was compiled lies in the cache folder (library_cache.py),
-named by a hash of sources, headers, flags and CPU and one of the compiler: without a compiler, what another one made of
-the same sources serves. Where that folder cannot be used, a private one takes its place until this process ends, and a
-warning says so. $CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
+Both raise CoreUnavailable with a reason and a remedy. A wheel carries each library for several kinds of CPU
+(cpu_features.py), named by a hash of its sources: what was made of other sources is not loaded. A checkout carries
+none: libraries are compiled on first use, for the machine's own instruction set.
+
+What was compiled lies in the cache folder (library_cache.py), named by a hash of sources, headers, flags and CPU and
+one of the compiler: without a compiler, what another one made of the same sources serves. Where that folder cannot be
+used, a private one takes its place until this process ends, and a warning says so.
+
+$CXX names another compiler; AMOEBA_CPU_CORE=0 turns the core off.
 """
 
 from __future__ import annotations
@@ -33,22 +38,30 @@ from typing import TypeVar
 import torch
 
 from amoeba.cpu import library_cache
-from amoeba.system.cpu_features import compiler_flag, cpu_flags
+from amoeba.system.cpu_features import compiler_flag, cpu_flags, fitting_levels
 from amoeba.system.files import default_folder
 from amoeba.system.machine import usable_cores
 
 logger = logging.getLogger("amoeba.cpu.build")  # a command shows it always: a minute without a word looks broken
 Loaded = TypeVar("Loaded")
 
-LIBRARIES = ("core", "packed", "node", "quantise", "step")
-
 _SOURCES = Path(__file__).parent / "csrc"
+_STREAM = Path(__file__).parents[1] / "stream"
+# By name: where their sources are.
+LIBRARIES = {
+    **dict.fromkeys(("core", "packed", "node", "quantise", "step"), _SOURCES),
+    "serve": _STREAM / "gpu" / "csrc",
+    "read": _STREAM / "store" / "csrc",
+}
+CARRIED = Path(__file__).parent / "compiled"  # by a wheel: a folder for each kind of CPU
+_PORTABLE = _SOURCES / "portable.h"
+
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread")
 _OPENMP = "-fopenmp"
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TIMEOUT_SECONDS = 300
 # What compiling takes on one core (Neoverse-N1 at 3 GHz, GCC 12, 2026-11-15), and from when on it is said aloud.
-_ONE_CORE_SECONDS = {"core": 9, "packed": 2, "node": 40, "serve": 4, "quantise": 2, "step": 12}
+_ONE_CORE_SECONDS = {"core": 9, "packed": 2, "node": 40, "serve": 4, "quantise": 2, "step": 12, "read": 2}
 _SAID_ALOUD_SECONDS = 5
 # Of a compiler that ran out of disk: another folder may have more.
 _NO_ROOM = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)))
@@ -65,7 +78,10 @@ class _Recipe:
     name: str
     sources: Path
     flags: tuple[str, ...]
-    openmp: str | None
+
+    @functools.cached_property
+    def for_this_cpu(self) -> bool:
+        return any("native" in flag for flag in self.flags)
 
     @functools.cached_property
     def units(self) -> list[Path]:
@@ -74,14 +90,14 @@ class _Recipe:
     @functools.cached_property
     def stem(self) -> str:
         """Of every file that serves: whichever compiler made it."""
-        cpu = sorted(cpu_flags()) if any("native" in flag for flag in self.flags) else []
-        parts = *self._texts(), *self.flags, platform.machine(), *cpu, self.openmp or ""
+        cpu = sorted(cpu_flags()) if self.for_this_cpu else []
+        parts = *self._texts(), *self.flags, platform.machine(), *cpu
         return f"{self.name}-{_short_hash(*parts)}-"
 
     def _texts(self) -> list[str]:
         """Of the units and of all headers of ours that they include, directly or not."""
         found: dict[Path, str] = {}
-        waiting = list(self.units)
+        waiting = list(self.units) if self.for_this_cpu else [*self.units, _PORTABLE]
         while waiting:
             file = waiting.pop()
             if file not in found:
@@ -94,8 +110,14 @@ class _Recipe:
         return _ONE_CORE_SECONDS.get(self.name, 1) / min(usable_cores(), len(self.units))
 
 
-def with_library(name: str, make: Callable[[Path], Loaded], sources: Path = _SOURCES) -> Loaded:
+def with_library(name: str, make: Callable[[Path], Loaded], sources: Path | None = None) -> Loaded:
     """make(the compiled library); where it does not load or lacks a function, once more with one compiled anew."""
+    _refuse_where_off()
+    if carried := carried_library(name, sources):
+        try:
+            return make(carried)
+        except CoreUnavailable as error:
+            library_cache.warn_once(f"of this wheel, {error}; it is compiled here")
     file = compiled_library(name, sources=sources)
     try:
         return make(file)
@@ -106,12 +128,31 @@ def with_library(name: str, make: Callable[[Path], Loaded], sources: Path = _SOU
     return make(_compiled_in(library_cache.private_folder(), _recipe(name, sources=sources), _compiler()))
 
 
-def compiled_library(name: str, architecture: str | None = None, sources: Path = _SOURCES) -> Path:
-    """The shared library of sources/<name>.cpp; `architecture` is the compiler's flag for another instruction set."""
+def carried_library(name: str, sources: Path | None = None) -> Path | None:
+    """What the wheel carries for this CPU, in a folder with the name of the CPU's kind."""
+    for level in fitting_levels():
+        folder = CARRIED / level.name
+        if any(folder.glob(f"{name}-*.so")):
+            for library in folder.glob(f"{_recipe(name, level.compiler_flag, sources).stem}*.so"):
+                return library
+            library_cache.warn_once(
+                f"the library {name} in {folder} is not loaded: it was not compiled from the sources of this package "
+                "with an OpenMP runtime such as torch's; install the wheel again"
+            )
+            break
+    return None
+
+
+def _refuse_where_off() -> None:
     if os.environ.get("AMOEBA_CPU_CORE") == "0":
         raise CoreUnavailable("the C++ core is switched off by AMOEBA_CPU_CORE=0")
     if platform.system() not in ("Linux", "Darwin"):
         raise CoreUnavailable(f"the C++ core is built on Linux and macOS, this is {platform.system()}")
+
+
+def compiled_library(name: str, architecture: str | None = None, sources: Path | None = None) -> Path:
+    """Compiled on this machine; `architecture` is the compiler's flag for another instruction set."""
+    _refuse_where_off()
     recipe = _recipe(name, architecture, sources)
     troubles: list[str] = []
     for folder in _folders(troubles):
@@ -177,24 +218,26 @@ def _compiled_in(folder: Path, recipe: _Recipe, compiler: tuple[str, ...]) -> Pa
             _failed[stem] = str(error)
             raise
         library = library_cache.keep(built, folder, stem, _version(compiler).partition("\n")[0])
-    if not recipe.openmp:
+    if _OPENMP not in recipe.flags:
         logger.warning("torch brings no OpenMP runtime: the CPU core runs on one thread")
     logger.info("compiled in %.1f s: %s", time.monotonic() - began, library)
     return library
 
 
 def _compile(recipe: _Recipe, compiler: tuple[str, ...], folder: Path) -> Path:
+    first = [] if recipe.for_this_cpu else ["-include", str(_PORTABLE)]
+
     def compile_unit(source: Path) -> Path:
         unit = folder / f"{source.stem}.o"
-        _run([*compiler, *recipe.flags, "-c", str(source), "-o", str(unit)])
+        _run([*compiler, *recipe.flags, *first, "-c", str(source), "-o", str(unit)])
         return unit
 
     with ThreadPoolExecutor(min(usable_cores(), len(recipe.units))) as pool:
         units = list(pool.map(compile_unit, recipe.units))
     library = folder / f"{recipe.name}.so"
-    # The runtime by its file: -fopenmp would add the compiler's own.
-    flags, linked = [flag for flag in recipe.flags if flag != _OPENMP], [recipe.openmp] if recipe.openmp else []
-    _run([*compiler, "-shared", *flags, *map(str, units), "-o", str(library), *linked])
+    # -fopenmp would add the compiler's own runtime; `load` provides torch's.
+    flags = [flag for flag in recipe.flags if flag != _OPENMP]
+    _run([*compiler, "-shared", *flags, *map(str, units), "-o", str(library)])
     return library
 
 
@@ -215,6 +258,7 @@ def _announce(recipe: _Recipe, compiler: tuple[str, ...], folder: Path) -> None:
 def load(file: Path, signatures: Mapping[str, tuple]) -> ctypes.CDLL:
     """The library, the results and arguments of its functions declared; CoreUnavailable where one is missing."""
     try:
+        _open_openmp_runtime()
         library = ctypes.CDLL(str(file))
         for name, (result, arguments) in signatures.items():
             function = getattr(library, name)
@@ -222,6 +266,13 @@ def load(file: Path, signatures: Mapping[str, tuple]) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise CoreUnavailable(f"the compiled library does not load: {error}") from error
     return library
+
+
+@functools.cache
+def _open_openmp_runtime() -> None:
+    """Our libraries name functions of the runtime and no file: torch's has another name in each of its wheels."""
+    if runtime := openmp_runtime():
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # as torch itself opens it, in libtorch_global_deps
 
 
 @dataclass(frozen=True)
@@ -232,16 +283,21 @@ class LibraryState:
     file: str | None
     verified: bool
     what: str
+    variant: str | None = None  # of the wheel's, the kind of CPU
 
 
 def library_states() -> tuple[str, list[LibraryState]]:
-    """The cache folder, or why there is none, and what of ours lies there; nothing is compiled."""
+    """The cache folder, or why there is none, and what is there for each library; nothing is compiled."""
+    carried = {name: file for name in LIBRARIES if (file := carried_library(name))}
+    states = [
+        LibraryState(name, file.name, True, f"from the wheel, variant {file.parent.name}", file.parent.name)
+        for name, file in carried.items()
+    ]
     try:
         folder = library_cache.prepared(default_folder())
     except OSError as error:
-        return f"none that can be used: {error}", []
-    states = []
-    for name in LIBRARIES:
+        return f"none that can be used: {error}", states
+    for name in (name for name in LIBRARIES if name not in carried):
         recipe = _recipe(name)
         files = sorted(folder.glob(f"{recipe.stem}*.so"))
         reasons = {file: library_cache.why_not_verified(file) for file in files}
@@ -255,10 +311,9 @@ def library_states() -> tuple[str, list[LibraryState]]:
     return str(folder), states
 
 
-def _recipe(name: str, architecture: str | None = None, sources: Path = _SOURCES) -> _Recipe:
-    openmp = openmp_runtime()
-    flags = *_FLAGS, architecture or compiler_flag(), *([_OPENMP] if openmp else [])
-    return _Recipe(name, sources, flags, openmp)
+def _recipe(name: str, architecture: str | None = None, sources: Path | None = None) -> _Recipe:
+    flags = *_FLAGS, *(architecture or compiler_flag()).split(), *([_OPENMP] if openmp_runtime() else [])
+    return _Recipe(name, sources or LIBRARIES[name], flags)
 
 
 def _compiler() -> tuple[str, ...]:

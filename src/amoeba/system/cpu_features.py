@@ -33,10 +33,10 @@ class Level(NamedTuple):
 
     name: str
     adds: frozenset[str]  # to the flags of the level before
-    compiler_flag: str
+    compiler_flag: str  # or several, separated by spaces
 
 
-# Oldest first.
+# Oldest first. A wheel carries libraries for all but "generic" (dev/wheel.py).
 _X86 = (
     Level("generic", frozenset({"sse2"}), "-march=x86-64"),
     Level("avx2", frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}), "-march=haswell"),
@@ -46,10 +46,16 @@ _X86 = (
         "-march=cascadelake",
     ),
     Level("avx512_bf16", frozenset({"avx512_bf16"}), "-march=cooperlake"),
+    Level(
+        "amx",
+        frozenset({"amx_tile", "amx_int8", "amx_bf16", "avx512vbmi"}),
+        "-march=cooperlake -mavx512vbmi -mamx-tile -mamx-int8 -mamx-bf16",
+    ),
 )
 _ARM = (
     Level("neon", frozenset({"asimd"}), "-march=armv8-a"),
     Level("dotprod", frozenset({"asimddp"}), "-march=armv8.2-a+dotprod"),
+    Level("bf16", frozenset({"bf16", "i8mm"}), "-march=armv8.2-a+dotprod+i8mm+bf16"),
 )
 _LEVELS = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
 # -march=native is what GCC and Clang understand on x86; on 64-bit ARM the portable spelling is -mcpu=native.
@@ -71,7 +77,7 @@ def features_override() -> Level | None:
         return None
     here = {level.name: level for level in levels_here()}
     if name not in here:
-        named = [level.name for level in _LEVELS.get(platform.machine().lower(), ())]
+        named = [level.name for level in all_levels()]
         raise bad_value(
             "AMOEBA_CPU_FEATURES",
             f"a kind of CPU that this one contains ({', '.join(here) or 'none is known here'})",
@@ -83,8 +89,18 @@ def features_override() -> Level | None:
 
 def levels_here() -> list[Level]:
     """The kinds of CPU for which this one can stand, oldest first."""
-    levels = _LEVELS.get(platform.machine().lower(), ())
+    levels = all_levels()
     return [level for level in levels if level is levels[0] or _flags_up_to(level) - levels[0].adds <= _flags_of_cpu()]
+
+
+def all_levels() -> tuple[Level, ...]:
+    """The kinds of CPU of this architecture, oldest first."""
+    return _LEVELS.get(platform.machine().lower(), ())
+
+
+def fitting_levels() -> list[Level]:
+    """The kinds of CPU whose features this one has, and are not hidden, newest first."""
+    return [level for level in reversed(levels_here()) if level.adds <= cpu_flags()]
 
 
 def compiler_flag() -> str:

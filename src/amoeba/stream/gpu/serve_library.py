@@ -6,7 +6,6 @@ import ctypes
 import functools
 import logging
 from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from pathlib import Path
 
 from amoeba.cpu.build import CoreUnavailable, load, with_library
 
@@ -77,7 +76,7 @@ class ComputeRequest(ctypes.Structure):
 @functools.cache
 def serving_library() -> ctypes.CDLL | None:
     try:
-        return with_library("serve", lambda file: load(file, _SIGNATURES), sources=Path(__file__).parent / "csrc")
+        return with_library("serve", lambda file: load(file, _SIGNATURES))
     except CoreUnavailable as error:
         logger.info("experts that a GPU waits for come some microseconds later than with compiled code: %s", error)
         return None

@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
-from pathlib import Path
 from typing import NamedTuple
 
 from amoeba.cpu.build import CoreUnavailable, load, with_library
@@ -156,7 +155,7 @@ def open_compiled_reads(threads: int, part: int) -> CompiledReads | None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return with_library("read", lambda file: load(file, _SIGNATURES), sources=Path(__file__).parent / "csrc")
+        return with_library("read", lambda file: load(file, _SIGNATURES))
     except CoreUnavailable as error:
         logger.info("experts are read by threads of Python, in parts of a megabyte: %s", error)
         return None
