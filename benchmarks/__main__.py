@@ -315,6 +315,27 @@ def convert(
 
 
 @app.command()
+def quality(
+    model: Annotated[Path, typer.Argument(help="A folder that amoeba train wrote.")],
+    data: Annotated[str | None, typer.Option("--data", help="What it was trained on.")] = None,
+    adapter: Annotated[str | None, typer.Option("--adapter", help="A run of amoeba finetune on it.")] = None,
+    answers: Annotated[str | None, typer.Option("--answers", help="What that was trained on.")] = None,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Loss and greedy tokens of a model with its experts in each format."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.quality import run
+
+        path = free_path(out)
+    finish(output, *run(model, data, adapter, answers, path, output), json)
+
+
+@app.command()
 def serve(
     shape: Annotated[
         str | None, typer.Option("--shape", help="tiny, or qwen3_30b (default on a GPU): its sizes, six layers.")

@@ -21,12 +21,14 @@ SHAPES = [(1, 1), (2, 16), (63, 31), (130, 199), (256, 128), (300, 33), (34, 760
 SIZES = [0.0, 1e-42, 1e-38, 1e-30, 1.0, 1e30, 3e38]
 
 
-def by_core(matrix: Tensor, format: Format, parts: int, threads: int = 2) -> tuple[bool, QuantisedMatrix]:
+def by_core(
+    matrix: Tensor, format: Format, parts: int, threads: int = 2, closest: bool = False
+) -> tuple[bool, QuantisedMatrix]:
     found = empty_quantised(tuple(matrix.shape), format, parts)
     found.data.fill_(0xEE)
     bits, scale = format.element.bits, format.scale
     tensors = found.data, found.scales, found.matrix_scale
-    return load_quantise()(matrix, bits, scale, format.block, parts, *tensors, threads=threads), found
+    return load_quantise()(matrix, bits, scale, format.block, parts, *tensors, closest=closest, threads=threads), found
 
 
 def numbers(rows: int, columns: int, size: float, kind: str) -> Tensor:
@@ -46,6 +48,26 @@ def numbers(rows: int, columns: int, size: float, kind: str) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_codes_and_scales_are_torch_s(format: str, dtype: torch.dtype, kind: str) -> None:
+    check_codes_and_scales(format, dtype, kind, closest=False)
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "ties", "sparse"])
+@pytest.mark.parametrize("format", [name for name, format in FORMATS.items() if format.element.bits == 4])
+def test_the_closest_scales_are_torch_s(format: str, kind: str) -> None:
+    check_codes_and_scales(format, torch.bfloat16, kind, closest=True)
+
+
+@pytest.mark.parametrize(("format", "most"), [("mxfp4", 0.98), ("nvfp4", 0.87)])
+def test_the_closest_scales_have_less_error(format: str, most: float) -> None:
+    matrix = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    plain, closest = (quantise(matrix, FORMATS[format], closest=each).dequantise() for each in (False, True))
+    assert (closest - matrix).norm() < most * (plain - matrix).norm()
+    blocks = FORMATS[format].block[1]
+    by_block = [(each - matrix).unflatten(1, (-1, blocks)).square().sum(-1) for each in (plain, closest)]
+    assert (by_block[1] <= by_block[0] * 1.0001).all()
+
+
+def check_codes_and_scales(format: str, dtype: torch.dtype, kind: str, closest: bool) -> None:
     of_kind = len(kind) + len(format)  # each kind meets each shape, and most of the pairs of shapes and sizes come
     pairs = [
         (shape, size) for i, shape in enumerate(SHAPES) for j, size in enumerate(SIZES) if (i + j + of_kind) % 3 == 0
@@ -53,8 +75,8 @@ def test_codes_and_scales_are_torch_s(format: str, dtype: torch.dtype, kind: str
     for (rows, columns), size in pairs:
         matrix = numbers(rows, columns, size, kind).to(dtype)
         for parts in (1, 2) if rows % 2 == 0 else (1,):
-            expected = quantise(matrix, FORMATS[format], parts=parts)
-            finite, found = by_core(matrix, FORMATS[format], parts)
+            expected = quantise(matrix, FORMATS[format], parts=parts, closest=closest)
+            finite, found = by_core(matrix, FORMATS[format], parts, closest=closest)
             assert finite, (rows, columns, size)
             assert torch.equal(found.data, expected.data), (rows, columns, size, parts)
             assert torch.equal(found.scales, expected.scales), (rows, columns, size, parts)

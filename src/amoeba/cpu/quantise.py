@@ -29,7 +29,7 @@ _SIGNATURES = {
         _INT, _INT64, _INT64, _INT64, _POINTER,     # fp32, rows, columns, stride of rows, matrix
         _INT, _INT, _INT64, _INT64,                 # bits of a code, kind of scale, parts, rows of a block
         _POINTER, _INT64, _POINTER, _INT64,         # codes, bytes of a row, scales, scales of a row
-        _POINTER, _INT,                             # matrix_scale, threads
+        _POINTER, _INT, _INT,                       # matrix_scale, closest, threads
     )),
 }
 # fmt: on
@@ -58,12 +58,13 @@ class Quantise:
         scales: Tensor,
         matrix_scale: Tensor | None,
         *,
+        closest: bool = False,
         threads: int,
     ) -> bool:
         """Whether all numbers are finite; where not, codes and scales are not to be used.
 
         matrix: (rows, columns), contiguous along rows, of what `is_compiled` says; not empty.
-        data, scales, matrix_scale: as in a `QuantisedMatrix`.
+        data, scales, matrix_scale: as in a `QuantisedMatrix`. closest: as `precision.quantised.quantise`.
         """
         rows, columns = matrix.shape
         kind = torch.float32 if scale == "fp32" else torch.uint8
@@ -77,7 +78,7 @@ class Quantise:
                 bits, _SCALES[scale], parts, block[0],
                 address("data", data, torch.uint8, (rows, stored)), stored,
                 address("scales", scales, kind, (down, across)), across,
-                optional_address("matrix_scale", matrix_scale, torch.float32, ()), torch.get_num_threads(),
+                optional_address("matrix_scale", matrix_scale, torch.float32, ()), closest, torch.get_num_threads(),
             )
         )  # fmt: skip
 

@@ -22,6 +22,9 @@ from amoeba.precision.blocks import dequantise_blocks, quantise_blocks
 from amoeba.precision.formats import E4M3, E8M0, Format
 
 _SMALLEST_NORMAL = 2.0**-126
+# Codes of e4m3 below and above the usual scale that `closest` tries. More bring nothing: 8.142 % error of the weights
+# with these and with 4 and 8, 8.17 with 2 and 5, 9.53 with none (normally distributed numbers).
+CLOSEST = (2, 6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +150,9 @@ def block_counts(rows: int, columns: int, format: Format, parts: int = 1) -> tup
     return parts * -(-(rows // parts) // block_rows), -(-columns // block_columns)
 
 
-def quantise(matrix: Tensor, format: Format, *, parts: int = 1) -> QuantisedMatrix:
+def quantise(matrix: Tensor, format: Format, *, parts: int = 1, closest: bool = False) -> QuantisedMatrix:
     """matrix: (rows, columns), or a stack of such, which is quantised one after the other.
+    closest: of the scales around the usual one, each block of four-bit numbers takes that with the least squared error.
 
     Scales come from the largest finite number of a block. NaN and infinities become NaN, as products with them would
     not be finite either; where the element has no NaN, the scale makes the whole block NaN.
@@ -157,7 +161,7 @@ def quantise(matrix: Tensor, format: Format, *, parts: int = 1) -> QuantisedMatr
         got = f"{matrix.dtype} {tuple(matrix.shape)}, parts {parts}"
         raise bad_value("matrix", "(..., rows, columns) of floating point, in equal parts", got, "stack its rows")
     quantised = empty_quantised(tuple(matrix.shape), format, parts, matrix.device)
-    quantise_again(matrix, quantised)
+    quantise_again(matrix, quantised, closest)
     return quantised
 
 
@@ -174,7 +178,7 @@ def empty_quantised(
     return QuantisedMatrix(data, scales, format, columns, parts, matrix_scale)
 
 
-def quantise_again(matrix: Tensor, into: QuantisedMatrix) -> None:
+def quantise_again(matrix: Tensor, into: QuantisedMatrix, closest: bool = False) -> None:
     """Other numbers where those of a matrix of the same shape were."""
     *leading, rows, columns = matrix.shape
     for place in itertools.product(*map(range, leading)) if rows and columns else ():
@@ -183,11 +187,17 @@ def quantise_again(matrix: Tensor, into: QuantisedMatrix) -> None:
             into.data[place].copy_(quantise_blocks(matrix[place], into.format.name))
             continue
         wide = matrix.detach()[place].to(torch.float32)
-        _quantise_one(wide, into.format, into.parts, into.data[place], into.scales[place], its_scale)
+        _quantise_one(wide, into.format, into.parts, into.data[place], into.scales[place], its_scale, closest)
 
 
 def _quantise_one(
-    matrix: Tensor, format: Format, parts: int, data: Tensor, scales: Tensor, matrix_scale: Tensor | None
+    matrix: Tensor,
+    format: Format,
+    parts: int,
+    data: Tensor,
+    scales: Tensor,
+    matrix_scale: Tensor | None,
+    closest: bool,
 ) -> None:
     """Into data, scales and matrix_scale."""
     (rows, columns), (block_rows, block_columns) = matrix.shape, format.block
@@ -202,6 +212,8 @@ def _quantise_one(
     finite = blocks.abs().masked_fill(~blocks.isfinite(), 0)
     largest = finite.amax(dim=(2, 4))
     codes, values = _scales(largest, format, matrix_scale)
+    if closest and block_rows == 1 and format.element.bits == 4:
+        codes, values = _closest(blocks, format, codes, values, matrix_scale)
     quotients = blocks / values[:, :, None, :, None]
     encoded = format.element.encode(quotients).view(parts, down * block_rows, -1)[:, :of_part].reshape(rows, -1)
     if format.element.bits == 4:
@@ -236,6 +248,43 @@ def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tup
     codes = E4M3.encode(_divided(largest, element.largest) / wide)
     values = E4M3.decode(codes) * wide
     return codes, values.masked_fill(values == 0, torch.inf)  # such a block is zeros, whatever its codes
+
+
+def _closest(
+    blocks: Tensor, format: Format, first: Tensor, values: Tensor, matrix_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Other scales and their values, of those near by. Errors are compared in units that cost no rounding, and added up
+    by halves, so that every device chooses the same."""
+    below, above = (0, 1) if format.scale == "e8m0" else CLOSEST
+    codes, found = first, values
+    least = _error(blocks, format, values, torch.ones_like(values) if format.scale == "e8m0" else E4M3.decode(first))
+    for step in range(-below, above + 1):
+        if format.scale == "e8m0":
+            allowed = (first > 0) & (first < E8M0.nan - 1)
+            other = first + allowed.to(torch.uint8) * step
+            value = E8M0.decode(other)
+            size = value / values  # 1 or 2
+        else:
+            assert matrix_scale is not None
+            other = (first.to(torch.int16) + step).clamp(1, 126).masked_fill(first == 0, 0).to(torch.uint8)
+            size = E4M3.decode(other)
+            value = (size * matrix_scale).masked_fill(first == 0, torch.inf)
+        error = _error(blocks, format, value, size)
+        better = error < least
+        codes, found = torch.where(better, other, codes), torch.where(better, value, found)
+        least = torch.where(better, error, least)
+    return codes, found
+
+
+def _error(blocks: Tensor, format: Format, values: Tensor, size: Tensor) -> Tensor:
+    """Squared, of each block, in units of size / values."""
+    quotients = blocks / values[:, :, None, :, None]
+    wrong = quotients.abs() - format.element.decode(format.element.encode(quotients)).abs()
+    squares = wrong.square()
+    while squares.shape[-1] > 1:
+        half = squares.shape[-1] // 2
+        squares = squares[..., :half] + squares[..., half:]
+    return squares[:, :, 0, :, 0] * size.square()
 
 
 def _divided(numbers: Tensor, divisor: float) -> Tensor:

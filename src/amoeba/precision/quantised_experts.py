@@ -241,13 +241,16 @@ class ReadInBlocks:
         return found.t() if self.transposed else found
 
 
-def quantise_experts(weights: ExpertWeights, format: Format, products: Products = "bf16") -> QuantisedExperts:
-    """Gate and up have blocks of their own, unless their rows take turns. The weights may go afterwards."""
+def quantise_experts(
+    weights: ExpertWeights, format: Format, products: Products = "bf16", *, closest: bool = False
+) -> QuantisedExperts:
+    """Gate and up have blocks of their own, unless their rows take turns. The weights may go afterwards. closest: as
+    `quantise` takes it, and `amoeba quantise` writes it."""
     activation = weights.activation
     parts = 2 if activation.gated and not activation.interleaved else 1
     return QuantisedExperts.holding(
-        quantise(weights.gate_up_EJH, format, parts=parts),
-        quantise(weights.down_EHI, format),
+        quantise(weights.gate_up_EJH, format, parts=parts, closest=closest),
+        quantise(weights.down_EHI, format, closest=closest),
         weights.gate_up_bias_EJ,
         weights.down_bias_EH,
         activation,

@@ -15,6 +15,7 @@ namespace {
 constexpr uint32_t INFINITE = 0x7f800000;
 constexpr float SMALLEST_NORMAL = 0x1p-126f;
 constexpr int64_t JOB_ROWS = 16;
+constexpr int CLOSEST[2] = {2, 6};  // as in precision/quantised.py
 
 enum ScaleKind { FP32, E8M0, E4M3_OF_MATRIX };  // the order of `_SCALES` in cpu/quantise.py
 
@@ -37,6 +38,16 @@ struct Element {
                            (uint32_t(127 - BIAS) << MANTISSA);
     const Words small = (Words)(size + ONE_BIT) - BITS_OF_ONE;
     return select(size < SMALLEST, small, normal) | (bits >> 31 << SIGN);
+  }
+  // What the code of a number stands for, without the sign.
+  static Floats rounded(Floats values) {
+    constexpr int SHIFT = 23 - MANTISSA;
+    constexpr float ONE_BIT = float(1 << (SHIFT + 1 - BIAS)), SMALLEST = 2.0f / float(1 << BIAS);
+    const Floats unsaturated = (Floats)((Words)values & 0x7fffffff);
+    const Floats size = select(unsaturated < largest, unsaturated, Floats{} + largest);
+    const Words size_bits = (Words)size;
+    const Words normal = (size_bits + ((1u << (SHIFT - 1)) - 1) + (size_bits >> SHIFT & 1)) >> SHIFT << SHIFT;
+    return select(size < SMALLEST, (size + ONE_BIT) - ONE_BIT, (Floats)normal);
   }
 };
 using E4m3 = Element<3, 7, 7, 448>;
@@ -111,6 +122,24 @@ inline void encode(const Source* from, int64_t count, uint8_t* out, const Scaled
   }
 }
 
+// Squared error of a block in units of its scale, added up by halves as torch does it: in the same order everywhere.
+template <class Coded, int COLUMNS, class Source, class Scaled>
+inline float squared_error(const Source* from, int64_t count, const Scaled& scaled) {
+  Source cut[COLUMNS] = {};
+  if (count < COLUMNS) std::memcpy(cut, from, size_t(count) * sizeof(Source));
+  const Source* numbers = count < COLUMNS ? cut : from;
+  alignas(64) float squares[COLUMNS];
+  for (int i = 0; i < COLUMNS; i += LANES) {
+    const Floats value = scaled(load<LANES>(numbers + i)), size = (Floats)((Words)value & 0x7fffffff);
+    const Floats wrong = size - Coded::rounded(value), square = wrong * wrong;
+    std::memcpy(squares + i, &square, sizeof(square));
+  }
+  asm volatile("" : : "r"(squares) : "memory");  // no sum is fused with a square, which would round once less
+  for (int half = COLUMNS / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) squares[i] += squares[i + half];
+  return squares[0];
+}
+
 // What a block of `COLUMNS` columns takes of a row of codes.
 template <class Coded, int COLUMNS>
 constexpr int64_t block_bytes() {
@@ -124,9 +153,9 @@ struct Out {
   int64_t across;  // scales of a row
 };
 
-// Blocks of 1 x COLUMNS, scales e8m0.
+// Blocks of 1 x COLUMNS, scales e8m0. closest: twice the scale where the error is less.
 template <class Coded, int COLUMNS, class Source>
-bool rows_by_powers(const Matrix<Source>& matrix, const Out& out, int threads) {
+bool rows_by_powers(const Matrix<Source>& matrix, const Out& out, bool closest, int threads) {
   constexpr int EXPONENT = std::is_same_v<Coded, E2m1> ? 2 : 8;
   std::atomic<bool> finite{true};
   run_jobs(ceil_div(matrix.rows, JOB_ROWS), threads, [&](int64_t job) {
@@ -139,9 +168,16 @@ bool rows_by_powers(const Matrix<Source>& matrix, const Out& out, int threads) {
         const int64_t count = std::min<int64_t>(COLUMNS, matrix.columns - b * COLUMNS);
         const uint32_t bits = count == COLUMNS ? largest_bits(from, COLUMNS) : largest_bits(from, count);
         most = std::max(most, bits);
-        const uint32_t scale = std::max(int(bits >> 23) - EXPONENT, 0);
+        uint32_t scale = std::max(int(bits >> 23) - EXPONENT, 0);
+        const auto inverse_of = [](uint32_t code) { return float_of((254 - std::min(code, 253u)) << 23); };
+        if (closest && scale && bits < INFINITE) {
+          const auto error = [&](float inverse) {
+            return squared_error<Coded, COLUMNS>(from, count, [inverse](Floats value) { return value * inverse; });
+          };
+          scale += error(inverse_of(scale + 1)) * 4 < error(inverse_of(scale));
+        }
         scales[b] = uint8_t(scale);
-        const float inverse = float_of((254 - std::min(scale, 253u)) << 23);
+        const float inverse = inverse_of(scale);
         encode<Coded, COLUMNS>(from, count, codes, [inverse](Floats value) { return value * inverse; });
       }
     }
@@ -150,9 +186,10 @@ bool rows_by_powers(const Matrix<Source>& matrix, const Out& out, int threads) {
   return finite;
 }
 
-// Blocks of 1 x COLUMNS, scales e4m3 times one number of the matrix.
+// Blocks of 1 x COLUMNS, scales e4m3 times one number of the matrix. closest: of the scales from CLOSEST[0] codes below
+// to CLOSEST[1] above, the one with the least error.
 template <class Coded, int COLUMNS, class Source>
-bool rows_by_e4m3(const Matrix<Source>& matrix, const Out& out, float* matrix_scale, int threads) {
+bool rows_by_e4m3(const Matrix<Source>& matrix, const Out& out, float* matrix_scale, bool closest, int threads) {
   std::vector<uint32_t> largest(size_t(matrix.rows * out.across));
   std::vector<uint32_t> of_jobs(size_t(ceil_div(matrix.rows, JOB_ROWS)));
   const auto each_row = [&](int64_t job, const auto& run) {
@@ -176,7 +213,20 @@ bool rows_by_e4m3(const Matrix<Source>& matrix, const Out& out, float* matrix_sc
   run_jobs(int64_t(of_jobs.size()), threads, [&](int64_t job) {
     each_row(job, [&](int64_t i, int64_t b, const Source* from, int64_t count) {
       const float quotient = float_of(largest[size_t(i * out.across + b)]) / Coded::largest;
-      const auto scale = uint8_t(E4m3::codes(Floats{} + quotient / whole)[0]);
+      auto scale = uint8_t(E4m3::codes(Floats{} + quotient / whole)[0]);
+      if (closest && scale) {
+        const auto error = [&](uint8_t code) {
+          const float size = e4m3_value(code), value = size * whole;
+          return squared_error<Coded, COLUMNS>(from, count, [value](Floats number) { return number / value; }) *
+                 (size * size);
+        };
+        float least = error(scale);
+        const int first = scale;
+        for (int code = std::max(first - CLOSEST[0], 1); code <= std::min(first + CLOSEST[1], 126); ++code) {
+          const float found = error(uint8_t(code));
+          if (found < least) least = found, scale = uint8_t(code);
+        }
+      }
       static_cast<uint8_t*>(out.scales)[i * out.across + b] = scale;
       float value = e4m3_value(scale) * whole;
       if (value == 0) value = std::numeric_limits<float>::infinity();  // such a block is zeros, whatever its codes
@@ -213,11 +263,11 @@ bool blocks_by_fp32(const Matrix<Source>& matrix, int64_t parts, int64_t block_r
 
 template <class Source>
 int quantise(const Matrix<Source>& matrix, int element_bits, int scale, int64_t parts, int64_t block_rows,
-             const Out& out, float* matrix_scale, int threads) {
+             const Out& out, float* matrix_scale, bool closest, int threads) {
   if (scale == FP32) return blocks_by_fp32(matrix, parts, block_rows, out, threads);
-  if (scale == E4M3_OF_MATRIX) return rows_by_e4m3<E2m1, 16>(matrix, out, matrix_scale, threads);
-  if (element_bits == 4) return rows_by_powers<E2m1, 32>(matrix, out, threads);
-  return rows_by_powers<E4m3, 32>(matrix, out, threads);
+  if (scale == E4M3_OF_MATRIX) return rows_by_e4m3<E2m1, 16>(matrix, out, matrix_scale, closest, threads);
+  if (element_bits == 4) return rows_by_powers<E2m1, 32>(matrix, out, closest, threads);
+  return rows_by_powers<E4m3, 32>(matrix, out, false, threads);
 }
 
 }  // namespace
@@ -227,11 +277,11 @@ extern "C" {
 // Whether all numbers are finite; where not, what was written is nothing.
 int amoeba_quantise(int is_float, int64_t rows, int64_t columns, int64_t stride, const void* matrix, int element_bits,
                     int scale, int64_t parts, int64_t block_rows, uint8_t* data, int64_t stored, void* scales,
-                    int64_t across, float* matrix_scale, int threads) {
+                    int64_t across, float* matrix_scale, int closest, int threads) {
   const Out out{data, stored, scales, across};
   const auto run = [&](const auto* source) {
     return quantise(Matrix<std::decay_t<decltype(*source)>>{source, rows, columns, stride}, element_bits, scale, parts,
-                    block_rows, out, matrix_scale, threads);
+                    block_rows, out, matrix_scale, closest, threads);
   };
   return is_float ? run(static_cast<const float*>(matrix)) : run(static_cast<const uint16_t*>(matrix));
 }
