@@ -28,7 +28,7 @@ from trl import GRPOConfig
 
 import amoeba
 from amoeba import lora
-from amoeba.trl import GRPOTrainer
+from amoeba.jobs.grpo import GRPOTrainer
 
 RANK, ALPHA, ATTENTION = 8, 16, ["q_proj", "k_proj", "v_proj", "o_proj"]
 KEPT = {

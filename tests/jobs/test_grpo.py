@@ -22,7 +22,7 @@ pytest.importorskip("trl", reason="needs TRL: pip install 'amoeba-moe[trl]'")
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 
-from amoeba.trl import GRPOTrainer
+from amoeba.jobs.grpo import GRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, about what transformers will call otherwise
 PROMPTS = ["AB", "C", "DEF0", "G"]

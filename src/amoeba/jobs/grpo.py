@@ -1,7 +1,7 @@
 """GRPO with TRL where the model that is trained generates its own rollouts, in the same process, by our Decoder.
 
     from trl import GRPOConfig
-    from amoeba.trl import GRPOTrainer
+    from amoeba.jobs.grpo import GRPOTrainer
 
     lora.attach(model, r=16, targets=["experts", "q_proj"])  # over frozen experts in bf16 or quantised
     arguments = GRPOConfig("runs/mine", bf16=False, max_completion_length=64)
@@ -36,7 +36,7 @@ try:
     import trl
 except ImportError as error:
     remedy = "pip install 'amoeba-moe[trl]'"
-    raise ImportError(f"amoeba.trl: expected TRL 1.16 or newer; got: {error}. Install it: {remedy}.") from error
+    raise ImportError(f"amoeba.jobs.grpo: expected TRL 1.16 or newer; got: {error}. Install it: {remedy}.") from error
 
 ROWS = 64  # that generate at once
 Text = tuple[int, ...]
