@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from amoeba.decoding import engine as engine_module
 from amoeba.decoding import slots as slots_module
 from amoeba.decoding.decoder import Decoder, native_steps
 from amoeba.decoding.engine import End, Engine, Request
@@ -132,6 +133,39 @@ def test_a_cancelled_request_frees_its_row_and_the_others_go_on():
     assert len(heard.ids) == 4 and heard.end == End("cancelled")
     assert gone == [End("cancelled")]
     assert last.ids == plain(model, prompt(8), 5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_prompt_is_read_between_the_steps_of_others_and_short_prompts_pass_it(family, monkeypatch):
+    monkeypatch.setattr(engine_module, "CPU_PROMPT_TOKENS", 8)
+    model = built(family)
+    engine, order = Engine(model, slots=4, length=64), []
+
+    def ask(name: str, ids: list[int], most: int) -> Heard:
+        heard = Heard()
+        engine.submit(Request(ids, most, lambda told: (heard.append(told), order.append(name))))
+        return heard
+
+    under_way = ask("under way", prompt(3), 30)
+    engine.advance()
+    long, gone = ask("long", prompt(37), 6), Request(prompt(38, 1), 6, (last := Heard()).append)
+    engine.submit(gone)
+    short = ask("short", prompt(5), 6)
+    engine.advance()
+    engine.advance()
+    assert engine.active == 3 and engine.waiting == 1
+    while "long" not in order:
+        engine.advance()
+    assert order.index("short") < order.index("long") and order.count("under way") >= 6
+    engine.advance()
+    gone.cancel()  # some of its prompt is read
+    again = ask("again", prompt(33, 2), 6)
+    engine.finish_all()
+    assert last == [End("cancelled")]
+    for heard, ids in ((long, prompt(37)), (short, prompt(5)), (again, prompt(33, 2))):
+        assert heard.ids == plain(model, ids, 6)
+    assert under_way.ids == plain(model, prompt(3), 30)
+    assert engine.active == engine.waiting == 0 and engine.counts.prompt_tokens == 3 + 37 + 5 + 33
 
 
 def test_a_prompt_that_begins_like_an_earlier_text_is_read_from_there_on(monkeypatch):

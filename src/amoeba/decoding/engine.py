@@ -25,14 +25,16 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value, one_line
-from amoeba.decoding.decoder import AHEAD, Outlet
+from amoeba.decoding.decoder import AHEAD, PIECE, Outlet
 from amoeba.decoding.sampling import Sampler, Sampling, Uses
 from amoeba.decoding.slots import make_slots
 
 logger = logging.getLogger("amoeba")
 
 MOST_LOGPROBS = 20
-PROMPT_TOKENS = 2048  # of requests that join between two steps; at least one joins
+# Tokens of prompts that are read between two steps, so that answers under way and short prompts do not wait for long
+# ones. More on a GPU, and where each pass streams the experts once more.
+CPU_PROMPT_TOKENS, GPU_PROMPT_TOKENS = 512, 2048
 UNLIKE = 2.0  # times as long: prompts that are not read in one pass, which pads them, unless experts are streamed
 
 
@@ -106,6 +108,8 @@ class Engine:
         dense: as of `native_steps`."""
         self.counts, self.failure = Counts(), None
         self._streams = streams
+        piece = CPU_PROMPT_TOKENS if model.device.type == "cpu" else GPU_PROMPT_TOKENS
+        self._piece = PIECE if streams else piece
         self._choose = lanes or {"": lambda: None}
         self._chosen: str | None = None
         self._lanes: dict[str, _Lane] = {}
@@ -132,7 +136,7 @@ class Engine:
 
     @property
     def active(self) -> int:
-        return sum(lane.active for lane in self._lanes.values())
+        return sum(lane.active + (lane.reading is not None) for lane in self._lanes.values())
 
     def submit(self, request: Request) -> None:
         needed = len(request.ids) + request.most - 1
@@ -200,7 +204,7 @@ class Engine:
         return bool(self._waiting) or self._busy()
 
     def _busy(self) -> bool:
-        return any(lane.active or lane.sent for lane in self._lanes.values())
+        return any(lane.active or lane.sent or lane.reading for lane in self._lanes.values())
 
     def _switch(self, name: str) -> None:
         if name != self._chosen:
@@ -218,32 +222,37 @@ class Engine:
             lane.drop_cancelled()
 
     def _admit(self) -> None:
+        """Reads a piece of the long prompt that each lane may have, and then short ones."""
+        for name, lane in self._lanes.items():
+            if lane.reading is not None:
+                self._read(name, lane, [])
         tokens = 0
         for request in list(self._waiting):
-            lane = self._lanes[request.lane]
-            if not lane.room:
+            lane, size = self._lanes[request.lane], len(request.ids)
+            if not lane.room or (lane.reading is not None and size > self._piece):
                 continue
-            if tokens and tokens + len(request.ids) > PROMPT_TOKENS:
+            if tokens and tokens + size > self._piece:
                 return
             group = [request] if tokens else self._group(request, lane)
             with self._changed:
                 for each in group:
                     self._waiting.remove(each)
-            self._switch(request.lane)
-            began = time.perf_counter()
-            lane.read(group)
-            if not lane.ahead:
-                lane.deliver(leave=0)
-            self.counts.prompt_seconds += time.perf_counter() - began
-            self.counts.prompt_tokens += sum(len(each.ids) for each in group)
-            self.counts.shared_tokens += sum(each.shared for each in group)
+            self._read(request.lane, lane, group)
             tokens += sum(len(each.ids) for each in group)
             if len(group) > 1:
                 return
 
+    def _read(self, name: str, lane: _Lane, group: list[Request]) -> None:
+        self._switch(name)
+        began = time.perf_counter()
+        lane.read(group, self._piece)
+        if not lane.ahead:
+            lane.deliver(leave=0)
+        self.counts.prompt_seconds += time.perf_counter() - began
+
     def _group(self, first: Request, lane: _Lane) -> list[Request]:
         """Those read in one pass. What begins like an earlier text is read from there on, alone."""
-        if lane.rows.known(first.ids)[0]:
+        if lane.reading is None and lane.rows.known(first.ids)[0]:
             return [first]
         group, longest, unlike = [first], len(first.ids), math.inf if self._streams else UNLIKE
         for other in self._waiting:
@@ -251,7 +260,7 @@ class Engine:
             like = max(size, longest) <= unlike * min(size, *(len(each.ids) for each in group))
             if other is first or other.lane != first.lane or not like or len(group) == lane.room:
                 continue
-            if max(size, longest) * (len(group) + 1) <= PROMPT_TOKENS and not lane.rows.known(other.ids)[0]:
+            if max(size, longest) * (len(group) + 1) <= self._piece and not lane.rows.known(other.ids)[0]:
                 group.append(other)
                 longest = max(size, longest)
         return group
@@ -279,6 +288,8 @@ class _Lane:
         self.rows = make_slots(model, batch=slots, length=length, capture=capture, dense=dense)
         self.ahead = AHEAD if self.rows.device.type == "cuda" else 0
         self.owners: list[Request | None] = [None] * slots
+        self.reading: Request | None = None  # a long prompt, of which this many tokens are read
+        self._done = 0
         self.sent: deque[_Sent] = deque()
         vocabulary = self.rows.logits_BV.shape[-1]
         self._sampler = Sampler(slots, vocabulary, self.rows.device)
@@ -291,29 +302,43 @@ class _Lane:
 
     @property
     def room(self) -> int:
-        return self.owners.count(None)
+        return self.owners.count(None) - (self.reading is not None)
 
-    def read(self, group: Sequence[Request]) -> None:
-        rows = [row for row, owner in enumerate(self.owners) if owner is None][: len(group)]
-        for row, request in zip(rows, group, strict=True):
+    def read(self, group: Sequence[Request], most: int) -> None:
+        """The prompts of these requests, together; of one longer than `most`, a piece. No requests: the next piece of
+        the one that was begun."""
+        if self.reading is None and len(group) == 1:
+            self.reading = group[0]
+            self.reading.shared = self._done = self.rows.begin(self.reading.ids)
+            self.counts.shared_tokens += self.reading.shared
+        elif group:
+            free = (row for row, owner in enumerate(self.owners) if owner is None)
+            rows = {row: request for request, row in zip(group, free, strict=False)}
+            self.rows.read_together([*rows], [request.ids for request in group])
+            self._join(rows)
+            return
+        assert self.reading is not None
+        ids, row = self.reading.ids, self.owners.index(None)
+        end = min(len(ids), self._done + most) if self.rows.reads_in_pieces else len(ids)
+        self.rows.read(ids, row, self._done, end)
+        self._done = end
+        if end == len(ids):
+            request, self.reading = self.reading, None
+            self._join({row: request})
+
+    def _join(self, rows: dict[int, Request]) -> None:
+        """Their prompts are read: the first token of each is chosen."""
+        for row, request in rows.items():
             self.owners[row] = request
-        if len(group) == 1:
-            group[0].shared = self.rows.read(rows[0], group[0].ids)
-        else:
-            self.rows.read_together(rows, [request.ids for request in group])
-        for row, request in zip(rows, group, strict=True):
-            self._choose_first(row, request)
-
-    def _choose_first(self, row: int, request: Request) -> None:
-        self._sampler.begin(row, request.sampling, request.seed, request.ids)
-        if request.grammar is not None:
-            self._sampler.allow(row, request.grammar.allowed())
-        row_N = torch.tensor([row], dtype=torch.int64, device="cpu").to(self.rows.device, non_blocking=True)
-        logits_NV = self.rows.logits_BV[row : row + 1]
+            self.counts.prompt_tokens += len(request.ids)
+            self._sampler.begin(row, request.sampling, request.seed, request.ids)
+            if request.grammar is not None:
+                self._sampler.allow(row, request.grammar.allowed())
+        row_N = torch.tensor([*rows], dtype=torch.int64, device="cpu").to(self.rows.device, non_blocking=True)
         with torch.no_grad():
-            token_N = self._sampler.choose(logits_NV, self._sampler.uses([row]), row_N)
-            self.rows.token_B1[row : row + 1].copy_(token_N[:, None])
-        self._send([(row, request)])
+            token_N = self._sampler.choose(self.rows.logits_BV[row_N], self._sampler.uses(rows), row_N)
+            self.rows.token_B1[row_N] = token_N[:, None]
+        self._send([*rows.items()])
 
     def step(self) -> int:
         """Of all rows that have a request; returns how many these are."""
@@ -345,6 +370,9 @@ class _Lane:
                 self._tell(row, request, tokens[row], host)
 
     def drop_cancelled(self) -> None:
+        if self.reading is not None and self.reading.cancelled:
+            gone, self.reading = self.reading, None
+            _end(gone, End("cancelled"))
         for row, owner in enumerate(self.owners):
             if owner is not None and owner.cancelled:
                 self._free(row)
@@ -354,8 +382,9 @@ class _Lane:
         while len(self._out):
             self._out.receive()
         gone = {id(request): request for sent in self.sent for _, request in sent.owners}
-        gone |= {id(owner): owner for owner in self.owners if owner is not None}
+        gone |= {id(owner): owner for owner in (*self.owners, self.reading) if owner is not None}
         self.sent.clear()
+        self.reading = None
         for row in range(len(self.owners)):
             self._free(row)
         return list(gone.values())

@@ -3,7 +3,8 @@
 B rows · N of them in a step · L slots of the cache · V vocabulary
 
     slots = make_slots(model, batch=8, length=4096)
-    slots.read(row, ids)                  # the prompt; its logits are then in slots.logits_BV[row]
+    known = slots.begin(ids)              # of a prompt, what an earlier text has in common with it
+    slots.read(ids, row, known, len(ids)) # in one or several pieces; its logits are then in slots.logits_BV[row]
     slots.step(count)                     # reads token_B1[:count], one token each, at each row's own position
     slots.move(source, target)            # a text goes on in another row
 
@@ -54,6 +55,8 @@ def make_slots(
 
 
 class Slots:
+    reads_in_pieces = True
+
     def __init__(self, model: Any, batch: int, length: int, capture: bool, dense: str) -> None:
         self.model, self.device, self.batch = model, model.device, batch
         reason = (
@@ -104,13 +107,21 @@ class Slots:
             for size in sorted({min(size, batch) for size in SIZES}, reverse=True):
                 self._capture(size)
 
-    def read(self, row: int, ids: Sequence[int]) -> int:
-        """Returns how many tokens were known: of a text that begins like this one."""
-        known = self._share(ids)
-        self._reader.read_all([ids], known)
-        assert self._prompt_logits is not None
-        self._take(self._reader.cache, self._prompt_logits[0], 0, 0, row, ids)
-        return known
+    def begin(self, ids: Sequence[int]) -> int:
+        """How many tokens of this prompt are known, of a text that begins like it. `read` goes on from there."""
+        count, row = self.known(ids)
+        if count:
+            for layer, keys, values in zip(self._reader.cache.layers, self._keys, self._values, strict=True):
+                layer.keys[0, :, :count].copy_(keys[row, :, :count])
+                layer.values[0, :, :count].copy_(values[row, :, :count])
+        return count
+
+    def read(self, ids: Sequence[int], row: int, known: int, end: int) -> None:
+        """Of one prompt, the tokens from `known` to `end`; with the last one it is this row's."""
+        self._reader.read_all([ids[:end]], known)
+        if end == len(ids):
+            assert self._prompt_logits is not None
+            self._take(self._reader.cache, self._prompt_logits[0], 0, 0, row, ids)
 
     @torch.no_grad()
     def read_together(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
@@ -208,16 +219,6 @@ class Slots:
         least = SHARED_PREFIX_CAPTURED if self.captured else SHARED_PREFIX
         return (lengths[row] if lengths[row] >= least else 0), row
 
-    def _share(self, ids: Sequence[int]) -> int:
-        """Copies what the row with the longest common beginning holds to where prompts are read."""
-        count, row = self.known(ids)
-        if not count:
-            return 0
-        for layer, keys, values in zip(self._reader.cache.layers, self._keys, self._values, strict=True):
-            layer.keys[0, :, :count].copy_(keys[row, :, :count])
-            layer.values[0, :, :count].copy_(values[row, :, :count])
-        return count
-
     def _keep_prompt(self, logits_NV: Tensor) -> Tensor:
         if self._prompt_logits is None:
             self._prompt_logits = torch.zeros_like(logits_NV)
@@ -303,7 +304,7 @@ class RowByRow:
     """As Slots, for models whose state between tokens cannot be rows of one cache: a step is one pass for each row."""
 
     kind: Literal["captured", "native", "plain"] = "plain"
-    captured = False
+    captured = reads_in_pieces = False
 
     def __init__(self, model: Any, batch: int, length: int) -> None:
         self.model, self.device, self.batch, self.length = model, model.device, batch, cache_length(length)
@@ -315,12 +316,14 @@ class RowByRow:
 
     def read_together(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         for row, ids in zip(rows, prompts, strict=True):
-            self.read(row, ids)
+            self.read(ids, row, 0, len(ids))
 
-    def read(self, row: int, ids: Sequence[int]) -> int:
+    def begin(self, ids: Sequence[int]) -> int:
+        return 0
+
+    def read(self, ids: Sequence[int], row: int, known: int, end: int) -> None:
         self._caches[row] = DynamicCache(config=self.model.config)
         self._run(row, torch.tensor([list(ids)], dtype=torch.int64, device=self.device))
-        return 0
 
     def step(self, count: int, seen: int) -> int:
         for row in range(count):
