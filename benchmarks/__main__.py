@@ -364,5 +364,24 @@ def serve(
     finish(output, *run(SIZES[size], clients or [1, 8, 32], place, not in_process, path, output), json)
 
 
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option("--minutes", help="How long.")] = 10.0,
+    clients: Annotated[int, typer.Option("--clients", help="Clients at once.")] = 16,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """amoeba serve under clients that leave, send nonsense or are slow: statuses, texts, memory, SIGTERM."""
+    output = start(verbose)
+    with usage():
+        need("transformers")
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.soak import run
+
+        path = free_path(out)
+    finish(output, *run(minutes, clients, path, output), json)
+
+
 if __name__ == "__main__":
     exits.run(lambda **_: app(prog_name="python -m benchmarks"))

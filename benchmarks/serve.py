@@ -333,34 +333,46 @@ def _in_process(
     return [("amoeba generate", by_decoder), ("amoeba", by_engine), ("transformers", by_transformers)]
 
 
-def _by_http(size: ServeSize, folder: Path, device: torch.device, most: int, told: Told) -> Targets:
+_KNOWN = ["expert", "router", "token", "gate", "layer", "sum", "row", "weight", "slot", "rank", "one", "many", "no"]
+
+
+def save_model(size: ServeSize, folder: Path, device: torch.device) -> None:
+    """With a tokenizer and a chat template."""
     from amoeba.data.tokenizer import train_tokenizer
 
     drawn = random.Random(0)
-    known = ["expert", "router", "token", "gate", "layer", "sum", "row", "weight", "slot", "rank", "one", "many", "no"]
-    tokenizer = train_tokenizer([" ".join(drawn.choices(known, k=40)) for _ in range(900)], 300)
+    tokenizer = train_tokenizer([" ".join(drawn.choices(_KNOWN, k=40)) for _ in range(900)], 300)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    model = make_model(size, len(tokenizer), device)
-    model.save_pretrained(folder)
+    make_model(size, len(tokenizer), device).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    del model
     gc.collect()
-    prompts = [" ".join(drawn.choices(known, k=size.words)) for _ in range(most * (size.answers + 1))]
 
-    @contextlib.contextmanager
-    def served(words: list[str], model_name: str) -> Iterator[Ask]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-        log = (folder / "log.txt").open("w+")
+
+@contextlib.contextmanager
+def started(words: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A server and its port, once it is healthy."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    with (folder / "log.txt").open("w+") as log:
         process = subprocess.Popen([*words, "--port", str(port)], env=environment, stdout=log, stderr=log)
         try:
             _wait_until_healthy(process, port, log)
-            yield lambda number, first: _ask(port, model_name, prompts[number % len(prompts)], size.new_tokens, first)
+            yield process, port
         finally:
             process.terminate()
             process.wait(30)
-            log.close()
+
+
+def _by_http(size: ServeSize, folder: Path, device: torch.device, most: int, told: Told) -> Targets:
+    save_model(size, folder, device)
+    drawn = random.Random(1)
+    prompts = [" ".join(drawn.choices(_KNOWN, k=size.words)) for _ in range(most * (size.answers + 1))]
+
+    @contextlib.contextmanager
+    def served(words: list[str], name: str) -> Iterator[Ask]:
+        with started(words, folder) as (_, port):
+            yield lambda number, first: _ask(port, name, prompts[number % len(prompts)], size.new_tokens, first)
 
     python = sys.executable
     ours = [python, "-m", "amoeba", "serve", str(folder), "--device", device.type, "--slots", str(most)]

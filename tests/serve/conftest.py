@@ -78,7 +78,7 @@ class Running:
         """Whether nothing is left to do, soon."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if not (self.served.engine.active or self.served.engine.waiting or self.server._open):
+            if not (self.served.engine.active or self.served.engine.waiting or self.server.open):
                 return True
             time.sleep(0.02)
         return False

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from conftest import running
@@ -172,50 +171,23 @@ def test_a_client_that_leaves_frees_its_row(server, stream):
     before = server.served.engine.counts.generated_tokens
     for _ in range(6):
         leave(server, body, after=200 if stream else 0)
+    for _ in range(10):
+        leave(server, body, after=0)  # before there is an event
     assert server.idle(20)
-    assert server.served.engine.counts.generated_tokens - before < 6 * 450
+    assert server.served.engine.counts.generated_tokens - before < 16 * 450
     assert call(server, "/v1/completions", TEXT)[0] == 200
 
 
-def test_a_mixture_of_clients_leaves_nothing_behind_and_no_wrong_text(server):
-    """Some leave, some send nonsense, some read slowly; those that behave get their text."""
-    expected = {
-        seed: call(server, "/v1/completions", TEXT | {"max_tokens": 40, "temperature": 1.2, "seed": seed})[1]
-        for seed in range(4)
-    }
-    wrong: list[object] = []
+def test_a_mixture_of_clients_leaves_nothing_behind_and_no_wrong_text(folder):
+    """`python -m benchmarks soak` is the same for as long as you like."""
+    from amoeba.serve.server import Limits
+    from benchmarks.soak import KINDS, Target, soak
 
-    def client(number: int) -> None:
-        chance = random.Random(number)
-        for _ in range(5):
-            kind, seed = chance.randrange(4), chance.randrange(4)
-            good = TEXT | {"max_tokens": 40, "temperature": 1.2, "seed": seed}
-            if kind == 0:
-                leave(server, good | {"stream": True}, after=chance.choice((0, 50, 500)))
-            elif kind == 1:
-                status = call(server, "/v1/completions", chance.choice((b"{", b"[]", b"x" * 1000)))[0]
-                wrong.append(status) if status != 422 else None
-            elif kind == 2:
-                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-                connection.request("POST", "/v1/completions", json.dumps(good | {"stream": True}))
-                response, text = connection.getresponse(), ""
-                for line in response:
-                    time.sleep(0.001)
-                    if line.startswith(b"data: {"):
-                        text += json.loads(line[6:])["choices"][0]["text"]
-                wrong.append(text) if text != expected[seed]["choices"][0]["text"] else None
-                connection.close()
-            else:
-                found = call(server, "/v1/completions", good)[1]
-                wrong.append(found) if found["choices"] != expected[seed]["choices"] else None
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert server.idle(20)
+    with running(folder, limits=Limits(queue=3, body=20_000, body_seconds=0.2), api_key="secret", slots=2) as server:
+        kinds = {kind: share for kind, share in KINDS.items() if kind != "never reads"}  # which takes seconds
+        found = soak(Target(server.port, NAME, 20_000, "secret"), 1.0, 8, kinds)
+        assert found.wrong == [] and found.stuck == {}
+        assert len(found.statuses) > 8 and found.statuses["whole"][200]
 
 
 def test_sigterm_finishes_answers_that_have_begun_and_refuses_new_ones(folder):
@@ -268,3 +240,24 @@ def test_streamed_experts_give_the_same_text_and_tell_their_hit_rate(folder, ser
         cache = call(streamed, "/status", method="GET")[1]["expert_cache"]
         assert cache["requested"] > 0 and 0 < cache["hit_rate"] <= 1
         assert "amoeba_experts_hit_total" in call(streamed, "/metrics", method="GET")[1]
+
+
+def test_an_unread_answer_counts_until_it_is_generated(server):
+    from amoeba.serve.protocol import CompletionBody
+    from amoeba.serve.server import Answer
+
+    body = CompletionBody.model_validate(TEXT)
+
+    async def begin() -> int:
+        answer = Answer(server.server, body, [[5, 6]], 4, None)
+        server.server.open += 1
+        answer.submit(asyncio.get_running_loop())
+        try:
+            async with asyncio.timeout(20):
+                while server.server.open:
+                    await asyncio.sleep(0.01)
+        finally:
+            answer.close()
+        return server.server.open
+
+    assert asyncio.run(begin()) == 0

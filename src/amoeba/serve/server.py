@@ -109,7 +109,7 @@ def make_app(served: ServedModel, limits: Limits, api_key: str | None = None) ->
     @app.get("/status")
     async def status(request: Request) -> dict[str, Any]:
         server.check_key(request)
-        return served.status()
+        return served.status() | {"open": server.open}
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> str:
@@ -170,7 +170,7 @@ class Server:
         self.served, self.limits, self._key = served, limits, api_key
         self.metrics = Metrics(served)
         self.stopping = False
-        self._open = 0  # answers that have begun and not ended
+        self.open = 0  # answers that wait or are generated
 
     def check_key(self, request: Request) -> None:
         if self._key is None:
@@ -239,13 +239,13 @@ class Server:
     ) -> Response:
         count = len(prompts) * body.n
         room = self.served.engine.slots * len(self.served.names) + self.limits.queue
-        if self._open + count > room:
+        if self.open + count > room:
             raise Refused(429, f"expected at most {room} answers at once. Try again later", code="queue_full")
-        self._open += count  # before anything is waited for
+        self.open += count  # before anything is waited for
         try:
             answer = await run_in_threadpool(Answer, self, body, prompts, most, format)
         except BaseException:
-            self._open -= count
+            self.open -= count
             raise
         answer.submit(asyncio.get_running_loop())
         if body.stream:
@@ -264,7 +264,7 @@ class Server:
             answer.close()
 
     def ended(self, choices: int) -> None:
-        self._open -= choices
+        self.open -= choices
 
 
 _NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -322,7 +322,7 @@ class Answer:
                 )
 
     def submit(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop, self._unended = loop, len(self._requests)
         for request in self._requests:
             self._server.served.engine.submit(request)
 
@@ -331,7 +331,7 @@ class Answer:
         if self._closed:
             return
         self._closed = True
-        self._server.ended(len(self._requests))
+        self._server.ended(self._unended)
         for request in self._requests:
             request.cancel()
         self._server.served.engine.wake()
@@ -379,7 +379,13 @@ class Answer:
     def _hear(self, index: int, told: Token | End) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left
-            self._loop.call_soon_threadsafe(self._told.put_nowait, (index, told))
+            self._loop.call_soon_threadsafe(self._take, index, told)
+
+    def _take(self, index: int, told: Token | End) -> None:
+        if isinstance(told, End) and not self._closed:  # also where the client does not read what it is sent
+            self._unended -= 1
+            self._server.ended(1)
+        self._told.put_nowait((index, told))
 
     async def _parts(self) -> AsyncIterator[tuple[int, str, list[Logprob], str | None]]:
         """New text of a choice and its logprobs; with the last, why it ended."""
