@@ -136,7 +136,7 @@ def test_a_cancelled_request_frees_its_row_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_long_prompt_is_read_between_the_steps_of_others_and_short_prompts_pass_it(family, monkeypatch):
+def test_a_long_prompt_is_read_between_steps_and_short_ones_pass_it(family, monkeypatch):
     monkeypatch.setattr(engine_module, "CPU_PROMPT_TOKENS", 8)
     model = built(family)
     engine, order = Engine(model, slots=4, length=64), []
