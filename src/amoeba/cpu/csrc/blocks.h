@@ -1,12 +1,33 @@
 // ggml's blocks, as GGUF files have them (precision/blocks.py): a row is a run of blocks, each with its scales among its
-// numbers. 32 numbers are made at once, a group: scale . q, or scale . q + offset. Loops of 32, which compilers turn into
-// vectors.
+// numbers. 32 numbers are made at once, a group: scale . q, or scale . q + offset.
 #pragma once
 #include "vectors.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
 constexpr int GROUP = 32;
+
+// LANES bytes that lie together, each in a word.
+inline Words load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  Words words;
+  for (int i = 0; i < LANES; ++i) words[i] = p[i];
+  return words;
+#endif
+}
+
+inline Floats numbers_in(Words q) { return __builtin_convertvector((Integers)q, Floats); }
+
+// The lowest bit of each lane is that of its own number, from `first` on.
+inline Words bits_from(uint32_t bits, int first) {
+  Words found;
+  for (int lane = 0; lane < LANES; ++lane) found[lane] = bits >> (first + lane) & 1;
+  return found;
+}
 
 inline float half_at(const uint8_t* p) {
   uint16_t half;
@@ -24,7 +45,8 @@ struct Q8_0 {
   static constexpr int64_t NUMBERS = 32, BYTES = 34;
   static void group(const uint8_t* block, int, float* out) {
     const float scale = half_at(block);
-    for (int i = 0; i < GROUP; ++i) out[i] = scale * float(int8_t(block[2 + i]));
+    for (int i = 0; i < GROUP; i += LANES)
+      store(out + i, __builtin_convertvector((Integers)(load_bytes(block + 2 + i) << 24) >> 24, Floats) * scale);
   }
 };
 
@@ -36,11 +58,12 @@ struct Nibbles {
     const float scale = half_at(block), offset = OFFSET ? half_at(block + 2) : 0.0f;
     uint32_t high = 0;
     if (FIFTH) std::memcpy(&high, block + FIRST - 4, sizeof(high));
-    for (int i = 0; i < 16; ++i) {
-      const int byte = block[FIRST + i];
-      const int low = (byte & 15) | int(high >> i & 1) << 4, upper = byte >> 4 | int(high >> (i + 16) & 1) << 4;
-      out[i] = scale * float(low - ZERO) + offset;
-      out[i + 16] = scale * float(upper - ZERO) + offset;
+    for (int i = 0; i < 16; i += LANES) {
+      const Words bytes = load_bytes(block + FIRST + i);
+      Words low = bytes & 15, upper = bytes >> 4;
+      if (FIFTH) low |= bits_from(high, i) << 4, upper |= bits_from(high, i + 16) << 4;
+      store(out + i, numbers_in(low - ZERO) * scale + offset);
+      store(out + i + 16, numbers_in(upper - ZERO) * scale + offset);
     }
   }
 };
@@ -68,9 +91,10 @@ struct FourOrFive {
     const auto [scale, offset] = scale_and_offset(block, group);
     const uint8_t *low = block + (FIFTH ? 48 : 16) + group / 2 * 32, *high = block + 16;
     const int shift = group % 2 * 4;
-    for (int i = 0; i < GROUP; ++i) {
-      const int q = (low[i] >> shift & 15) | (FIFTH ? (high[i] >> group & 1) << 4 : 0);
-      out[i] = scale * float(q) + offset;
+    for (int i = 0; i < GROUP; i += LANES) {
+      Words q = load_bytes(low + i) >> shift & 15;
+      if (FIFTH) q |= (load_bytes(high + i) >> group & 1) << 4;
+      store(out + i, numbers_in(q) * scale + offset);
     }
   }
 };
@@ -87,8 +111,10 @@ struct Q6_K {
     const int shift = quarter / 2 * 4;
     for (int half = 0; half < 2; ++half) {
       const float scale = whole * float(int8_t(scales[half]));
-      for (int i = 16 * half; i < 16 * half + 16; ++i)
-        out[i] = scale * float(((low[i] >> shift & 15) | (high[i] >> 2 * quarter & 3) << 4) - 32);
+      for (int i = 16 * half; i < 16 * half + 16; i += LANES) {
+        const Words q = (load_bytes(low + i) >> shift & 15) | (load_bytes(high + i) >> 2 * quarter & 3) << 4;
+        store(out + i, numbers_in(q - 32) * scale);
+      }
     }
   }
 };
@@ -101,8 +127,10 @@ struct Q3_K {
     for (int half = 0; half < 2; ++half) {
       const int at = 2 * group + half, fine = scales[at % 8] >> at / 8 * 4 & 15, coarse = scales[8 + at % 4] >> at / 4 * 2 & 3;
       const float scale = whole * float((fine | coarse << 4) - 32);
-      for (int i = 16 * half; i < 16 * half + 16; ++i)
-        out[i] = scale * float((low[i] >> group % 4 * 2 & 3) - (block[i] >> group & 1 ? 0 : 4));
+      for (int i = 16 * half; i < 16 * half + 16; i += LANES) {
+        const Words q = (load_bytes(low + i) >> group % 4 * 2 & 3) + (load_bytes(block + i) >> group & 1) * 4;
+        store(out + i, numbers_in(q - 4) * scale);
+      }
     }
   }
 };
@@ -114,7 +142,8 @@ struct Q2_K {
     for (int half = 0; half < 2; ++half) {
       const int both = block[2 * group + half];
       const float scale = half_at(block + 80) * float(both & 15), offset = -(half_at(block + 82) * float(both >> 4));
-      for (int i = 16 * half; i < 16 * half + 16; ++i) out[i] = scale * float(low[i] >> group % 4 * 2 & 3) + offset;
+      for (int i = 16 * half; i < 16 * half + 16; i += LANES)
+        store(out + i, numbers_in(load_bytes(low + i) >> group % 4 * 2 & 3) * scale + offset);
     }
   }
 };

@@ -59,19 +59,6 @@ struct Numbers {
   Floats at[CODES / LANES];
 };
 
-// LANES bytes that lie together, each in a word.
-inline Words load_bytes(const uint8_t* p) {
-#if defined(__AVX512F__)
-  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#elif defined(__AVX2__)
-  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-#else
-  Words words;
-  for (int i = 0; i < LANES; ++i) words[i] = p[i];
-  return words;
-#endif
-}
-
 // Codes in words, by arithmetic. With an exponent of 0 a number is mantissa . 2^(1 - BIAS - MANTISSA). No number here
 // is below what a float holds, whether or not those are flushed.
 template <int EXPONENT, int MANTISSA, int BIAS>
