@@ -336,6 +336,25 @@ def quality(
 
 
 @app.command()
+def exactness(
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Generated after each prompt.")] = 8,
+    repeats: Annotated[int, typer.Option("--repeats", min=0, help="Rounds of the cost; 0 for none.")] = 5,
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """How far generation and training are apart, with and without exact mode, and what it costs."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.exactness import run
+
+        path = free_path(out)
+    finish(output, *run(new_tokens, repeats, path, output), json)
+
+
+@app.command()
 def serve(
     shape: Annotated[
         str | None, typer.Option("--shape", help="tiny, or qwen3_30b (default on a GPU): its sizes, six layers.")

@@ -465,6 +465,14 @@ def test_the_last_line_is_a_complete_document_and_the_text_comes_before_it(folde
     assert "17 generated (" in result.stderr
 
 
+def test_exact_mode(folder):
+    result = call("generate", str(folder), "ab", "--exact", "--dtype", "float32", "--max-new-tokens", "3", "--json")
+    document = result.document
+    assert (document["backend"], document["placement"], document["steps"]) == ("exact", "resident", "plain")
+    refused = call("generate", str(folder), "ab", "--exact", "--experts", "cpu-int8", code=2)
+    assert "exact mode of model.layers.0.mlp.experts" in refused.said
+
+
 def test_without_json_stdout_is_the_text_alone(folder):
     result = invoke(folder, "Once", "--max-new-tokens", 17, "--temperature", 0)
     assert result.stdout.removesuffix("\n") == run(folder).text.removesuffix("\n")

@@ -128,6 +128,10 @@ class Computing:
             help="On a CPU: format of the other weights while decoding: auto (as loaded) or int8 (half the size)."
         ),
     ] = "auto"
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="On a CPU: the bits of a training pass, whatever the batch. Slower."),
+    ] = False
     compile: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile the layers on a GPU (default: where it is faster)."),
@@ -164,7 +168,7 @@ class Computing:
 
         defaults = {"experts": "auto", "precision": None, "ram": None, "vram": None}
         given = {name: value for name, value in vars(self).items() if defaults.get(name, value) != value}
-        if launched_processes() > 1:
+        if launched_processes() > 1 or self.exact:  # exact mode takes no placement that a plan would choose
             return Taken()
         return take_plan(
             model,

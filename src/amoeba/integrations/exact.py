@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from amoeba.backends.registry import choose
+from amoeba.backends.registry import all_backends_of
 from amoeba.core.errors import bad_value
 from amoeba.cpu.core import why_no_core
 from amoeba.integrations.compiled_layers import decoder_layers
@@ -138,7 +138,12 @@ def _checked(model: nn.Module) -> list[PreTrainedModel]:
         if request is None:
             expected, got = "an activation that aMoEba computes itself", f"that of {type(module).__name__}"
             raise bad_value(f"exact mode of {name}", expected, got, "leave exact mode off")
-        choose("exact", request)  # says why not
+        weights = request.weights
+        serving = [each for each in all_backends_of(type(weights), weights.device) if each.name == "exact"]
+        reason = serving[0].why_not(request) if serving else f"{weights.placement} experts"
+        if reason is not None:
+            expected = "resident experts in fp32 or bf16, or quantised ones such as mxfp4-weights"
+            raise bad_value(f"exact mode of {name}", expected, reason, "load the model with --experts resident")
     return models
 
 

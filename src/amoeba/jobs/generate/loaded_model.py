@@ -21,6 +21,8 @@ import torch
 from amoeba import lora
 from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
+from amoeba.integrations.exact import exact
+from amoeba.integrations.experts_module import BACKEND
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
 from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import ProductsOfModel, products_of, set_products
@@ -168,7 +170,7 @@ def load(
                 model, placed = load_placed(
                     found.name,
                     choice,
-                    options.experts,
+                    "resident" if options.exact and options.experts == "auto" else options.experts,
                     trains=False,
                     device=device,
                     trust_remote_code=options.trust_remote_code,
@@ -181,6 +183,8 @@ def load(
             if options.products != "auto":
                 set_products(model, options.products)
             model.to(device)
+            if options.exact:
+                exact(model)
             loaded = time.perf_counter()
             backend, reason = _warm_up(model, token)
     except BaseException:
@@ -293,6 +297,8 @@ def _backend_of(module: Any) -> tuple[str, str]:
     """The backend that `auto` takes for this module, and why."""
     from amoeba.integrations.coverage import one_token
 
+    if module.__dict__.get(BACKEND) == "exact":
+        return "exact", "each token by itself, as in training"
     request = one_token(module)
     if request is None:
         return "composed", f"the activation or norm of {type(module).__name__} runs unchanged"

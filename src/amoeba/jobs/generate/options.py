@@ -44,6 +44,7 @@ class GenerationOptions:
     record: str | None = None  # a file for the routing of streamed experts
     trace: str | None = None  # a file for a timeline of streaming
     dense: str = "auto"  # on a CPU: weights of a step that are not experts, as loaded or "int8"
+    exact: bool = False  # on a CPU: see amoeba.exact; experts resident where nothing is said
     compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
     trust_remote_code: bool = False  # whether Python code in the model's folder may run
 

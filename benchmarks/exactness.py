@@ -1,0 +1,231 @@
+"""`python -m benchmarks exactness`: generation and training compared, with and without exact mode, and its cost.
+
+    gap = gap_of(model, lengths=[(1,), (63, 500)], new_tokens=8)
+    gap.log_probability, gap.choices        # 0.0 and 0.0 in exact mode
+
+Texts are generated token by token with a cache, in batches padded on the left. A training pass then reads each text
+alone, and all of a batch with padding. Compared are the log-probabilities of the new tokens, and for each token and
+layer the experts that the router chose. Models are small and random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import amoeba
+from amoeba import lora, replay
+from amoeba.commands.bench_run import BenchRun, three_digits
+from amoeba.commands.output import Output
+from amoeba.decoding import Decoder, Sampling
+from amoeba.integrations.exact import exact, log_probabilities
+from amoeba.integrations.place_experts import place_experts
+
+LENGTHS = (1,), (63,), (64,), (65,), (500,), (1, 64, 500), (63, 64, 65, 1, 500, 17, 300, 2)
+SMALL: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096,
+    "max_position_embeddings": 1024, "num_experts": 32, "num_local_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gpt_oss": {"intermediate_size": 128, "sliding_window": 128, "layer_types": None, "rope_parameters": None},
+    "deepseek_v3": {
+        "n_routed_experts": 32, "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "n_group": 4,
+        "topk_group": 2, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+COST: dict[str, Any] = {
+    **SMALL, "hidden_size": 1024, "moe_intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384,
+}  # fmt: skip
+
+
+@dataclass
+class Gap:
+    """log_probability: the largest difference. choices: share of (token, layer) pairs with other experts."""
+
+    log_probability: float = 0.0
+    choices: float = 0.0
+    tokens: int = 0
+    pairs: int = 0
+
+
+@dataclass
+class ExactnessRow:
+    model: str
+    dtype: str
+    without: Gap
+    exact: Gap
+
+
+@dataclass
+class Cost:
+    """Milliseconds of each round, wall clock and CPU."""
+
+    name: str
+    dtype: str
+    without: list[float] = field(default_factory=list)
+    exact: list[float] = field(default_factory=list)
+    without_cpu: list[float] = field(default_factory=list)
+    exact_cpu: list[float] = field(default_factory=list)
+
+
+def build(family: str, dtype: torch.dtype, sizes: dict[str, Any] = SMALL) -> Any:
+    changes = {name: value for name, value in {**sizes, **FAMILIES[family]}.items() if value is not None}
+    config = AutoConfig.for_model(family, **changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="amoeba").to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def gap_of(model: Any, lengths: Sequence[tuple[int, ...]], new_tokens: int) -> Gap:
+    gap, others = Gap(), 0
+    for each in lengths:
+        texts, rollout, chosen = _generated(model, each, new_tokens)
+        batches = [[place] for place in range(len(texts))] + ([list(range(len(texts)))] if len(texts) > 1 else [])
+        for places in batches:
+            read, records = _read([texts[place] for place in places], model, new_tokens)
+            for place, found, record in zip(places, read, records, strict=True):
+                gap.log_probability = max(gap.log_probability, float((found - rollout[place]).abs().max()))
+                gap.tokens += new_tokens
+                first, second = (one[: len(texts[place]) - 1].sort(-1).values for one in (chosen[place], record))
+                others += int((first != second).any(-1).sum())
+                gap.pairs += first.shape[0] * first.shape[1]
+    gap.choices = others / max(1, gap.pairs)
+    return gap
+
+
+def _generated(
+    model: Any, lengths: tuple[int, ...], new_tokens: int
+) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
+    vocabulary, generator = model.config.vocab_size, torch.Generator("cpu").manual_seed(sum(lengths))
+    prompts = [
+        torch.randint(3, vocabulary, (length,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+        for length in lengths
+    ]
+    most, steps_BV = max(lengths) + new_tokens, []
+
+    def choose(logits_BV: Tensor) -> Tensor:
+        steps_BV.append(logits_BV)
+        draws = torch.rand(logits_BV.shape, generator=generator, dtype=torch.float32, device="cpu")
+        return (logits_BV.float() - draws.log().neg().log()).argmax(-1)
+
+    with replay.recording(model, rows=len(prompts), length=most) as recorder:
+        decoder = Decoder(model, batch=len(prompts), length=most, sampling=Sampling(), choose=choose)
+        steps = list(decoder.generate(prompts, new_tokens))
+    texts = [prompt + [tokens[row] for tokens in steps] for row, prompt in enumerate(prompts)]
+    token_BN = torch.tensor([text[-new_tokens:] for text in texts], dtype=torch.int64, device="cpu")
+    found = log_probabilities(torch.stack(steps_BV, 1), token_BN)
+    return texts, list(found), [record.expert_NLK for record in recorder.take(texts)]
+
+
+def _read(texts: list[list[int]], model: Any, new_tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+    """A training pass over texts, padded on the left."""
+    most = max(map(len, texts))
+    ids, mask = torch.zeros(2, len(texts), most, dtype=torch.int64, device="cpu")
+    for row, text in enumerate(texts):
+        ids[row, most - len(text) :], mask[row, most - len(text) :] = torch.tensor(text), 1
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    model.train()
+    with replay.recording(model, rows=len(texts), length=most) as recorder:
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False).logits
+    model.eval()
+    found = log_probabilities(logits[:, -1 - new_tokens : -1].detach(), ids[:, -new_tokens:])
+    return list(found), [record.expert_NLK for record in recorder.take(texts)]
+
+
+def with_lora(placement: str) -> Any:
+    model = build("qwen3_moe", torch.bfloat16)
+    place_experts(model, placement)
+    lora.attach(model, 8, 16, ["experts", "q_proj"])
+    generator = torch.Generator("cpu").manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.02, generator=generator)
+    return model
+
+
+def models() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    for family in FAMILIES:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield family, str(dtype).removeprefix("torch."), partial(build, family, dtype)
+    for placement in ("mxfp4-weights", "fp8-weights"):
+        yield f"qwen3_moe, {placement}, LoRA", "bfloat16", partial(with_lora, placement)
+
+
+def cost_of(dtype: torch.dtype, rounds: int, sizes: dict[str, Any] = COST) -> list[Cost]:
+    """Of a decode step behind 64 tokens and of a training step of 256, alternating."""
+    model = build("qwen3_moe", dtype, sizes)
+    ids = torch.randint(3, model.config.vocab_size, (1, 256), dtype=torch.int64, device="cpu")
+
+    def decode() -> tuple[float, float]:
+        steps, count = Decoder(model, length=128).generate([ids[0, :64].tolist()], 17), 16
+        next(steps)
+        began = time.perf_counter(), time.process_time()
+        list(steps)
+        return (time.perf_counter() - began[0]) / count, (time.process_time() - began[1]) / count
+
+    def train() -> tuple[float, float]:
+        model.train()
+        began = time.perf_counter(), time.process_time()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        taken = time.perf_counter() - began[0], time.process_time() - began[1]
+        model.zero_grad()
+        model.eval()
+        return taken
+
+    names = {"decode, 1 token": decode, "training step, 256 tokens": train}
+    found = [Cost(name, str(dtype).removeprefix("torch.")) for name in names]
+    for turn in range(rounds + 1):  # the first compiles and warms up
+        for is_exact in (False, True):
+            with exact(model) if is_exact else contextlib.nullcontext():
+                for cost, run in zip(found, names.values(), strict=True):
+                    wall, cpu = (round(each * 1e3, 3) for each in run())
+                    if turn:
+                        (cost.exact if is_exact else cost.without).append(wall)
+                        (cost.exact_cpu if is_exact else cost.without_cpu).append(cpu)
+    return found
+
+
+def run(new_tokens: int, rounds: int, path: Any, output: Output) -> tuple[dict[str, Any], bool]:
+    """Prints two tables; returns the document, and False where exact mode is not exact."""
+    amoeba.register()
+    command = f"python -m benchmarks exactness --new-tokens {new_tokens} --repeats {rounds}"
+    measured, rows = BenchRun(command, "exactness", path, output), []
+    for name, dtype, make in models():
+        measured.progress(f"{name} in {dtype}")
+        model = make()
+        without = gap_of(model, LENGTHS, new_tokens)
+        with exact(model):
+            row = ExactnessRow(name, dtype, without, gap_of(model, LENGTHS, new_tokens))
+        rows.append(row)
+        measured.keep(row)
+    title = "largest difference of log-probabilities, and share of other choices of experts"
+    shown = [
+        [row.model, row.dtype, f"{row.without.log_probability:.1e}", f"{row.without.choices:.2%}",
+         f"{row.exact.log_probability:g}", f"{row.exact.choices:g}"] for row in rows
+    ]  # fmt: skip
+    output.table(title, ["", "", "without", "choices", "exact", "choices"], shown)
+    costs = []
+    for each in (torch.float32, torch.bfloat16) if rounds else ():
+        measured.progress(f"cost in {each}")
+        costs += cost_of(each, rounds)
+    for cost in costs:
+        measured.keep(cost)
+    shown = [
+        [cost.name, cost.dtype, *(three_digits(min(each)) for each in (cost.without, cost.exact)),
+         three_digits(min(cost.exact) / min(cost.without)), three_digits(min(cost.exact_cpu) / min(cost.without_cpu))]
+        for cost in costs
+    ]  # fmt: skip
+    output.table("cost, ms", ["", "", "without", "exact", "times", "times the CPU time"], shown)
+    return measured.finish(), all(row.exact.log_probability == row.exact.choices == 0 for row in rows)
