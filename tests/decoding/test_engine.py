@@ -236,6 +236,21 @@ def test_models_whose_state_is_no_row_of_a_cache_are_served_too(monkeypatch):
         assert each.ids == plain(model, prompt(length), most)
 
 
+def test_a_request_that_comes_while_a_group_is_made_is_no_failure():
+    class Ids(list):
+        def __len__(self) -> int:
+            if not late and engine.waiting > 1:
+                late.append(asked(engine, prompt(4), 2))
+            return super().__len__()
+
+    late: list[Heard] = []
+    engine = Engine(built("qwen3_moe"), slots=4, length=64)
+    heard = [asked(engine, prompt(5), 3), asked(engine, Ids(prompt(6)), 3)]
+    late.clear()
+    engine.finish_all()
+    assert engine.failure is None and [each.end for each in (*heard, *late)] == [End("length")] * 3
+
+
 def test_a_failure_ends_every_request_and_the_engine_says_so(monkeypatch):
     engine = Engine(built("qwen3_moe"), slots=2, length=64)
     heard = [asked(engine, prompt(5), 20) for _ in range(3)]

@@ -227,13 +227,15 @@ class Engine:
             if lane.reading is not None:
                 self._read(name, lane, [])
         tokens = 0
-        for request in list(self._waiting):
+        with self._changed:
+            waiting = list(self._waiting)  # others may submit meanwhile
+        for request in waiting:
             lane, size = self._lanes[request.lane], len(request.ids)
             if not lane.room or (lane.reading is not None and size > self._piece):
                 continue
             if tokens and tokens + size > self._piece:
                 return
-            group = [request] if tokens else self._group(request, lane)
+            group = [request] if tokens else self._group(request, lane, waiting)
             with self._changed:
                 for each in group:
                     self._waiting.remove(each)
@@ -250,12 +252,12 @@ class Engine:
             lane.deliver(leave=0)
         self.counts.prompt_seconds += time.perf_counter() - began
 
-    def _group(self, first: Request, lane: _Lane) -> list[Request]:
+    def _group(self, first: Request, lane: _Lane, waiting: list[Request]) -> list[Request]:
         """Those read in one pass. What begins like an earlier text is read from there on, alone."""
         if lane.reading is None and lane.rows.known(first.ids)[0]:
             return [first]
         group, longest, unlike = [first], len(first.ids), math.inf if self._streams else UNLIKE
-        for other in self._waiting:
+        for other in waiting:
             size = len(other.ids)
             like = max(size, longest) <= unlike * min(size, *(len(each.ids) for each in group))
             if other is first or other.lane != first.lane or not like or len(group) == lane.room:
