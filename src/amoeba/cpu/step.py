@@ -36,7 +36,7 @@ _TILES = {"bf16": 4, "int8": 5}
 # `enum HeadNorm`, `Rotation`, `Score` and `GroupScore` in csrc/step.cpp
 HEAD_NORMS = {None: 0, "heads": 1, "rows": 2}
 ROTATIONS = {None: 0, "halves": 1, "pairs": 2}
-_SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
+SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 _GROUP_SCORES = {"top2_sum": 0, "max": 1}
 
 
@@ -181,7 +181,7 @@ def experts(gate_up: CStepMatrix, down: CStepMatrix, activation: Activation) -> 
 def router(weight: CStepMatrix, config: RouterConfig, selection_bias_E: Tensor | None, kept: list[Any]) -> CStepRouter:
     kept.append(selection_bias_E)
     return CStepRouter(
-        weight, config.top_k, _SCORES[config.score], config.renormalize, config.n_group, config.topk_group,
+        weight, config.top_k, SCORES[config.score], config.renormalize, config.n_group, config.topk_group,
         _GROUP_SCORES[config.group_score], config.scaling_factor,
         optional_address("selection_bias_E", selection_bias_E, torch.float32, (config.num_experts,)),
     )  # fmt: skip

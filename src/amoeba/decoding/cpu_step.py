@@ -306,7 +306,7 @@ class _Reader:
             config = None if found is None else found.config
         else:
             config = _biased_config(router, len(linear.weight))
-        if config is None:
+        if config is None or config.score not in core.SCORES:
             raise _Unknown(f"{type(router).__name__} is none of our routers")
         selection = None if bias is None else self._parameter(bias).float().flatten().contiguous()
         of_logits = getattr(linear, "bias", None)

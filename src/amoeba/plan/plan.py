@@ -37,6 +37,7 @@ STREAMED, RANKS = "streamed", "ranks"
 # Relative error in the L2 norm: of weights (docs/reference/formats.md), and for int8 of an expert's output, the worst
 # of `amoeba verify` (cpu/placements.py).
 ERRORS = {"fp8": 0.026, "mxfp8": 0.029, "mxfp4": 0.115, "nvfp4": 0.095, "int8": 0.027}
+WRITTEN_ERRORS = ERRORS | {"mxfp4": 0.112, "nvfp4": 0.081}  # by `amoeba quantise`, which looks for the best scales
 FORMATS: dict[str, Format] = {"fp8": FP8_128, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
 # Of the free memory, left for what an allocator cannot use and for other programs.
 _SPARE = {CUDA: 0.03, HOST: 0.1}
@@ -176,7 +177,7 @@ def _converted(facts: ModelFacts, coded: ModelFacts, after: Candidate, name: str
     why = after.rejected or f"needs a quantised checkpoint: {first}"
     if size > machine.disk_free:
         why = f"a quantised checkpoint needs {show_size(size)} on disk; {show_size(machine.disk_free)} are free"
-    return replace(after, error=ERRORS[name], numbers=name, rejected=why, first=first)
+    return replace(after, error=WRITTEN_ERRORS[name], numbers=name, rejected=why, first=first)
 
 
 def _resident(facts: ModelFacts, base: Choice, machine: Machine, work: Work, default: str) -> Iterator[Candidate]:
