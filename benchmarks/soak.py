@@ -41,7 +41,7 @@ KINDS = {
     "too long": 1, "unknown model": 1, "no key": 1, "oversized": 1, "slow body": 0.05, "never reads": 0.1,
 }  # fmt: skip
 _EXPECTED = {
-    "malformed": {422}, "wrong value": {422, 429}, "too long": {422}, "unknown model": {404}, "no key": {401},
+    "malformed": {422}, "wrong value": {422, 429}, "too long": {422, 429}, "unknown model": {404}, "no key": {401},
     "oversized": {413}, "slow body": {408},
 }  # fmt: skip
 

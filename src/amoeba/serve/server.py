@@ -78,12 +78,12 @@ def make_app(served: ServedModel, limits: Limits, api_key: str | None = None) ->
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await server.body_of(request, ChatBody)
-        return await server.answer(request, body, *await run_in_threadpool(server.chat_prompt, body))
+        return await server.answer(request, body, 1)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await server.body_of(request, CompletionBody)
-        return await server.answer(request, body, *await run_in_threadpool(server.text_prompts, body))
+        return await server.answer(request, body, len(body.prompts))
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -234,16 +234,17 @@ class Server:
             prompts = [self.served.text_ids(body.model, prompt) for prompt in body.prompts]
             return prompts, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.response_format
 
-    async def answer(
-        self, request: Request, body: ChatBody | CompletionBody, prompts: list[list[int]], most: int | None, format: Any
-    ) -> Response:
-        count = len(prompts) * body.n
+    def _prepared(self, body: ChatBody | CompletionBody) -> Answer:
+        return Answer(self, body, *(self.chat_prompt(body) if isinstance(body, ChatBody) else self.text_prompts(body)))
+
+    async def answer(self, request: Request, body: ChatBody | CompletionBody, prompts: int) -> Response:
+        count = prompts * body.n
         room = self.served.engine.slots * len(self.served.names) + self.limits.queue
         if self.open + count > room:
             raise Refused(429, f"expected at most {room} answers at once. Try again later", code="queue_full")
         self.open += count  # before anything is waited for
         try:
-            answer = await run_in_threadpool(Answer, self, body, prompts, most, format)
+            answer = await run_in_threadpool(self._prepared, body)
         except BaseException:
             self.open -= count
             raise
