@@ -33,8 +33,8 @@ CUDA, HOST = "cuda", "cpu"
 # Measured with `python -m benchmarks plan` on a 2-core Neoverse-N1: a process with torch, transformers and a tokenizer,
 # and what allocator and threads keep on top of what is asked for.
 _PROCESS_BYTES, _TRAINER_BYTES = 464 << 20, 32 << 20
-# What torch's products in bf16 keep on a CPU that has them: on a Xeon with AMX, peaks of training were up to 36 MiB above
-# the plan without it.
+# What torch's products in bf16 keep on a CPU that has them: without it, peaks of training on a Xeon with AMX were up to
+# 36 MiB above the plan.
 _BF16_PRODUCTS = 48 << 20
 _CPU_SLACK, CPU_SLACK_SHARE = 16 << 20, 0.05
 _STREAMED_STEP = 16 << 20  # a step over streamed experts was 10 MiB above the plan without it
