@@ -107,7 +107,7 @@ def three_digits(value: float) -> str:
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
 FORMAT = 2
 # Of the suites in the repository's benchmarks/.
-TABLES = ("models", "streams", "ranks", "products", "roads", "conversions", "servers")
+TABLES = ("models", "streams", "ranks", "products", "roads", "conversions", "servers", "exactness")
 # Packages that are compared with ours, or that influence it; transformers and peft are among `versions`.
 PEER_PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "kt-kernel")
 
