@@ -12,12 +12,13 @@ from torch import Tensor
 
 import amoeba
 from amoeba import lora
+from amoeba.core.errors import BadValue
 from amoeba.core.torch_internals import has_dispatch_mode
 from amoeba.decoding import Decoder
 from amoeba.integrations.exact import exact, is_exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 from selection import quick
-from tiny_models import VOCABULARY, build, relative
+from tiny_models import VOCABULARY, build, experts_classes, relative
 
 NEW = 3
 FAMILIES = "qwen3_moe", "gpt_oss", "deepseek_v3"
@@ -203,8 +204,25 @@ def test_placements_that_cannot_are_refused(placement: str) -> None:
     assert not is_exact(model)
 
 
-def test_layers_that_are_not_attention_are_refused() -> None:
-    model = build("qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "minimax"])
+def test_layers_that_are_not_attention_are_refused(family: str) -> None:
+    model = build(family)
     model.set_experts_implementation("amoeba")
     with pytest.raises(ValueError, match="attention"):
         exact(model)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", sorted(experts_classes()))
+def test_every_family_is_exact_or_refused(family: str) -> None:
+    model = build(family)
+    if getattr(model, "generation_config", None) is None:
+        pytest.skip("it generates no text")
+    model.set_experts_implementation("amoeba")
+    model.generation_config.eos_token_id = None
+    try:
+        with exact(model):
+            found = differences(model, 21, 5)
+    except BadValue:
+        return
+    assert found == [0, 0, 0]

@@ -107,7 +107,7 @@ def three_digits(value: float) -> str:
 # 1: without `rest_ms` (it was 4 on a GPU), `sustained` and `models`. All that it has means the same in 2.
 FORMAT = 2
 # Of the suites in the repository's benchmarks/.
-TABLES = ("models", "streams", "ranks", "products", "roads", "conversions", "servers", "exactness")
+TABLES = ("models", "streams", "ranks", "products", "roads", "conversions", "servers")
 # Packages that are compared with ours, or that influence it; transformers and peft are among `versions`.
 PEER_PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "kt-kernel")
 
@@ -122,7 +122,7 @@ def make_document(
 ) -> dict[str, Any]:
     """load_before: the machine's load average before the first measurement; others' work distorts the times.
 
-    results, tables: the reports of the suite that was run, `results` those of layers; one of TABLES.
+    results, tables: the reports of the suite that was run, `results` those of layers; one of TABLES, or another.
     finished: False while the run goes on, and for good where it was stopped.
     """
     return {
@@ -139,7 +139,10 @@ def make_document(
         "peer_versions": _peer_versions(),
         "ceilings": None if ceilings is None else asdict(ceilings),
         "results": [_plain(report) for report in results],
-        **{table: [asdict(report) for report in tables.get(table, ())] for table in TABLES},
+        **{
+            name: [asdict(each) for each in reports]
+            for name, reports in {**dict.fromkeys(TABLES, ()), **tables}.items()
+        },
     }
 
 

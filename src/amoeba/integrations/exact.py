@@ -29,9 +29,11 @@ from amoeba.cpu.core import why_no_core
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import check_coverage, one_token
 from amoeba.integrations.experts_module import BACKEND, experts_modules
+from amoeba.integrations.text_model import text_config
 from amoeba.ops import exact as ops
 
 NAME = "amoeba_exact"
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def exact(model: nn.Module) -> Exact:
@@ -133,6 +135,9 @@ def _checked(model: nn.Module) -> list[PreTrainedModel]:
     if not all(getattr(each, "_supports_attention_backend", False) for each in models):
         got = f"{type(models[0]).__name__}, whose attention cannot be replaced"
         raise bad_value("exact mode", "a model with an attention interface", got, "leave exact mode off")
+    if others := set(getattr(text_config(models[0].config), "layer_types", None) or ()) - ATTENTION:
+        got = f"{type(models[0]).__name__}, with layers of {', '.join(sorted(others))}"
+        raise bad_value("exact mode", "layers of attention alone", got, "leave exact mode off")
     for name, module in experts_modules(model).items():
         request = one_token(module)
         if request is None:
