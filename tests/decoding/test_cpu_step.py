@@ -1,17 +1,22 @@
 """Steps of the C++ core against transformers' loop: the same tokens in fp32, the same numbers in other formats."""
 
+import functools
+
 import pytest
 import torch
-from test_decoder import decoded, endless, plain, prompts
+from test_decoder import attach_random, decoded, endless, plain, prompts
 from torch import nn
 
 from amoeba import lora
+from amoeba.cpu.weights import PackedWeights
 from amoeba.decoding import cpu_step
 from amoeba.decoding.cpu_step import NativeModel, native_model
 from amoeba.decoding.decoder import Decoder, native_steps
+from amoeba.decoding.engine import Engine, Request
 from amoeba.integrations.experts_module import experts_modules
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate.token_steps import choose_steps
+from amoeba.lora.attaching import STATE, attached_to, put_on, take_off
 from model_kinds import build_kind
 from selection import each_value_once
 
@@ -144,8 +149,81 @@ def test_changed_parameters_and_adapters_are_noticed():
         for module in experts_modules(model).values():
             module.down_proj.mul_(-3)
     assert natively(model, rows) == plain(model, rows) != before
-    lora.attach(model, r=2, targets=["experts"])
-    assert "LoRA factors" in native_model(model)
+    attach_random(model, ["experts"])
+    adapted = natively(model, rows)
+    assert adapted == plain(model, rows) != before
+    with torch.no_grad():
+        for module in experts_modules(model).values():
+            module.lora_factors.down_lora_b.mul_(-1)
+    assert natively(model, rows) == plain(model, rows) != adapted
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("qwen2_moe", "all-linear"), ("gpt_oss", ["gate", "down_proj", "k_proj"])]
+)
+def test_adapters_take_part(family, targets):
+    """Also on a layer without experts, on shared experts and their gate, and where gate and up alternate."""
+    model, rows = endless(family, **({"mlp_only_layers": [0]} if family == "qwen2_moe" else {})), prompts(9, 4)
+    before = natively(model, rows, 8)
+    attach_random(model, targets)
+    assert natively(model, rows, 8) == plain(model, rows, 8) != before
+
+
+@pytest.mark.parametrize("placement", ["cpu-int8", "mxfp4-weights"])
+def test_adapters_of_experts_in_other_formats(placement):
+    """`native_model` compares each layer and the logits."""
+    model = endless("qwen3_moe").bfloat16()
+    place_experts(model, placement)
+    attach_random(model, ["experts", "q_proj"])
+    native_of(model)
+
+
+def test_adapters_that_are_switched_off_or_merged_are_noticed():
+    model, rows = endless("qwen3_moe"), prompts(6)
+    attach_random(model, ["experts", "q_proj", "v_proj"])
+    adapted = natively(model, rows, 9)
+    linears = attached_to(model).linears.values()
+    for layer in linears:
+        layer.enable_adapters(False)
+    assert natively(model, rows, 9) == plain(model, rows, 9) != adapted
+    for layer in linears:
+        layer.enable_adapters(True)
+        layer.merge()
+    assert natively(model, rows, 9) == adapted
+    for layer in linears:
+        layer.unmerge()
+    lora.merge(model)
+    assert natively(model, rows, 9) == adapted
+
+
+def test_adapters_in_lanes_share_what_is_packed(monkeypatch):
+    model, ids, expected = endless("qwen3_moe"), prompts(6)[0], {}
+    native_steps(model, "int8")
+    monkeypatch.setattr(PackedWeights, "pack", lambda *_: pytest.fail("packed again"))
+    kept = {}
+    for name, sign in {"one": 1, "two": -1}.items():
+        attach_random(model, ["experts", "q_proj"])
+        with torch.no_grad():
+            for factor in attached_to(model).experts["model.layers.1.mlp.experts"].parameters():
+                factor.mul_(sign).add_(0.1)
+        native = native_steps(model, "int8")
+        expected[name] = decoded(model, [ids], 9, Decoder(model, batch=1, length=32, native=native))[0]
+        kept[name] = take_off(model)
+
+    def choose(name):
+        if STATE in model.__dict__:
+            take_off(model)
+        put_on(model, kept[name])
+
+    lanes = {name: functools.partial(choose, name) for name in kept}
+    engine = Engine(model, slots=2, length=32, lanes=lanes, dense="int8")
+    assert engine.kind == "native"
+    heard = {name: [] for name in lanes}
+    for name in lanes:
+        engine.submit(Request(ids, 9, heard[name].append, lane=name))
+    engine.finish_all()
+    assert {name: [token.id for token in heard[name][:-1]] for name in lanes} == expected
+    assert expected["one"] != expected["two"]
 
 
 def test_generation_on_a_cpu_uses_it(monkeypatch):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amoeba.core.config import Activation, RouterConfig
 from amoeba.core.errors import bad_value
@@ -33,6 +33,7 @@ from amoeba.cpu.weights import CCoding, PackedWeights, ScaledCodes, packing_addr
 _ROWS = {torch.float32: 0, torch.bfloat16: 1}
 _CODES = {"e4m3": 2, "e2m1": 3}
 _TILES = {"bf16": 4, "int8": 5}
+_LORA_RANKS = 16  # `LORA_RANKS` in csrc/step_products.h
 # `enum HeadNorm`, `Rotation`, `Score` and `GroupScore` in csrc/step.cpp
 HEAD_NORMS = {None: 0, "heads": 1, "rows": 2}
 ROTATIONS = {None: 0, "halves": 1, "pairs": 2}
@@ -47,6 +48,8 @@ class CStepMatrix(Structure):
         *((name, c_int64) for name in ("stride_e", "stride_row")),
         *((name, c_void_p) for name in ("scale", "sum", "bias")),
         ("coding", CCoding),
+        ("rank", c_int64),
+        *((name, c_void_p) for name in ("lora_a", "lora_b")),
     ]
 
 
@@ -160,6 +163,18 @@ def matrix(
     c.bias = optional_address(f"bias of {name}", bias_EO, torch.float32, (experts, c.out))
     kept += [weight, bias_EO]
     return c
+
+
+def adapt(c: CStepMatrix, a_ERI: Tensor, b_EOR: Tensor, kept: list[Any]) -> None:
+    """Adds B (A x) to the products with a matrix. The factors are copied to fp32, their rank padded with zeros."""
+    experts, rank, _ = a_ERI.shape
+    more = -rank % _LORA_RANKS
+    a_ERI = nn.functional.pad(a_ERI.detach().float(), (0, 0, 0, more)).contiguous()
+    b_EOR = nn.functional.pad(b_EOR.detach().float(), (0, more)).contiguous()
+    c.rank = rank + more
+    c.lora_a = address("lora_a", a_ERI, torch.float32, (experts, c.rank, c.in_))
+    c.lora_b = address("lora_b", b_EOR, torch.float32, (experts, c.out, c.rank))
+    kept += [a_ERI, b_EOR]
 
 
 def norm(name: str, weight: Tensor, eps: float, kept: list[Any]) -> CStepNorm:

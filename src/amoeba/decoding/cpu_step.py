@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amoeba.backends import read_quantised
 from amoeba.core.config import Activation, RouterConfig
-from amoeba.core.weights import AnyExperts, ExpertWeights
+from amoeba.core.weights import AnyExperts, ExpertWeights, LoraFactors
 from amoeba.cpu import step as core
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts
@@ -45,6 +46,7 @@ from amoeba.integrations.exact import attention_configs
 from amoeba.integrations.experts_module import LORA, is_experts, routers_in, weights_of
 from amoeba.integrations.fused_routers import recognise as recognise_router
 from amoeba.integrations.text_model import text_config, text_decoder
+from amoeba.lora.factors import ExpertsLora, from_peft, to_peft
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 logger = logging.getLogger("amoeba")
@@ -143,6 +145,8 @@ class CpuStep:
         rows.cache.slot.add_(1)
 
 
+# What projections are read from, by the first one's weight: adapters of a model share it.
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _known: weakref.WeakKeyDictionary[Any, tuple[tuple, NativeModel | str]] = weakref.WeakKeyDictionary()
 
 
@@ -153,14 +157,29 @@ def native_model(model: Any, dense: str = "auto") -> NativeModel | str:
     """
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return "hooks watch the forward passes of its modules"
-    state = dense, *((place_of(p), _version(p)) for p in (*model.parameters(), *model.buffers()))
+    tensors = (_state(each) for each in (*model.parameters(), *model.buffers()))
+    adapters = (_adapter_state(module) for module in model.modules())
+    state = dense, *tensors, *adapters
     if model not in _known or _known[model][0] != state:
         _known[model] = state, _recognised(model, dense)
     return _known[model][1]
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _state(tensor: Tensor) -> tuple[int, int]:
+    return place_of(tensor), 0 if tensor.is_inference() else tensor._version
+
+
+def _is_adapted(module: Any) -> bool:
+    """Whether it is one of PEFT's layers, around the module that it adapts."""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def _adapter_state(module: Any) -> Any:
+    """What tensors do not tell of it."""
+    if not _is_adapted(module):
+        return module.scaling if isinstance(module, ExpertsLora) else None
+    merged, active = tuple(module.merged_adapters), tuple(module.active_adapters)
+    return module.disable_adapters, merged, active, tuple(module.scaling.items())
 
 
 def _recognised(model: Any, dense: str) -> NativeModel | str:
@@ -200,7 +219,7 @@ class _Reader:
         layers, norms = decoder_layers(model), final_norm(model)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        if type(embedding) is not nn.Embedding or len(norms) != 1 or type(head) is not nn.Linear:
+        if type(embedding) is not nn.Embedding or len(norms) != 1 or head is None:
             raise _Unknown("it has no plain embedding, final norm and output head")
         rotary = getattr(text_decoder(model).get_submodule(""), "rotary_emb", None) or _rotary(model)
         forms = [self._layer(layer, index) for index, layer in enumerate(layers)]
@@ -210,7 +229,7 @@ class _Reader:
             key_heads=forms[0].keys.out // self.size,
             head_size=self.size,
             hidden=embedding.weight.shape[1],
-            vocabulary=len(head.weight),
+            vocabulary=len(self._plain_linear(head)[0].weight),
             dtype=model.dtype,
             embedding=self._parameter(embedding.weight).contiguous(),
             norm=self._norm(norms[0]),
@@ -289,16 +308,16 @@ class _Reader:
                 c.shared = self._mlp(shared)
         gate = getattr(block, "shared_expert_gate", None)
         if gate is not None:
-            self._check_linear(gate)
-            c.shared_gate = self._vector("shared_expert_gate", gate.weight[0], gate.weight)
-            if gate.bias is not None:
+            plain, factors = self._plain_linear(gate)
+            c.shared_gate = self._vector("shared_expert_gate", self._merged(plain, factors)[0])
+            if plain.bias is not None:
                 raise _Unknown("the gate of its shared expert has a bias")
 
     def _router(self, block: Any) -> core.CStepRouter:
         routers = routers_in(block)
         if len(routers) != 1:
             raise _Unknown(f"{type(block).__name__} has no router of its own")
-        router = routers[0]
+        router, factors = self._unwrapped(routers[0])
         bias = _selection_bias(router, block)
         linear = next((each for each in (getattr(router, name, None) for name in ("gate", "wg")) if each), router)
         if bias is None:
@@ -310,12 +329,11 @@ class _Reader:
             raise _Unknown(f"{type(router).__name__} is none of our routers")
         selection = None if bias is None else self._parameter(bias).float().flatten().contiguous()
         of_logits = getattr(linear, "bias", None)
-        weight = core.matrix("router", self._stored(self._parameter(linear.weight)), self._bias(of_logits), self.kept)
+        merged = self._merged(linear, factors).to(linear.weight.dtype)
+        weight = core.matrix("router", self._stored(merged), self._bias(of_logits), self.kept)
         return core.router(weight, config, selection, self.kept)
 
     def _experts(self, module: Any) -> core.CStepExperts:
-        if LORA in module._modules:
-            raise _Unknown("its experts have LoRA factors")
         weights: AnyExperts | None = weights_of(module)
         for parameter in module.parameters():
             self._parameter(parameter)
@@ -339,7 +357,21 @@ class _Reader:
         self.kept.append(weights)
         wide = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
         gate_up, down = (core.matrix("experts", *each, self.kept) for each in zip(stored, wide, strict=True))
+        if LORA in module._modules:
+            self._adapt(gate_up, down, module._modules[LORA].factors(), weights.activation)
         return core.experts(gate_up, down, weights.activation)
+
+    def _adapt(
+        self, gate_up: core.CStepMatrix, down: core.CStepMatrix, factors: LoraFactors, activation: Activation
+    ) -> None:
+        """By the factors of gate and up as one matrix has them."""
+        form = to_peft(factors, gated=activation.gated, interleaved=activation.interleaved)
+        experts = next(iter(factors.tensors().values())).shape[0]
+        whole = from_peft(form.gate_up, form.down, experts, gated=False)
+        pairs = (gate_up, whole.up_lora_a, whole.up_lora_b), (down, whole.down_lora_a, whole.down_lora_b)
+        for matrix, a_ERI, b_EOR in pairs:
+            if a_ERI is not None and b_EOR is not None:
+                core.adapt(matrix, a_ERI, whole.scaling * b_EOR, self.kept)
 
     def _mlp(self, mlp: Any) -> core.CStepExperts:
         names, fused = ("gate_proj", "up_proj", "down_proj"), ("input_linear", "output_linear")
@@ -347,23 +379,56 @@ class _Reader:
         activation = getattr(mlp, "act_fn", getattr(mlp, "activation", None))
         if None in linears or activation is None:
             raise _Unknown(f"{type(mlp).__name__} is not made of {', '.join(names)} and act_fn")
-        kind = _activation_kind(activation)
-        for each in linears:
-            self._check_linear(each)
-            if each.bias is not None:
-                raise _Unknown(f"{type(mlp).__name__} has biases")
-        both = torch.cat([self._parameter(each.weight) for each in linears[:-1]])
-        gate_up = core.matrix("gate_up", self._dense(both), None, self.kept)
-        return core.experts(gate_up, self._linear(linears[-1]), Activation(kind))
+        kind = Activation(_activation_kind(activation))
+        plain, factors = zip(*(self._plain_linear(each) for each in linears), strict=True)
+        if any(each.bias is not None for each in plain):
+            raise _Unknown(f"{type(mlp).__name__} has biases")
+        gate_up = core.matrix("gate_up", self._dense(linears[:-1]), None, self.kept)
+        down = core.matrix("down", self._dense(linears[-1:]), None, self.kept)
+        named = ("gate", "up", "down") if len(linears) == 3 else ("up", "down")
+        tensors = {
+            f"{name}_lora_{letter}": factor
+            for name, pair in zip(named, factors, strict=True)
+            if pair is not None
+            for letter, factor in zip("ab", pair, strict=True)
+        }
+        if tensors:
+            of_one = Activation(kind.kind, gated=len(linears) == 3)
+            self._adapt(gate_up, down, LoraFactors(**tensors), of_one)
+        return core.experts(gate_up, down, kind)
 
     def _linear(self, linear: Any) -> core.CStepMatrix:
-        self._check_linear(linear)
-        weight, bias = self._dense(self._parameter(linear.weight)), self._bias(linear.bias)
-        return core.matrix("linear", weight, bias, self.kept)
+        plain, factors = self._plain_linear(linear)
+        c = core.matrix("linear", self._dense([linear]), self._bias(plain.bias), self.kept)
+        if factors is not None:
+            core.adapt(c, *factors, self.kept)
+        return c
 
-    def _check_linear(self, linear: Any) -> None:
-        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
-            raise _Unknown(f"it has a {type(linear).__name__} where a plain linear layer is expected")
+    def _plain_linear(self, linear: Any) -> tuple[nn.Linear, tuple[Tensor, Tensor] | None]:
+        plain, factors = self._unwrapped(linear)
+        if type(plain) is not nn.Linear or plain._forward_hooks or plain._forward_pre_hooks:
+            raise _Unknown(f"it has a {type(plain).__name__} where a plain linear layer is expected")
+        return plain, factors
+
+    def _unwrapped(self, layer: Any) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+        """What PEFT's layer adapts, and its factors as those of one expert, B with the scaling in it."""
+        if not _is_adapted(layer):
+            return layer, None
+        for parameter in layer.parameters():
+            self._parameter(parameter)
+        if layer.disable_adapters and layer.merged:
+            raise _Unknown("its LoRA factors are merged and switched off")
+        names = [name for name in layer.active_adapters if name in layer.lora_A]
+        if not names or layer.disable_adapters or layer.merged:
+            return layer.base_layer, None
+        a_RI = torch.cat([layer.lora_A[name].weight.float() for name in names])
+        b_OR = torch.cat([layer.scaling[name] * layer.lora_B[name].weight.float() for name in names], 1)
+        return layer.base_layer, (a_RI[None], b_OR[None])
+
+    def _merged(self, linear: Any, factors: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Its weight in fp32."""
+        weight = self._parameter(linear.weight).float()
+        return weight if factors is None else weight + factors[1][0] @ factors[0][0]
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else self._parameter(bias).float().contiguous()[None]
@@ -374,9 +439,8 @@ class _Reader:
             raise _Unknown(f"{type(norm).__name__} is not a root mean square norm")
         return core.norm("norm", self._parameter(weight).float().contiguous(), eps, self.kept)
 
-    def _vector(self, name: str, vector: Tensor, parameter: Tensor | None = None) -> int:
-        self._parameter(vector if parameter is None else parameter)
-        wide = vector.detach().float().contiguous()
+    def _vector(self, name: str, vector: Tensor) -> int:
+        wide = self._parameter(vector).float().contiguous()
         self.kept.append(wide)
         return address(name, wide, torch.float32, tuple(wide.shape))
 
@@ -384,8 +448,19 @@ class _Reader:
         self.read_parameters.add(id(parameter))
         return parameter.detach()
 
-    def _dense(self, weight: Tensor) -> Tensor | PackedWeights:
-        return PackedWeights.pack(weight[None], "int8") if self.dense == "int8" else self._stored(weight)
+    def _dense(self, linears: list[Any]) -> Tensor | PackedWeights:
+        """Their weights, one below the other. Once for all adapters of a model."""
+        weights = [getattr(each, "base_layer", each).weight for each in linears]
+        merged = [tuple(getattr(each, "merged_adapters", ())) for each in linears]
+        state = self.dense, *map(_state, weights), *merged
+        found = _packed.get(weights[0])
+        if found is None or found[0] != state:
+            both = torch.cat([each.detach() for each in weights]) if len(weights) > 1 else weights[0].detach()
+            packed = PackedWeights.pack(both[None], "int8") if self.dense == "int8" else self._stored(both)
+            _packed[weights[0]] = found = state, packed
+        for each in weights:
+            self._parameter(each)
+        return found[1]
 
     def _stored(self, weight: Tensor) -> Tensor:
         """As the core reads it: in bf16 where that has the same numbers."""

@@ -116,7 +116,7 @@ def detach(model: nn.Module) -> None:
         for name in state.experts:
             delattr(model.get_submodule(name), LORA)
         for name, base in state.replaced.items():
-            _tensor_of(model, name).data.copy_(base)
+            _put(model, name, base)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in state.trained_before)
     delattr(model, STATE)
@@ -138,7 +138,7 @@ def put_on(model: nn.Module, state: Attached) -> None:
         model.get_submodule(name).register_module(LORA, layer)
     linears.rewrap(model, state.linears)
     for name, value in state.whole.items():
-        _tensor_of(model, name).data.copy_(value)
+        _put(model, name, value)
     model.__dict__[STATE] = state
 
 
@@ -233,6 +233,12 @@ def whole_tensors(model: nn.Module, state: Attached) -> dict[str, Tensor]:
 def _tensor_of(model: nn.Module, name: str) -> Tensor:
     module, _, key = name.rpartition(".")
     return getattr(model.get_submodule(module), key)
+
+
+@torch.no_grad()
+def _put(model: nn.Module, name: str, value: Tensor) -> None:
+    """Not by `.data`, so that what was packed of the tensor is found to be old."""
+    _tensor_of(model, name).copy_(value)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 // B rows · H hidden · Q query heads · G key and value heads · D of a head · L slots of the cache · K experts per token
 //
 // All threads go through the same phases, between which they wait for each other; what a phase needs of the one before
-// and is cheap (norms, the choice of experts, fixed point) each thread computes for itself. Per layer:
+// and is cheap (norms, the choice of experts, fixed point, the A of LoRA factors) each thread computes for itself. Per layer:
 //
 //   1 norm; queries, keys and values      3 output projection, added to x       5 experts: gate, up, activation
 //   2 head norms, rotation, attention     4 norm; logits of the router          6 experts: down, weighted, added to x
@@ -104,7 +104,7 @@ struct Slot {
 
 // What one thread has for itself.
 struct Private {
-  Buffer<float> normed, pairs, spread, scores, head_values;
+  Buffer<float> normed, pairs, spread, scores, head_values, low;
   Buffer<int8_t> planes;
   Buffer<int16_t> whole;
   Buffer<int32_t> fixes;
@@ -185,12 +185,10 @@ class Stepper {
     if (call.logits) {
       StepRows normed = norm_rows(x, m.norm, own);
       prepare(normed, {&m.head}, own);
-      each_row_list(own, m.rows);
       each_unit(m.head.out, self, team, [&](int64_t from, int64_t to) {
-        products(m.head, 0, from, to, normed, own.which.data(), m.rows,
-                 [&](int64_t j, int64_t r, float value) {
-                   call.logits[r * m.vocabulary + j] = value * float(m.logits_scale);
-                 });
+        of_all_rows(m.head, from, to, normed, own, [&](int64_t j, int64_t r, float value) {
+          call.logits[r * m.vocabulary + j] = value * float(m.logits_scale);
+        });
       });
     }
   }
@@ -268,10 +266,18 @@ class Stepper {
     for (int64_t r = 0; r < count; ++r) own.which[size_t(r)] = r;
   }
 
+  // Of a matrix that is no expert's.
+  static void of_all_rows(const StepMatrix& matrix, int64_t from, int64_t to, const StepRows& rows, Private& own,
+                          const Sink& take) {
+    each_row_list(own, rows.count);
+    const int64_t* which = own.which.data();
+    const float* low = low_rank(matrix, 0, rows, which, rows.count, own.low);
+    adapted_products(matrix, 0, from, to, rows, which, rows.count, low, take);
+  }
+
   void project(const StepLayer& layer, const float* x, Private& own, int self, int team) {
     StepRows normed = norm_rows(x, layer.before_attention, own);
     prepare(normed, {&layer.queries, &layer.keys, &layer.values}, own);
-    each_row_list(own, m.rows);
     const int64_t stride = queries_ + 2 * keys_;
     const StepMatrix* parts[3] = {&layer.queries, &layer.keys, &layer.values};
     const int64_t starts[3] = {0, queries_, queries_ + keys_};
@@ -281,12 +287,12 @@ class Stepper {
     for (int i = 0; i < 3; ++i) {
       const int64_t from = std::max(begin, units[i]) - units[i], to = std::min(end, units[i + 1]) - units[i];
       if (from >= to) continue;
-      products(*parts[i], 0, from * UNIT, std::min(to * UNIT, parts[i]->out), normed, own.which.data(), m.rows,
-               [&](int64_t j, int64_t r, float value) {
-                 const float clipped = std::min(std::max(value, float(-layer.clip)), float(layer.clip));
-                 // behind a norm it is clipped there
-                 projected_[size_t(r * stride + starts[i] + j)] = i < 2 && layer.head_norm ? value : clipped;
-               });
+      const auto take = [&](int64_t j, int64_t r, float value) {
+        const float clipped = std::min(std::max(value, float(-layer.clip)), float(layer.clip));
+        // behind a norm it is clipped there
+        projected_[size_t(r * stride + starts[i] + j)] = i < 2 && layer.head_norm ? value : clipped;
+      };
+      of_all_rows(*parts[i], from * UNIT, std::min(to * UNIT, parts[i]->out), normed, own, take);
     }
   }
 
@@ -447,10 +453,10 @@ class Stepper {
   void add_attended(const StepLayer& layer, float* x, Private& own, int self, int team) {
     StepRows rows = rows_of(attended_.data(), queries_, m.rows, m.query_heads * m.head_size);
     prepare(rows, {&layer.output}, own);
-    each_row_list(own, m.rows);
     each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
-      products(layer.output, 0, from, to, rows, own.which.data(), m.rows,
-               [&](int64_t j, int64_t r, float value) { x[r * m.hidden + j] += float(layer.residual) * value; });
+      of_all_rows(layer.output, from, to, rows, own, [&](int64_t j, int64_t r, float value) {
+        x[r * m.hidden + j] += float(layer.residual) * value;
+      });
     });
   }
 
@@ -460,10 +466,8 @@ class Stepper {
     const int64_t from = std::min(weight.out, aligned * self), to = std::min(weight.out, aligned * (self + 1));
     Private& own = own_[size_t(self)];
     prepare(normed, {&weight, &layer.experts.gate_up, &layer.shared.gate_up}, own);
-    each_row_list(own, m.rows);
-    if (from < to)
-      products(weight, 0, from, to, normed, own.which.data(), m.rows,
-               [&](int64_t j, int64_t r, float value) { logits_[size_t(r * weight.out + j)] = value; });
+    const auto take = [&](int64_t j, int64_t r, float value) { logits_[size_t(r * weight.out + j)] = value; };
+    if (from < to) of_all_rows(weight, from, to, normed, own, take);
   }
 
   // The experts of every row by number, then row: the order in which they are added up.
@@ -576,31 +580,35 @@ class Stepper {
       if (from >= to) return;
       own.which.resize(size_t(count));
       for (int64_t r = 0; r < count; ++r) own.which[size_t(r)] = own.slots[first + size_t(r)].row;
+      const float* low = low_rank(experts.gate_up, e, normed, own.which.data(), count, own.low);
       // a few units at a time, so that all rows meet them while they are near
       for (int64_t unit = from; unit < to; ++unit)
         activate_unit(experts, e, unit * UNIT, std::min(experts.intermediate, (unit + 1) * UNIT), normed, own, count,
-                      activations_.data() + start);
+                      low, activations_.data() + start);
     });
   }
 
   void activate_unit(const StepExperts& experts, int64_t e, int64_t from, int64_t to, const StepRows& normed,
-                     Private& own, int64_t count, float* out) const {
+                     Private& own, int64_t count, const float* low, float* out) const {
     const int64_t stride = padded(experts.intermediate), width = to - from;
     float* h = own.scores.get(size_t(count * 2 * UNIT));  // gate, then up, of each row
     const int64_t* which = own.which.data();
     const auto into = [&](int64_t first, int64_t at) {
       return [=](int64_t j, int64_t r, float value) { h[r * 2 * UNIT + at + (j - first)] = value; };
     };
+    const auto of_rows = [&](int64_t first, int64_t last, const Sink& take) {
+      adapted_products(experts.gate_up, e, first, last, normed, which, count, low, take);
+    };
     if (!experts.gated) {
-      products(experts.gate_up, e, from, to, normed, which, count, into(from, 0));
+      of_rows(from, to, into(from, 0));
     } else if (experts.interleaved) {
-      products(experts.gate_up, e, 2 * from, 2 * to, normed, which, count, [&](int64_t j, int64_t r, float value) {
+      of_rows(2 * from, 2 * to, [&](int64_t j, int64_t r, float value) {
         h[r * 2 * UNIT + j % 2 * UNIT + (j / 2 - from)] = value;
       });
     } else {
       const int64_t other = experts.intermediate;
-      products(experts.gate_up, e, from, to, normed, which, count, into(from, 0));
-      products(experts.gate_up, e, other + from, other + to, normed, which, count, into(other + from, UNIT));
+      of_rows(from, to, into(from, 0));
+      of_rows(other + from, other + to, into(other + from, UNIT));
     }
     const Swiglu swiglu{float(experts.alpha), float(experts.limit), float(experts.up_shift),
                         std::isfinite(experts.limit)};
@@ -630,11 +638,12 @@ class Stepper {
       StepRows rows = rows_of(activations_.data() + start, padded(experts.intermediate), count, experts.intermediate);
       prepare(rows, {&experts.down}, own);
       each_row_list(own, count);
-      products(experts.down, std::max<int64_t>(0, own.slots[first].expert), from, to, rows, own.which.data(), count,
-               [&](int64_t j, int64_t r, float value) {
-                 const Slot& slot = own.slots[first + size_t(r)];
-                 x[slot.row * m.hidden + j] += slot.weight * float(layer.residual) * value;
-               });
+      const int64_t e = std::max<int64_t>(0, own.slots[first].expert), *which = own.which.data();
+      const float* low = low_rank(experts.down, e, rows, which, count, own.low);
+      adapted_products(experts.down, e, from, to, rows, which, count, low, [&](int64_t j, int64_t r, float value) {
+        const Slot& slot = own.slots[first + size_t(r)];
+        x[slot.row * m.hidden + j] += slot.weight * float(layer.residual) * value;
+      });
     });
   }
 

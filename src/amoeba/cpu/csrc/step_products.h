@@ -32,6 +32,8 @@ struct StepMatrix {  // (experts, out, in); the order of `CStepMatrix` in step_l
   const int32_t* sum;            // of int8: of each output's weights
   const float* bias;             // (experts, out), may be null
   Coding coding;
+  int64_t rank;  // of LoRA factors, a multiple of LORA_RANKS, or 0: B (A x) is added, see `adapted_products`
+  const float *lora_a, *lora_b;  // (experts, rank, in), and (experts, out, rank) with the scaling in it
 };
 
 // Rows of fp32, and what the products make of them beforehand.
@@ -50,6 +52,7 @@ struct StepRows {
 };
 
 constexpr int64_t PLANE_UNIT = 128;
+constexpr int64_t LORA_RANKS = 16;
 // Bytes by which weights are fetched ahead, in the order of memory, which the hardware's own prefetching follows: e2m1
 // 15 GB/s, and 9 with each row's own line of the rows that come next (one busy core of a Xeon, 2026-11-18).
 constexpr int64_t AHEAD = 8192;
@@ -689,6 +692,31 @@ inline void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, c
       return each_plain_row<CodedMatrix<E2m1>>(m, e, from, to, rows, which, count, take);
     default: return each_tile_row(m, e, from, to, rows, which, count, take);
   }
+}
+
+// A x of expert e, (count, rank), into `low`; null without factors.
+inline const float* low_rank(const StepMatrix& m, int64_t e, const StepRows& rows, const int64_t* which, int64_t count,
+                             Buffer<float>& low) {
+  if (!m.rank) return nullptr;
+  StepMatrix a{};
+  a.kind = ROWS_F32, a.out = m.rank, a.in = m.in, a.data = m.lora_a;
+  a.stride_e = m.rank * m.in, a.stride_row = m.in;
+  float* out = low.get(size_t(count * m.rank));
+  products(a, e, 0, m.rank, rows, which, count, [&](int64_t j, int64_t r, float value) { out[r * m.rank + j] = value; });
+  return out;
+}
+
+// As `products`, and B times what `low_rank` gave.
+inline void adapted_products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
+                             const int64_t* which, int64_t count, const float* low, const Sink& take) {
+  static_assert(LORA_RANKS % LANES == 0);
+  if (!low) return products(m, e, from, to, rows, which, count, take);
+  const float* b = m.lora_b + e * m.out * m.rank;
+  products(m, e, from, to, rows, which, count, [&](int64_t j, int64_t r, float value) {
+    Floats sum{};
+    for (int64_t k = 0; k < m.rank; k += LANES) sum += load<LANES>(b + j * m.rank + k) * load<LANES>(low + r * m.rank + k);
+    take(j, r, value + total(sum));
+  });
 }
 
 }  // namespace amoeba
