@@ -27,9 +27,10 @@ import torch
 from amoeba.commands.bench_run import three_digits
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
-from amoeba.plan import Candidate, Machine, Work, make_plan, measured_machine, read_facts
-from amoeba.plan.memory import memory_of, total
-from amoeba.plan.plan import STREAMED
+from amoeba.plan.machine import Machine, measured_machine
+from amoeba.plan.memory import Work, memory_of, total
+from amoeba.plan.model import read_facts
+from amoeba.plan.plan import STREAMED, Candidate, make_plan
 from amoeba.plan.taking import Taken
 from amoeba.stream.attaching import Budgets
 from benchmarks.roads import SIZES, Size, prepare, run_command

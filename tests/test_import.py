@@ -70,6 +70,8 @@ def test_torch_is_loaded_on_first_use_and_its_compiler_never():
         import amoeba.backends.registry, amoeba.cpu.core, amoeba.proof.conformance
         assert "torch" in sys.modules
         assert "torch._dynamo" not in sys.modules, "as slow to import as torch itself"
+        import amoeba.commands.doctor_run
+        assert "transformers" not in sys.modules, "doctor runs without it"
     """)
 
 

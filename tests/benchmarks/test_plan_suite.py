@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from amoeba.plan import Work, described_machine, make_plan, read_facts
+from amoeba.plan.machine import described_machine
+from amoeba.plan.memory import Work
+from amoeba.plan.model import read_facts
+from amoeba.plan.plan import make_plan
 from benchmarks import plan as suite
 from benchmarks.plan import Cell, Found, choose_cells
 from sparse_models import qwen3_30b, sparse_model
@@ -44,7 +47,7 @@ def test_a_peak_above_the_plan_or_far_below_it_is_wrong():
 
 @pytest.mark.thorough  # several processes
 def test_a_cell_is_run_and_compared(tmp_path, monkeypatch):
-    from amoeba.plan import measured_machine
+    from amoeba.plan.machine import measured_machine
 
     monkeypatch.setattr(suite, "measured_machine", lambda **_: measured_machine(measure=False, gpu=False))
     (found,) = suite.measure([Cell("tiny", "generate", "resident", repeats=1, new_tokens=4)], tmp_path, gpu=False)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from amoeba.plan import Work, described_machine, read_facts
-from amoeba.plan.memory import Choice, memory_of, total
+from amoeba.plan.machine import described_machine
+from amoeba.plan.memory import Choice, Work, memory_of, total
+from amoeba.plan.model import read_facts
 from amoeba.plan.speed import speed_of
 from benchmarks.models.problem import SIZES
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amoeba.plan import Work, described_machine, make_plan, read_facts, read_plan, write_plan
-from amoeba.plan.memory import total
-from amoeba.plan.plan import ERRORS
+from amoeba.plan.machine import described_machine
+from amoeba.plan.memory import Work, total
+from amoeba.plan.model import read_facts
+from amoeba.plan.plan import ERRORS, make_plan, read_plan, write_plan
 from amoeba.plan.speed import hit_rate
 from amoeba.stream.store.reading import Reader
 from called import call

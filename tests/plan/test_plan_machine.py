@@ -5,8 +5,8 @@ import json
 import pytest
 
 from amoeba.bench import timing
-from amoeba.plan import described_machine, machine, measured_machine
-from amoeba.plan.machine import CARDS, rates_in_words
+from amoeba.plan import machine
+from amoeba.plan.machine import CARDS, described_machine, measured_machine, rates_in_words
 
 
 @pytest.fixture

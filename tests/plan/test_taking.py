@@ -9,8 +9,11 @@ from typer.testing import CliRunner
 
 import amoeba
 from amoeba.cli import app
-from amoeba.plan import Work, measured_machine, read_facts, taking
 from amoeba.plan import plan as plan_module
+from amoeba.plan import taking
+from amoeba.plan.machine import measured_machine
+from amoeba.plan.memory import Work
+from amoeba.plan.model import read_facts
 from amoeba.plan.plan import make_plan
 from tiny_runs import make_inputs
 

@@ -16,7 +16,10 @@ from amoeba.system.fast_imports import loading
 
 if TYPE_CHECKING:
     from amoeba.commands.output import Output
-    from amoeba.plan import Machine, ModelFacts, Plan, Work
+    from amoeba.plan.machine import Machine
+    from amoeba.plan.memory import Work
+    from amoeba.plan.model import ModelFacts
+    from amoeba.plan.plan import Plan
 
 # Rows at a time, and tokens of a row, where nothing is said: as the commands have them.
 _ROWS = {"generate": 1, "serve": 8, "finetune": 8, "train": 8}
@@ -70,8 +73,7 @@ def plan(
         if options.out is not None:
             check_file_to_write("--out", options.out, "plan.json")
         with loading():
-            from amoeba.plan import make_plan, write_plan
-            from amoeba.plan.plan import as_document
+            from amoeba.plan.plan import as_document, make_plan, write_plan
 
         work = _work(options)
         facts = facts_for(model, work, trust_remote_code)
@@ -111,7 +113,7 @@ def _work(options: PlanOptions) -> Work:
 
 def facts_for(model: str, work: Work, trust_remote_code: bool) -> ModelFacts:
     from amoeba.jobs.presets import PRESETS
-    from amoeba.plan import read_facts
+    from amoeba.plan.model import read_facts
 
     if work.purpose == "train" and model in PRESETS:
         preset = PRESETS[model]
@@ -123,7 +125,7 @@ def facts_for(model: str, work: Work, trust_remote_code: bool) -> ModelFacts:
 def _machine(options: PlanOptions) -> Machine:
     import shutil
 
-    from amoeba.plan import described_machine, measured_machine
+    from amoeba.plan.machine import described_machine, measured_machine
     from amoeba.stream.sizes import parse_size
 
     sizes = {"--vram": options.vram, "--ram": options.ram, "--disk": options.disk}
