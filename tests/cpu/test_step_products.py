@@ -7,6 +7,7 @@ import ctypes
 
 import pytest
 import torch
+from test_core_blocks import random_matrix
 from torch import Tensor
 
 from amoeba.backends.read_quantised import scaled_codes
@@ -15,7 +16,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.pointers import address
 from amoeba.cpu.weights import PackedWeights, ScaledCodes
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4
-from amoeba.precision.formats import fp8_blocks
+from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
 from amoeba.precision.quantised_experts import ReadInBlocks, quantise
 
 try:
@@ -26,7 +27,7 @@ except CoreUnavailable as error:
 FORMATS = {
     "fp8": FP8_128, "fp8 narrow": fp8_blocks(16, 32), "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4,
     "fp32": torch.float32, "bf16": torch.bfloat16, "packed bf16": "bf16", "packed int8": "int8",
-}  # fmt: skip
+} | OF_BLOCKS  # fmt: skip
 
 
 def made(name: str, outputs: int, inputs: int) -> tuple[Tensor | PackedWeights | ScaledCodes, Tensor]:
@@ -42,7 +43,10 @@ def made(name: str, outputs: int, inputs: int) -> tuple[Tensor | PackedWeights |
             return packed, stored[0].double()
         scale = stored[0].double().abs().amax(1, keepdim=True) / 127
         return packed, (stored[0].double() / scale).round() * scale
-    matrix = quantise(weight, format)
+    if format.scale == "inside":
+        matrix = random_matrix(format, 1, outputs, inputs, size=0x9B)
+    else:
+        matrix = quantise(weight, format)
     return scaled_codes(ReadInBlocks(matrix, torch.float32)), matrix[0].dequantise(torch.float32).double()
 
 
@@ -68,9 +72,10 @@ def test_products_are_those_of_fp64(name: str, sizes: tuple[int, int]) -> None:
         x_BH = torch.randn(rows, sizes[1], generator=torch.Generator().manual_seed(rows))
         normed = x_BH.double() / x_BH.double().square().mean(1, keepdim=True).sqrt()
         wanted = normed @ expected_VH.T
-        # rows meet whole numbers in fixed point of 16 bits; a rounding of int8 weights may fall on the other side
+        # rows meet whole numbers in fixed point of 16 bits; a rounding of int8 weights may fall on the other side, and
+        # random offsets of blocks cancel
         error = (products(weight, sizes[0], x_BH) - wanted).norm() / wanted.norm()
-        assert error < (3e-3 if name == "packed int8" else 5e-5), (rows, error)
+        assert error < (3e-3 if name == "packed int8" else 2e-4 if name in OF_BLOCKS else 5e-5), (rows, error)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp8"])

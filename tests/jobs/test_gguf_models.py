@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from amoeba import lora
+from amoeba.decoding.cpu_step import NativeModel, native_model
+from amoeba.decoding.decoder import Decoder
 from amoeba.integrations.experts_module import described, experts_modules, take_back_shapes
 from amoeba.integrations.model_folder import load_rest, load_without_weights
 from amoeba.jobs.cpu_dtype import DtypeChoice
@@ -115,6 +117,12 @@ def test_every_quantised_type_is_the_dequantised_model(kind, tmp_path):
     with torch.no_grad():
         found, expected = stored(prompt).logits, numbers(prompt).logits
     assert (found - expected).norm() < 1e-4 * expected.norm()
+    native = native_model(stored)
+    assert isinstance(native, NativeModel), native
+    decoder = Decoder(stored, batch=1, length=32, native=native)
+    tokens = [token for (token,) in decoder.generate(prompt.tolist(), max_new_tokens=8)]
+    stored.generation_config.eos_token_id = None
+    assert tokens == stored.generate(prompt, do_sample=False, max_new_tokens=8)[0, 12:].tolist()
 
 
 def unquantised(path: Path, config: Any) -> Any:

@@ -7,7 +7,7 @@ B rows · H hidden · Q query heads · G key and value heads · D of a head · L
     step.run(position_B1, first_B, slot=17, tokens_B1=token_B1, logits_BV=logits_BV)
 
 The fields stand in the order of csrc/step.cpp and csrc/step_products.h. A weight may be fp32 or bf16 as it is stored,
-packed bf16 or int8 tiles, or codes with scales (`ScaledCodes`).
+packed bf16 or int8 tiles, or codes with scales or ggml's blocks (`ScaledCodes`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from amoeba.cpu.weights import CCoding, PackedWeights, ScaledCodes, packing_addr
 
 # `enum MatrixKind` in csrc/step_products.h
 _ROWS = {torch.float32: 0, torch.bfloat16: 1}
-_CODES = {"e4m3": 2, "e2m1": 3}
-_TILES = {"bf16": 4, "int8": 5}
+_CODES, _BLOCKS = {"e4m3": 2, "e2m1": 3}, 4
+_TILES = {"bf16": 5, "int8": 6}
 _LORA_RANKS = 16  # `LORA_RANKS` in csrc/step_products.h
 # `enum HeadNorm`, `Rotation`, `Score` and `GroupScore` in csrc/step.cpp
 HEAD_NORMS = {None: 0, "heads": 1, "rows": 2}
@@ -156,7 +156,7 @@ def matrix(
         c.sum = optional_address(name, packing.sum_EC, torch.int32, (experts, c.out))
     else:
         experts, c.out, c.in_ = weight.shape
-        c.kind = _CODES[weight.element]
+        c.kind = _CODES.get(weight.element, _BLOCKS)
         c.data = address_of_lines(name, weight.code_EOI, torch.uint8, tuple(weight.code_EOI.shape))
         c.stride_e, c.stride_row, _ = weight.code_EOI.stride()
         c.coding = weight.coding()

@@ -342,8 +342,6 @@ class _Reader:
             share = weights.shares[0]
             stored, biases = [share.gate_up, share.down], [share.gate_up_bias_EJ, share.down_bias_EH]
             self.quantised |= weights.kind == "int8"
-        elif isinstance(weights, QuantisedExperts) and weights.format.scale == "inside":
-            raise _Unknown(f"its experts are in {weights.format.name}")
         elif isinstance(weights, QuantisedExperts) and read_quantised.why_not(weights) is None:
             stored = [read_quantised.scaled_codes(each) for each in (weights.gate_up_EJH, weights.down_EHI)]
             biases = [weights.gate_up_bias_EJ, weights.down_bias_EH]

@@ -104,7 +104,7 @@ struct Slot {
 
 // What one thread has for itself.
 struct Private {
-  Buffer<float> normed, pairs, spread, scores, head_values, low;
+  Buffer<float> normed, pairs, spread, sums, scores, head_values, low;
   Buffer<int8_t> planes;
   Buffer<int16_t> whole;
   Buffer<int32_t> fixes;
@@ -231,11 +231,12 @@ class Stepper {
 
   // What the matrices need of the rows beyond fp32, in memory that the next call of it takes.
   void prepare(StepRows& rows, std::initializer_list<const StepMatrix*> matrices, Private& own) const {
-    bool tiles = false, blocks = false, pairs = false, spread = false;
+    bool tiles = false, blocks = false, ggml = false, pairs = false, spread = false;
     for (const StepMatrix* matrix : matrices) {
       pairs |= matrix->data && matrix->kind == ROWS_BF16;
       tiles |= matrix->data && by_planes(*matrix);
       blocks |= matrix->data && by_blocks(*matrix);
+      ggml |= matrix->data && by_ggml(*matrix);
       spread |= matrix->data && by_spread(*matrix);
     }
     if (pairs) {
@@ -246,10 +247,10 @@ class Stepper {
       rows.spread = own.spread.get(size_t(rows.count * rows.plane_stride));
       prepare_spread(rows);
     }
-    if (!tiles && !blocks) return;
+    if (!tiles && !blocks && !ggml) return;
     const int64_t size = rows.count * rows.plane_stride;
-    int8_t* planes = own.planes.get(size_t(4 * size));
-    float* scales = own.scales.get(size_t(2 * rows.count));
+    int8_t* planes = own.planes.get(size_t(6 * size));
+    float* scales = own.scales.get(size_t(3 * rows.count));
     int16_t* whole = own.whole.get(size_t(2 * rows.plane_stride));
     if (tiles) {
       rows.tiles = {planes, planes + size, nullptr, scales};
@@ -258,6 +259,11 @@ class Stepper {
     if (blocks) {
       rows.blocks = {planes + 2 * size, planes + 3 * size, own.fixes.get(size_t(size / 8)), scales + rows.count};
       prepare_blocks(rows, whole);
+    }
+    if (ggml) {
+      rows.ggml = {planes + 4 * size, planes + 5 * size, nullptr, scales + 2 * rows.count,
+                   own.sums.get(size_t(size / 4))};
+      prepare_ggml(rows, whole);
     }
   }
 

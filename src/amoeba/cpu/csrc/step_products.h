@@ -1,12 +1,14 @@
 // Products of a weight matrix with a few rows in fp32, for a decode step: every weight is read once from memory, where it
 // lies, in whatever form it has.
 //
-// Weights of whole numbers (int8 in tiles, e2m1 with scales of 32) meet rows in fixed point of 16 bits, as two planes of
-// 8 bits, where the CPU has dot products of bytes: that rounds a row to 1.5e-5 of its largest number, far below what
-// bf16 does, and costs no time beyond that of reading the weights. Elsewhere weights become floats.
+// Weights of whole numbers (int8 in tiles, e2m1 with scales of 32, with AVX-512 ggml's blocks) meet rows in fixed point
+// of 16 bits, as two planes of 8 bits, where the CPU has dot products of bytes: that rounds a row to 1.5e-5 of its
+// largest number, far below what bf16 does, and costs little time beyond that of reading the weights. Elsewhere weights
+// become floats.
 //
 // Each result is summed by one thread in an order of its own, so it does not depend on how many threads there are.
 #pragma once
+#include "block_products.h"
 #include "core_decode.h"
 #include "packed_layout.h"
 
@@ -22,7 +24,7 @@
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-enum MatrixKind : int64_t { ROWS_F32, ROWS_BF16, ROWS_E4M3, ROWS_E2M1, TILES_BF16, TILES_INT8 };
+enum MatrixKind : int64_t { ROWS_F32, ROWS_BF16, ROWS_E4M3, ROWS_E2M1, ROWS_BLOCKS, TILES_BF16, TILES_INT8 };
 
 struct StepMatrix {  // (experts, out, in); the order of `CStepMatrix` in step_library.py
   int64_t kind, out, in;
@@ -41,6 +43,7 @@ struct Planes {
   int8_t *high = nullptr, *low = nullptr;  // of each row `stride` bytes
   int32_t* fix = nullptr;                  // of e2m1 with AVX-512, an eighth as many
   float* scale = nullptr;                  // of each row
+  float* sums = nullptr;                   // of ggml's blocks: of each four columns
 };
 struct StepRows {
   const float* x = nullptr;
@@ -49,9 +52,10 @@ struct StepRows {
   float* pairs = nullptr;  // for bf16: of each 2 LANES numbers the even ones, then the odd ones; `plane_stride` a row
   float* spread = nullptr;  // for e4m3 with AVX-512, `plane_stride` a row
   Planes tiles, blocks;  // in the order of columns, for int8; in that of the nibbles, for e2m1
+  Planes ggml;           // in the order of columns
 };
 
-constexpr int64_t PLANE_UNIT = 128;
+constexpr int64_t PLANE_UNIT = 256;
 constexpr int64_t LORA_RANKS = 16;
 // Bytes by which weights are fetched ahead, in the order of memory, which the hardware's own prefetching follows: e2m1
 // 15 GB/s, and 9 with each row's own line of the rows that come next (one busy core of a Xeon, 2026-11-18).
@@ -66,6 +70,13 @@ inline bool by_blocks([[maybe_unused]] const StepMatrix& m) {
   return m.kind == ROWS_E2M1 && m.coding.scale_values && shift == (powers_of_two(m.coding) ? 5 : 4);
 #elif defined(AMOEBA_BYTE_DOTS)
   return m.kind == ROWS_E2M1 && m.coding.column.shift == 5 && m.coding.scale_values;
+#else
+  return false;
+#endif
+}
+inline bool by_ggml([[maybe_unused]] const StepMatrix& m) {
+#ifdef AMOEBA_AVX512
+  return m.kind == ROWS_BLOCKS;
 #else
   return false;
 #endif
@@ -221,6 +232,20 @@ inline void prepare_blocks([[maybe_unused]] StepRows& rows, [[maybe_unused]] int
       rows.blocks.fix[r * padded / 8 + i] = -12 * sum;
     }
 #endif
+  }
+#endif
+}
+inline void prepare_ggml([[maybe_unused]] StepRows& rows, [[maybe_unused]] int16_t* whole) {
+#ifdef AMOEBA_AVX512
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t padded = rows.plane_stride;
+    rows.ggml.scale[r] = to_planes(rows.x + r * rows.stride, rows.length, padded, whole);
+    split(whole, padded, 0, rows.ggml.high + r * padded, rows.ggml.low + r * padded);
+    float* sums = rows.ggml.sums + r * padded / 4;
+    for (int64_t i = 0; i < padded / 4; ++i) {
+      const int16_t* four = whole + 4 * i;
+      sums[i] = float(four[0] + four[1] + four[2] + four[3]);
+    }
   }
 #endif
 }
@@ -604,6 +629,24 @@ void each_pair_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, con
   });
 }
 
+#ifdef AMOEBA_AVX512
+template <class Take>
+void each_ggml_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
+                   const int64_t* which, int64_t count, const Take& take) {
+  const uint8_t* w = static_cast<const uint8_t*>(m.data) + e * m.stride_e;
+  with_blocks(m.coding.element, [&](auto block) {
+    by_groups<2>(from, to, count, [&](int64_t j, int64_t r, auto width, auto at_once) {
+      constexpr int W = decltype(width)::value, R = decltype(at_once)::value;
+      float out[W][4];
+      ggml_dots<typename decltype(block)::Type, W, R>(w + j * m.stride_row, m.stride_row, m.in, rows.ggml.high,
+                                                      rows.ggml.low, rows.ggml.sums, rows.plane_stride, which + r, out);
+      for (int i = 0; i < W; ++i)
+        for (int s = 0; s < R; ++s) take(j + i, r + s, out[i][s] * rows.ggml.scale[which[r + s]]);
+    });
+  });
+}
+#endif
+
 // --------------------------------------------------------------------------------------------------------- all kinds
 
 template <class Take>
@@ -690,6 +733,11 @@ inline void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, c
       if (by_blocks(m)) return each_block_row(m, e, from, to, rows, which, count, take);
 #endif
       return each_plain_row<CodedMatrix<E2m1>>(m, e, from, to, rows, which, count, take);
+    case ROWS_BLOCKS:
+#ifdef AMOEBA_AVX512
+      if (by_ggml(m)) return each_ggml_row(m, e, from, to, rows, which, count, take);
+#endif
+      return each_plain_row<BlocksMatrix>(m, e, from, to, rows, which, count, take);
     default: return each_tile_row(m, e, from, to, rows, which, count, take);
   }
 }
