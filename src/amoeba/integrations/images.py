@@ -74,14 +74,14 @@ def _processor(name: str, config: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    options = {"trust_remote_code": trust_remote_code}
     try:
         try:
-            found = AutoProcessor.from_pretrained(name, **options)
+            found = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
         except ImportError:  # torchvision, which its reader of videos needs
             if type(config) not in PROCESSOR_MAPPING:
                 raise
-            found = _without_videos(PROCESSOR_MAPPING[type(config)]).from_pretrained(name, **options)
+            known = _without_videos(PROCESSOR_MAPPING[type(config)])
+            found = known.from_pretrained(name, trust_remote_code=trust_remote_code)
     except ImportError as error:
         remedy = "install torchvision in the version for your PyTorch"
         raise bad_value("images", "the packages that the model's processor needs", one_line(error), remedy) from error
