@@ -3,9 +3,11 @@
 What a CUDA graph replays is recorded here without a GPU (`replayed_steps`): the operators of one step and no Python.
 """
 
+import inspect
+
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, cache_utils
 
 from amoeba.core.graph_replays import CannotCapture
 from amoeba.decoding import Decoder, why_not
@@ -17,6 +19,8 @@ from replayed_steps import replayed
 from selection import quick
 from tiny_models import needs
 
+IS_OLD = "number_of_states" not in inspect.signature(cache_utils.LinearAttentionLayer.__init__).parameters
+needs_states = pytest.mark.skipif(IS_OLD, reason="in this transformers the host decides about states of MiniMax")
 TOKENS = 20  # past the window of 16 of the layers that have one
 # Kinds that cannot be captured, and what is said of them.
 REFUSED = {
@@ -50,6 +54,8 @@ def plain(model, rows: list[list[int]], tokens: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", kinds())
 def test_a_replayed_step_gives_the_tokens_of_plain_generate(kind, monkeypatch):
     """Of texts of different lengths, padded; and what cannot be replayed is refused, with the reason."""
+    if IS_OLD and kind in ("minimax", "deepseek_v4"):
+        pytest.skip("in this transformers the host decides about its states")
     model = build_kind(kind)
     model.set_experts_implementation("batched_mm")  # torch alone: the host counts no rows
     if kind in REFUSED:
@@ -70,6 +76,7 @@ def refusal(model) -> str:
     return host_decision(Decoder(model, length=40).plain_step(prompts(9)[0])) or ""
 
 
+@needs_states
 @pytest.mark.filterwarnings("ignore")
 def test_a_state_that_is_replaced_and_not_written_to_shows_in_the_tokens():
     """What the replay is for: such a model would pass if its Python ran again."""
@@ -92,6 +99,7 @@ def test_a_state_that_is_replaced_and_not_written_to_shows_in_the_tokens():
     assert first_wrong(model, rows[0], tokens) is not None
 
 
+@needs_states
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_without_a_promise_is_tried_before_its_steps_are_captured(monkeypatch):
     """As on a GPU, up to the graph itself."""

@@ -175,7 +175,8 @@ class FixedHybridLayer(cache_utils.LinearAttentionLayer, FixedLayer):
         own: Any = FixedLayer if args else cache_utils.LinearAttentionLayer
         own.lazy_initialization(self, *args, **kwargs)
 
-    get_max_length = FixedLayer.get_max_length
+    if hasattr(FixedLayer, "get_max_length"):  # which older versions of transformers do not ask for
+        get_max_length = FixedLayer.get_max_length
 
 
 class OneLayer:
