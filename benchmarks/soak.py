@@ -173,7 +173,7 @@ def _streamed(target: Target, body: dict[str, Any], pause: float) -> tuple[int, 
 
 
 def _leave(target: Target, body: dict[str, Any], after: int, wait: float = 0.0) -> None:
-    """Closes the connection after so many bytes of the answer."""
+    """Closes the connection after this many bytes of the answer."""
     data = json.dumps(body).encode()
     with _connected(target) as raw:
         raw.sendall(_head(target) + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)

@@ -73,7 +73,7 @@ class Best(Policy):
 
 
 def hit_rates(trace: Trace, setting: Setting, warm_up: int = 0) -> dict[str, float]:
-    """By policy, over all layers, after so many tokens. Each layer is a cache of its own, as it is in the engine."""
+    """By policy, over all layers, after this many tokens. Each layer is a cache of its own, as it is in the engine."""
     found: dict[str, float] = {}
     for name, kind in (("LFRU", LFRU), ("LRU", LRU), ("LFU", LFU), ("best possible", None)):
         hits = asked = 0

@@ -156,7 +156,7 @@ def test_a_body_that_is_too_long_or_too_slow_is_refused(folder):
 
 
 def leave(server, body: dict, after: int) -> None:
-    """A client that closes its connection after so many bytes of the answer."""
+    """A client that closes its connection after this many bytes of the answer."""
     data = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(data)}\r\n\r\n"

@@ -360,7 +360,7 @@ class _Lane:
         return len(owners)
 
     def deliver(self, leave: int) -> None:
-        """Until so many are on their way."""
+        """Until this many are on their way."""
         while len(self.sent) > leave:
             sent, tokens = self.sent.popleft(), self._out.receive()
             self.rows.check()

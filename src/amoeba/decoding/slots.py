@@ -252,7 +252,7 @@ class Slots:
 
 
 def _why_wrong(model: Any) -> str | None:
-    """Of a model whose steps nobody promises to be capturable, after some that were tried."""
+    """Of a model without a promise that its steps can be captured, after trying some."""
     if is_promised(model):
         return None
     try:

@@ -307,8 +307,8 @@ def _with_slots(
     free = {where: _usable(size, where) for where, size in ((CUDA, machine.vram_free), (HOST, machine.ram_free))}
     if empty.budgets is None:
         everything = rest + scratch + sum(each.experts * each.expert_bytes for each in entries)
-        beside = total(without, HOST) - rest - scratch
-        budget = min(everything, int(max(0, free[HOST] - beside) / (1 + CPU_SLACK_SHARE)))
+        others = total(without, HOST) - rest - scratch
+        budget = min(everything, int(max(0, free[HOST] - others) / (1 + CPU_SLACK_SHARE)))
         slots = tuple(slots_in_memory(entries, rest, scratch, budget))
         return replace(empty, slots=slots), {"ram": str(budget)}
     vram = max(0, free[CUDA] - (total(without, CUDA) - rest))
