@@ -32,6 +32,7 @@ NAN, INF = math.nan, math.inf
 ACTIVATIONS = {
     "silu": Activation(),
     "gpt_oss": Activation("silu", alpha=1.702, limit=0.7, up_shift=1.0, interleaved=True),
+    "gelu": Activation("gelu", gated=False),
     "gelu_tanh": Activation("gelu_tanh"),
     "relu2": Activation("relu2", gated=False, limit=1.5),
     "relu": Activation("relu", gated=False),

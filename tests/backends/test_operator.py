@@ -31,15 +31,6 @@ def assert_same(found, expected, exactly=False):
             torch.testing.assert_close(found[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_second_derivatives_are_refused_with_a_reason(backend):
-    layer = Layer()
-    (dx,) = torch.autograd.grad(layer.run(backend).square().sum(), layer.tensors["x"], create_graph=True)
-    with pytest.raises(
-        NotImplementedError, match=r"second derivatives are not implemented.*Use the functions of amoeba"
-    ):
-        dx.sum().backward()
-
-
 class TestSaved:
     """Saved for backward are x, the routing, the weights, h and the row maps alone; and what LoRA makes of a row."""
 

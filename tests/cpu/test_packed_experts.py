@@ -24,7 +24,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.weights import load_packed
 from amoeba.proof.reference.experts import activate
-from selection import each_value_once, quick
+from selection import quick
 
 try:
     load_packed()
@@ -32,32 +32,6 @@ except CoreUnavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
 GATED = Activation()
-TOLERANCES = {"bf16": {}, "int8": {"output": 3e-2, "gradients": 5e-2}}
-
-
-class TestNodes:
-    @each_value_once("kind")
-    @pytest.mark.parametrize("kind", ["bf16", "int8"])
-    @pytest.mark.parametrize("nodes", [1, 2, 3])
-    @pytest.mark.parametrize("activation", [GATED, INTERLEAVED, PLAIN], ids=["gated", "interleaved", "plain"])
-    def test_one_two_and_three_nodes_agree_with_the_reference(self, kind, nodes, activation):
-        """Base weights that are not divided give an output times the number of nodes (bug 19 of the seed); gradients of
-        blocks that are not joined, or shared ones that are not added, are wrong by name (bug 21)."""
-        layer = PackedLayer(activation)
-        found, truth = layer.found(layer.pack(kind, nodes)), layer.truth()
-        assert_close(found, truth, **TOLERANCES[kind])
-        cosine = torch.cosine_similarity(found["output"].double().flatten(), truth["output"].flatten(), dim=0)
-        assert cosine > 0.9995
-
-    @pytest.mark.parametrize("nodes", [1, 3])
-    def test_gradients_of_an_idle_expert_are_exactly_zero_and_of_busy_ones_not(self, nodes):
-        layer = PackedLayer()
-        found = layer.found(layer.pack(nodes=nodes))
-        assert not (layer.expert_TK == 3).any()
-        for name in LORA_NAMES:
-            assert not found[name][3].count_nonzero(), name
-            assert found[name][0].count_nonzero(), name
-        assert not found["weight"][layer.expert_TK == E].count_nonzero()
 
 
 class TestAnInt8ForwardWithABf16Backward:
@@ -247,39 +221,6 @@ class TestTheSeam:
         (found,) = torch.autograd.grad(y_TH, layer.wanted()[only], layer.dy_TH)
         assert error(found, expected) < 1e-6
 
-    def test_x_of_any_strides_and_an_expanded_dy(self):
-        layer = PackedLayer()
-        packed, expected = layer.pack(), layer.found(layer.pack())
-        layer.x_TH = layer.x_TH.detach().t().contiguous().t().requires_grad_()
-        assert torch.equal(layer.found(packed)["output"], expected["output"])
-        layer.run(packed).sum().backward()
-        assert layer.x_TH.grad.isfinite().all()
-
-    @pytest.mark.parametrize("recompute", [True, False])
-    def test_recompute_gives_the_same_bits(self, recompute):
-        layer = PackedLayer()
-        expected, found = layer.found(layer.pack()), layer.found(layer.pack(), recompute=recompute)
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
-
-    def test_no_tokens(self):
-        layer = PackedLayer(tokens=0)
-        found = layer.found(layer.pack(nodes=2))
-        assert found["output"].shape == (0, H)
-        assert all(not tensor.count_nonzero() for tensor in found.values())
-
-    def test_without_lora_and_without_gradient(self):
-        layer = PackedLayer()
-        packed = layer.pack(nodes=2)
-        with torch.no_grad():
-            plain = experts(layer.x_TH, layer.routing, packed)
-            assert not layer.run(packed).requires_grad
-        with_zero = LoraFactors(
-            **{n: torch.zeros_like(t) if n.endswith("b") else t for n, t in layer.lora.tensors().items()}
-        )
-        y_TH = experts(layer.x_TH, layer.routing, packed, lora=with_zero)
-        assert error(y_TH, plain) < 1e-6
-
 
 class TestInsideTorch:
     @pytest.mark.parametrize("nodes", [1, 2])
@@ -345,14 +286,6 @@ class TestInsideTorch:
         assert dx.dtype == torch.float32
         with torch.autocast("cpu", dtype=torch.float16), pytest.raises(ValueError, match="Use autocast in bfloat16"):
             experts(x_TH, layer.routing, packed)
-
-    def test_second_derivatives_are_refused_with_a_reason(self):
-        layer = PackedLayer()
-        (dx,) = torch.autograd.grad(layer.run(layer.pack()).float().square().sum(), layer.x_TH, create_graph=True)
-        with pytest.raises(
-            NotImplementedError, match=r"second derivatives are not implemented.*amoeba.proof.reference"
-        ):
-            dx.sum().backward()
 
     @quick(lambda nodes: nodes == 2)
     @pytest.mark.parametrize("nodes", [1, 2])

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from test_node import KINDS, Layer, check
+from test_node import KINDS, Layer
 from torch import Tensor
 
 from amoeba.core.config import Activation
@@ -19,7 +19,6 @@ from amoeba.cpu import weights as packed
 from amoeba.cpu.node_passes import NodeExperts, backward, forward
 from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.weights import PackedWeights, Path
-from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -112,16 +111,6 @@ def test_int8_is_exact_on_integers_in_every_row_and_column(path, hidden, interme
         rows[..., 0] = 127 * torch.randint(0, 2, rows.shape[:-1]) * 2 - 127  # either end
     expected = rounded(case.h()).to(torch.bfloat16)
     assert torch.equal(case.run("int8", workers)["h"], expected)
-
-
-@each_value_once("path", "kind")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
-def test_gated_experts_agree_with_fp64(path, kind, hidden, intermediate, workers):
-    expert_TK = Case(1, 1).expert_T[:, None].contiguous()
-    layer = Layer(kind, len(expert_TK), 1, len(COUNTS), hidden, intermediate, (0, 0, 0), expert_TK=expert_TK)
-    # with one number to a row, int8 has nothing to average its rounding over
-    check(layer.run(workers, needs=ONLY_X), layer.expected(), kind, looser=2 if 1 in (hidden, intermediate) else 1)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)

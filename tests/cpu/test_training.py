@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_node import GPT_OSS, LARGEST_ERROR, WEIGHTS, check
+from test_node import GPT_OSS, LARGEST_ERROR, ROUTINGS, WEIGHTS, check
 from test_node import Layer as NodeLayer
 from torch import Tensor
 
@@ -145,26 +145,11 @@ def test_neither_threads_nor_repetition_nor_what_is_kept_change_a_bit(path: str,
             assert torch.equal(first[name], again[name]), name
 
 
-class TestRouting:
-    def test_experts_without_rows_get_zeros(self, path: str, workers: WorkerPool) -> None:
-        layer = Layer(expert_TK=torch.tensor([[3, 1]] * 40))
-        found = layer.run(workers)
-        check(found, layer.expected(), "bf16")
-        for name in WEIGHTS:
-            assert (found[name][[0, 2, 4]] == 0).all() and found[name][[1, 3]].count_nonzero(), name
-
-    @pytest.mark.parametrize("nobody", [-1, 5, 2**40])
-    def test_ids_outside_are_nobodys(self, path: str, nobody: int, workers: WorkerPool) -> None:
-        expert_TK = torch.rand(40, 5).argsort(1)[:, :3].contiguous()
-        expert_TK[::3, 1] = nobody
-        layer = Layer(expert_TK=expert_TK)
-        check(layer.run(workers), layer.expected(), "bf16")
-
-    @pytest.mark.parametrize("tokens", [0, 40])
-    def test_no_rows_at_all(self, path: str, tokens: int, workers: WorkerPool) -> None:
-        layer = Layer(tokens=tokens, expert_TK=torch.full((tokens, 2), 5))
-        for name, tensor in layer.run(workers).items():
-            assert (tensor == 0).all(), name
+@each_value_once("path")
+@pytest.mark.parametrize("expert_TK", ROUTINGS.values(), ids=ROUTINGS)
+def test_any_routing(path: str, expert_TK: Tensor, workers: WorkerPool) -> None:
+    layer = Layer(tokens=len(expert_TK), expert_TK=expert_TK)
+    check(layer.run(workers), layer.expected(), "bf16")
 
 
 def test_gradients_that_are_streamed_past_the_caches_are_whole(path: str, workers: WorkerPool) -> None:
