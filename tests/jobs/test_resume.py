@@ -246,7 +246,7 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16", "vocab_size": 333, "r": 3, "alpha": 3.0, "targets": ("experts",), "train_router": False,
     "compile": "off", "optimizer_states": "bfloat16", "precision": "fp8",
     "experts": "resident", "log_every": 2, "eval_every": 5, "save_every": 5, "gradient_checkpointing": True,
-    "expert_ranks": None, "dense": "ddp",  # others want ranks: tests/parallel/test_fully_sharded_runs.py
+    "exact": True, "expert_ranks": None, "dense": "ddp",  # others want ranks: tests/parallel/test_fully_sharded_runs.py
     "out": None, **({"ram": None, "vram": "1GiB"} if torch.cuda.is_available() else {"ram": "1GiB", "vram": None}),
 }  # fmt: skip
 

@@ -33,7 +33,9 @@ def with_plan(
 
     if shared.resume is not None and shared.plan is not None:
         raise bad_value("--plan", "a new run", "--resume", "leave it out: the run keeps its placement")
-    if shared.resume is not None or launched_processes() > 1:
+    if settings.exact and shared.plan is not None:
+        raise bad_value("--plan", "a run without --exact", "both", "leave it out: exact mode keeps experts resident")
+    if shared.resume is not None or settings.exact or launched_processes() > 1:
         return settings, None
     told = {name: getattr(settings, name, None) for name in _DEFAULTS}
     given = {name: value for name, value in told.items() if value not in (*_DEFAULTS[name], None)}

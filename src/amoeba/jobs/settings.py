@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,6 +48,15 @@ AT_RESUME: defaultdict[str, AtResume] = defaultdict(
     dense="changeable",
 )
 
+# What exact mode cannot have, whatever the model. It sees to the rest when it begins.
+_NOT_EXACT: dict[str, Callable[[Any], bool]] = {
+    "compile": lambda value: value == "on",
+    "precision": lambda value: value != UNCHANGED,
+    "ram": lambda value: True,
+    "vram": lambda value: True,
+    "experts": lambda value: value == "ranks",
+}
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -62,6 +71,7 @@ class RunSettings:
     expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of that many ranks share
               them by FSDP2. None for all ranks.
     dense:    then also: of all other parameters "ddp", a copy on each rank, or "fsdp", shards by FSDP2.
+    exact:    the forward pass has the bits of generation, see `amoeba.exact`.
     """
 
     model: str
@@ -90,6 +100,7 @@ class RunSettings:
     experts: str = "resident"
     expert_ranks: int | None = None
     dense: Dense = "ddp"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "sequence_length", "log_every", "eval_every", "save_every"):
@@ -118,6 +129,9 @@ class RunSettings:
         if self.experts != "ranks" and (self.expert_ranks is not None or self.dense != "ddp"):
             option = "--dense fsdp" if self.expert_ranks is None else f"--expert-ranks {self.expert_ranks}"
             raise bad_value(option, "--experts ranks", f"experts {self.experts}", "add it, or leave this out")
+        for name, refused in _NOT_EXACT.items() if self.exact else ():
+            if (value := getattr(self, name, None)) is not None and refused(value):
+                raise bad_value("--exact", f"none with --{name} {value}", "both", "leave out one of the two")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -202,7 +202,7 @@ def _at_once(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 # --- what torch is asked for
 
-OURS = {"exact", "quantised_exact", "exact_attention"}  # operators of amoeba
+OURS = {"exact", "quantised_exact", "exact_attention", "count_choices", "attach_balance"}  # operators of amoeba
 # Of torch: what moves elements, compares them, or has one right result for each.
 _SAME = frozenset(
     """

@@ -59,6 +59,7 @@ from amoeba.lora.targets import in_one_line
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import RankZero
+from amoeba.placements import AUTO, RESIDENT
 from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.store import Store, is_store
 
@@ -160,6 +161,9 @@ def _finetune(
     if rows.has_images:
         rows = rows._replace(collate=functools.partial(rows.collate, images_in=model.dtype))
     rows, content["packed"] = _packed(rows, model, settings, tokenizer, earlier, console)
+    if settings.exact and settings.train_router and model.dtype != torch.float32:
+        got, remedy = f"one in {model.dtype}", "add --dtype float32, or leave out --train-router"
+        raise bad_value("--exact with --train-router", "a model in float32", got, remedy)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -240,7 +244,7 @@ def _load_base(
     model, placed = load_placed(
         name,
         choice,
-        settings.experts,
+        RESIDENT if settings.exact and settings.experts == AUTO else settings.experts,
         Load(tokens, settings.r, recompute=settings.gradient_checkpointing),
         trains=True,
         device=device,

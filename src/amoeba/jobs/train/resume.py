@@ -153,6 +153,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path, kept: str, command: str) -> None:
+    defaults = {entry.name: entry.default for entry in fields(settings) if entry.default is not dataclasses.MISSING}
+    record = defaults | record  # a run of an older version had no other value
     for name, now in json.loads(json.dumps(settings.as_dict())).items():
         if name not in record or now == record[name] or AT_RESUME[name] in ("changeable", "place"):
             continue

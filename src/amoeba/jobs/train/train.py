@@ -214,6 +214,11 @@ def _compute_dtype(
 ) -> torch.dtype:
     """As it is asked for; else bf16 on a GPU that has it, and on a CPU what the run began with, or what is faster, for
     one process. Ranks would have to measure in step."""
+    if settings.exact and not torch.cuda.is_available():
+        if settings.dtype == "bfloat16":
+            remedy = "leave it out for float32"
+            raise bad_value("--dtype with --exact", "float32: parameters are fp32 on a CPU", "bfloat16", remedy)
+        return torch.float32
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     if torch.cuda.is_available():

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from amoeba.core.errors import bad_value
 from amoeba.data.token_rows import NO_LABEL
+from amoeba.integrations.exact import exact
 from amoeba.integrations.experts_module import LORA, has_placed_experts
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.text_model import draws_random_numbers
@@ -290,7 +291,7 @@ def make_trainer(
         disable_tqdm=True,
         seed=settings.seed,
         data_seed=settings.seed,
-        bf16=autocast == torch.bfloat16 and _trains_in_another_dtype(model, autocast),
+        bf16=autocast == torch.bfloat16 and not settings.exact and _trains_in_another_dtype(model, autocast),
         use_cpu=not torch.cuda.is_available(),
         dataloader_num_workers=0,
         accelerator_config={"non_blocking": torch.cuda.is_available()},  # a batch is copied while the GPU works
@@ -310,7 +311,10 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=rows.collate,
     )
-    if trainer.args.device.type == "cuda":
+    if settings.exact:
+        trainer.while_it_runs.enter_context(exact(trainer.model))
+        console.say("exact mode: the forward pass has the bits of generation with --exact")
+    elif trainer.args.device.type == "cuda":
         found = trainer.while_it_runs.enter_context(fused_routers(trainer.model))  # beneath the log's watch over them
         logger.info("our kernels compute %d routers", found)
     trainer.data_collator = trainer.collate
@@ -357,7 +361,8 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
     """
     log = trainer.run_log
     try:
-        with trainer.while_it_runs, fast_paths(trainer, log.settings.compile, log.console.say):
+        fast = fast_paths(trainer, log.settings.compile, log.console.say)
+        with trainer.while_it_runs, nullcontext() if log.settings.exact else fast:
             trainer.shard()
             with trainer.lost_ranks_told():
                 return _run_to_end(trainer, folder, earlier)
