@@ -4,6 +4,10 @@
         --pair bf16=resident,auto,bf16.gguf --pair int8=cpu-int8,int8,q8_0.gguf --threads 2 --out benchmarks/results
 
 A pair is NAME=EXPERTS,DENSE,GGUF: what `amoeba generate --experts` and `--dense` would be, and the file for llama.cpp.
+With "gguf" for EXPERTS both sides read that file:
+
+    python -m benchmarks.llama_cpp --llama-bench build/bin/llama-bench --pair q4_k=gguf,int8,q4_k.gguf
+
 A sample of decoding is the mean of --tokens tokens of one sequence. The last line is JSON.
 """
 
@@ -13,6 +17,7 @@ import argparse
 import functools
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -23,7 +28,10 @@ from typing import Any
 
 import torch
 
+from amoeba.integrations.gguf_files import EXPERTS, read_header
+
 PROMPT = 512
+GGUF = "gguf"
 
 
 def samples_of_peer(given: argparse.Namespace, file: str, prompt: int, tokens: int) -> list[float]:
@@ -40,27 +48,27 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def ours(folder: Path, experts: str, dense: str, length: int) -> Any:
+def ours(folder: Path, experts: str, dense: str, file: str, length: int) -> Any:
     """A decoder of native steps; ValueError where the core does not know the model."""
-    from transformers import AutoModelForCausalLM
-
-    from amoeba.integrations.place_experts import place_experts
-    from amoeba.integrations.transformers import register
+    from amoeba.jobs.cpu_dtype import DtypeChoice
     from amoeba.jobs.generate.token_steps import choose_steps
+    from amoeba.jobs.placed_model import load_placed
 
-    register()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="amoeba").eval()
-    if experts != "resident":
-        place_experts(model, experts)
+    name, placement = (file, "auto") if experts == GGUF else (str(folder), experts)
+    choice = DtypeChoice(torch.bfloat16, None, "as llama.cpp's")
+    model, _ = load_placed(name, choice, placement, trains=False, device=torch.device("cpu"))
     steps = choose_steps(model, {}, batch=1, prompt_tokens=PROMPT, new_tokens=length, dense=dense)
     if steps.kind != "native":
         raise ValueError(steps.reason)
     return steps.decoder
 
 
-def bytes_per_token(config: Any, experts: str, dense: str) -> float:
-    """Of weights that a step reads, without scales."""
+def bytes_per_token(config: Any, experts: str, dense: str, file: str) -> float:
+    """Of weights that a step reads, without scales unless they lie among the numbers."""
     of = {"resident": 2.0, "cpu-bf16": 2.0, "cpu-int8": 1.0, "mxfp4-weights": 4.25 / 8, "nvfp4-weights": 4.5 / 8}
+    if experts == GGUF:
+        found = [tensor for name, tensor in read_header(file).tensors.items() if EXPERTS.fullmatch(name)]
+        of[GGUF] = sum(each.size for each in found) / sum(math.prod(each.shape) for each in found)
     size, heads = config.hidden_size, (config.num_attention_heads + config.num_key_value_heads) * 2 * config.head_dim
     layer = config.num_experts_per_tok * 3 * size * config.moe_intermediate_size * of[experts]
     layer += (size * heads + size * config.num_experts) * (1.0 if dense == "int8" else 2.0)
@@ -76,7 +84,7 @@ def plain_read(threads: int) -> float:
 def compare(pair: str, given: argparse.Namespace) -> dict[str, Any]:
     _, _, words = pair.partition("=")
     experts, dense, file = words.split(",")
-    decoder = ours(given.model, experts, dense, 2 * given.tokens)
+    decoder = ours(given.model, experts, dense, file, 2 * given.tokens)
     vocabulary = decoder.model.config.vocab_size
     found: dict[str, dict[str, list[float]]] = {"amoeba": {}, "llama.cpp": {}}
 
@@ -94,7 +102,7 @@ def compare(pair: str, given: argparse.Namespace) -> dict[str, Any]:
         for name, sizes in {"decode": (0, given.tokens), "prefill": (PROMPT, 0)}.items():
             samples = samples_of_peer(given, file, *sizes)
             found["llama.cpp"].setdefault(name, []).extend(each / max(sizes) for each in samples)
-    read = bytes_per_token(decoder.model.config, experts, dense)
+    read = bytes_per_token(decoder.model.config, experts, dense, file)
     result: dict[str, Any] = {"experts": experts, "dense": dense, "file": Path(file).name, "bytes_per_token": read}
     for side, passes in found.items():
         for name, each in passes.items():
@@ -111,7 +119,7 @@ def compare(pair: str, given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True, help="A transformers folder of the same sizes.")
+    parser.add_argument("--model", type=Path, help="A transformers folder of the same sizes.")
     parser.add_argument("--pair", action="append", required=True)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)

@@ -200,6 +200,26 @@ template <class Block, int W, int R>
     }
 }
 
+// 256 numbers of a row, from the start of a block on, in bf16.
+template <class Block>
+inline void unpack_256(const uint8_t* p, uint16_t* out) {
+  for (int64_t k = 0; k < 256; k += Block::COLUMNS, p += Block::COLUMNS == 64 ? 2 * Block::BYTES : Block::BYTES) {
+    const Block block(p);
+#pragma GCC unroll 4
+    for (int quarter = 0; quarter < Block::COLUMNS / 64; ++quarter, out += 64) {
+      const Codes64 codes = block.at(p, quarter);
+      alignas(64) uint8_t bytes[64];
+      _mm512_store_si512(bytes, codes.q);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const Floats q = numbers_in(load_bytes(bytes + 16 * i)) - Block::ZERO;
+        const Floats numbers = q * (Floats)of_halves(codes.scale, 4 * i);
+        store(out + 16 * i, Block::ZERO ? numbers : numbers + (Floats)of_halves(codes.offset, 4 * i));
+      }
+    }
+  }
+}
+
 template <class Type_>
 struct Blocks {
   using Type = Type_;

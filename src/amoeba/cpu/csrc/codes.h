@@ -236,7 +236,9 @@ inline void round_some(const float* numbers, int64_t count, float* out) {
   std::memcpy(out, numbers, size_t(count) * sizeof(float));
 }
 inline void round_some(const float* numbers, int64_t count, uint16_t* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = round_to_bf16(numbers[i]);
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) store(out + i, load(numbers + i));
+  for (; i < count; ++i) out[i] = round_to_bf16(numbers[i]);
 }
 
 template <class Element, class Number>

@@ -1,6 +1,6 @@
 // Weights as the caller stores them, packed panel by panel by the job that reads them: nothing of it is kept.
 #pragma once
-#include "codes.h"
+#include "block_products.h"
 #include "interleave.h"
 
 namespace [[gnu::visibility("hidden")]] amoeba {
@@ -72,12 +72,41 @@ class CodedPanels {
         expert_(expert), panel_(panel), panels_(panels), columns_(columns), depth_(depth) {}
 
   void pack(int64_t first, int64_t tiles, uint32_t* out, int64_t panel_words) const {
-    for (int64_t t = first; t < first + tiles; ++t, out += 2 * TILE_WORDS)
+    for (int64_t t = first; t < first + tiles; ++t, out += 2 * TILE_WORDS) {
+#ifdef AMOEBA_AVX512
+      if (coding_.element >= Q8_0_ && !turned_ && t % AT_ONCE == 0 &&
+          std::min((first + tiles) * PANEL, depth_) >= (t + AT_ONCE) * PANEL) {
+        for (int64_t i = 0; i < panels_; ++i) by_blocks(t, panel_ + i, out + i * panel_words);
+        t += AT_ONCE - 1, out += (AT_ONCE - 1) * 2 * TILE_WORDS;
+        continue;
+      }
+#endif
       for (int64_t i = 0; i < panels_; ++i)
         turned_ ? by_depth(t, panel_ + i, out + i * panel_words) : by_columns(t, panel_ + i, out + i * panel_words);
+    }
   }
 
  private:
+#ifdef AMOEBA_AVX512
+  static constexpr int64_t AT_ONCE = 256 / PANEL;  // tiles
+
+  // As `by_columns`, of 256 numbers of each row.
+  void by_blocks(int64_t t, int64_t panel, uint32_t* out) const {
+    alignas(64) uint16_t lines[TILE][256];
+    with_blocks(coding_.element, [&](auto block) {
+      using Block = typename decltype(block)::Type;
+      const int64_t start = t * PANEL / (Block::COLUMNS == 64 ? 32 : 256) * Block::BYTES;
+      for (int64_t half = 0; half < 2; ++half) {
+        for (int64_t c = 0, row = panel * PANEL + half * TILE; c < TILE; ++c, ++row)
+          row < columns_ ? unpack_256<Block>(codes_ + row * row_ + start, lines[c])
+                         : (void)std::memset(lines[c], 0, sizeof(lines[c]));
+        for (int64_t i = 0; i < AT_ONCE; ++i)
+          transpose_tile([&](int64_t c) { return lines[c] + i * PANEL; }, out + (2 * i + half) * TILE_WORDS);
+      }
+    });
+  }
+#endif
+
   // Rows of codes are columns of the product.
   void by_columns(int64_t t, int64_t panel, uint32_t* out) const {
     alignas(64) uint16_t lines[TILE][PANEL];
