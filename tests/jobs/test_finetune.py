@@ -3,9 +3,7 @@
 import functools
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -394,23 +392,6 @@ def test_a_missing_package_is_a_sentence(command, tmp_path, base, data, monkeypa
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
     done = call(*words, "--out", tmp_path / "run", code=2)
-    assert "tokenizers" in done.stderr and "nstall" in done.stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("command", ["train", "finetune"])
-def test_a_missing_package_is_a_sentence_in_a_fresh_process(command, tmp_path, base, data):
-    program = "import sys; sys.modules['tokenizers'] = None; from amoeba.cli import main; main()"
-    words = {"train": ["train"], "finetune": ["finetune", str(base), "--data", data]}[command]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words, "--out", str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
     assert "tokenizers" in done.stderr and "nstall" in done.stderr
 
 

@@ -542,4 +542,4 @@ def test_killed_and_resumed_runs_end_with_the_bits_of_undisturbed_ones(command: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.document["identical"] == {command: 1}
+    assert json.loads(done.stdout.splitlines()[-1])["identical"] == {command: 1}

@@ -16,54 +16,11 @@ from amoeba.cpu.core import why_no_core
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
 from selection import each_value_once, quick
-from small_layer import SCALING, E, H, I, Layer, normal
+from small_layer import E, H, I, Layer, normal
 
 BASE = ("gate_up", "down", "gate_up_bias", "down_bias")
 INTERLEAVED = Activation("silu", interleaved=True)
 PLAIN = Activation("relu2", gated=False)
-
-
-def merged(layer):
-    """The same experts with W + scaling · B A in place of W."""
-    named = layer.tensors
-    update = {}
-    for name in ("gate", "up", "down"):
-        if f"{name}_lora_a" in named:
-            update[name] = SCALING * named[f"{name}_lora_b"] @ named[f"{name}_lora_a"]
-    if not layer.activation.gated:
-        up_EJH = update["up"]
-    elif layer.activation.interleaved:
-        up_EJH = torch.stack((update["gate"], update["up"]), dim=2).flatten(1, 2)
-    else:
-        up_EJH = torch.cat((update["gate"], update["up"]), dim=1)
-    return {"gate_up": named["gate_up"] + up_EJH, "down": named["down"] + update["down"]}
-
-
-@quick(lambda backend, activation: backend != "triton" or activation != Activation())
-@pytest.mark.parametrize("activation", [Activation(), INTERLEAVED, PLAIN], ids=["gated", "interleaved", "plain"])
-def test_it_is_the_layer_with_merged_weights(backend, activation):
-    layer = Layer(activation, rank=5)
-    found = layer.gradients(backend)
-    named = {name: tensor for name, tensor in layer.tensors.items() if name not in LORA_NAMES} | merged(layer)
-    routing = Routing(layer.expert_TK, named["weight"])
-    y_TH = experts(named["x"], routing, layer.weights(named), backend="eager")
-    torch.testing.assert_close(found.pop("output"), y_TH.detach())
-    expected = torch.autograd.grad(y_TH, list(layer.tensors.values()), layer.dy_TH)
-    for (name, gradient), truth in zip(found.items(), expected, strict=True):
-        torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_factors_that_start_at_zero_change_nothing_and_learn(backend):
-    layer = Layer(rank=8)
-    for name in LORA_NAMES:
-        if name.endswith("b"):
-            layer.tensors[name] = torch.zeros_like(layer.tensors[name]).requires_grad_()
-    plain = Layer()
-    found, expected = layer.gradients(backend), plain.gradients(backend)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, msg=lambda m, n=name: f"{n}: {m}")
-    for name in LORA_NAMES:
-        assert bool(found[name].count_nonzero()) == name.endswith("b"), name
 
 
 @functools.cache

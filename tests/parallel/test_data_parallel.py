@@ -187,7 +187,7 @@ def test_torchrun_checkpoints_resumes_and_has_the_losses_of_one_process(inputs, 
         env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.document["steps"] == 6
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 6
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-6"]
     shutil.rmtree(tmp_path / "run/checkpoints/checkpoint-6")
     shutil.rmtree(tmp_path / "run" / KEPT[command])

@@ -24,7 +24,7 @@ from amoeba.stream.store.packing import pack
 from amoeba.stream.store.tensor_files import TensorEntry
 from called import call
 from hostile_folders import change_json, save_model
-from selection import each_value_once, quick
+from selection import quick
 
 LAYERS, INTERRUPTED = 2, 130
 STEP = 5  # of the moments at which packing is killed, every so many-th in one test
@@ -140,24 +140,6 @@ def test_killed_again_and_again_it_gets_to_the_end(model, undisturbed, tmp_path)
         assert kills < 9
     assert kills >= 2
     assert contents(tmp_path / "store") == undisturbed
-
-
-def test_layers_that_are_packed_are_not_packed_again(model, tmp_path):
-    class Stop(Exception):
-        pass
-
-    def stop_in_the_second_layer(now: Any) -> None:
-        if now.layer == 1:
-            raise Stop
-
-    with pytest.raises(Stop):
-        pack(model, tmp_path / "store", progress=stop_in_the_second_layer)
-    first = tmp_path / "store" / "experts" / "00000.bin"
-    before, seen = first.stat().st_mtime_ns, []
-    assert pack(model, tmp_path / "store", progress=seen.append).resumed_layers == 1
-    assert first.stat().st_mtime_ns == before
-    assert [now.layer for now in seen][:3] == [1, 1, 1]
-    assert (seen[-1].bytes, seen[-1].written) == (seen[-1].total, seen[-1].total - first.stat().st_size)
 
 
 def test_a_full_disk_leaves_what_the_next_run_goes_on_with(model, undisturbed, tmp_path, monkeypatch):
@@ -405,25 +387,6 @@ def test_a_small_file_that_the_model_no_longer_has_goes(model, tmp_path, monkeyp
     (folder / "chat_template.jinja").unlink()
     pack(folder, store)
     assert not (store / "chat_template.jinja").exists()
-
-
-@each_value_once()
-@pytest.mark.parametrize("name", ["experts/00000.bin", "rest.safetensors", "index.json", "config.json"])
-@pytest.mark.parametrize("how", ["missing", "cut", "changed"])
-def test_packing_a_damaged_store_again_repairs_it(name, how, model, undisturbed, tmp_path):
-    store = tmp_path / "store"
-    pack(model, store)
-    if how == "missing":
-        (store / name).unlink()
-    elif how == "cut":
-        os.truncate(store / name, 20)
-    else:
-        flip(store / name, 99)
-    report = pack(model, store)
-    assert contents(store) == undisturbed
-    assert report.repaired == ((name,) if name.endswith((".bin", ".safetensors")) else ())
-    assert report.updated == ((name,) if name == "config.json" else ())
-    assert pack(model, store).repaired == ()
 
 
 def test_a_full_disk_in_a_repair_leaves_what_the_next_run_goes_on_with(model, undisturbed, tmp_path, monkeypatch):

@@ -15,18 +15,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import amoeba
-from amoeba.integrations.experts_module import experts_modules, placed_in
+from amoeba.integrations.experts_module import experts_modules
 from amoeba.jobs.convert import quantise as quantising
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.sharded_model import load_share
-from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream import attaching
 from amoeba.stream.cpu.memory import READS
 from amoeba.stream.store import StoreError, aligned_buffer, index, open_store
-from amoeba.stream.store.packing import Progress, pack
+from amoeba.stream.store.packing import pack
 from called import call
 from quantised_checkpoints import write_fp8, write_mxfp4
-from selection import each_value_once, quick
+from selection import quick
 from tiny_models import EXPERTS, LAYERS, lora_gradients, token_ids
 
 amoeba.register()
@@ -87,26 +86,6 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@each_value_once()
-@pytest.mark.parametrize("which", ["folder", "store"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_codes_and_scales_are_those_of_the_resident_experts(name: str, which: str, stored) -> None:
-    model = resident(stored[name][0])
-    with open_store(stored[name][which == "store"]) as store:
-        assert store.format is not None and store.format.name == FORMATS[name]
-        for layer, entry in enumerate(store.layers):
-            expected = placed_in(model.get_submodule(entry.name))
-            blobs = aligned_buffer(entry.experts * entry.expert_bytes).view(entry.experts, -1).fill_(255)
-            for expert in range(entry.experts):
-                store.read(layer, expert, blobs[expert])
-            found = entry.weights(blobs)
-            assert isinstance(found, QuantisedExperts) and isinstance(expected, QuantisedExperts)
-            assert found.constants() == expected.with_products("bf16").constants()  # slots keep bf16 products
-            for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
-                assert ours is theirs is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
-            assert not any(blobs[:, begin:end].any() for begin, end in entry.gaps())
-
-
 @quick(lambda name, slots: (name, slots) in QUICK)
 @pytest.mark.parametrize("slots", [1, 2, EXPERTS])
 @pytest.mark.parametrize("name", FORMATS)
@@ -157,23 +136,6 @@ def test_a_store_of_codes_takes_a_byte_a_number_or_half_of_one(tmp_path: Path, s
         assert sum(part.shape[0] * part.shape[1] for part in store.layers[0].parts[:4]) == 0.53125 * 3 * 64 * 96
 
 
-def test_interrupted_packing_goes_on_and_ends_with_the_same_bytes(stored, tmp_path: Path) -> None:
-    folder, undisturbed = stored["fp8"]
-
-    def interrupt(now: Progress) -> None:
-        if now.layer == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pack(folder, tmp_path / "store", progress=interrupt)
-    with pytest.raises(StoreError, match="an incomplete one"):
-        open_store(tmp_path / "store")
-    assert pack(folder, tmp_path / "store").resumed_layers == 1
-    for path in undisturbed.rglob("*"):
-        if path.is_file() and path.name != "index.json":  # which names the folder
-            assert (tmp_path / "store" / path.relative_to(undisturbed)).read_bytes() == path.read_bytes(), path
-
-
 GREEDY = ("Once", "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu", "--json")
 
 
@@ -181,18 +143,6 @@ def invoke(*words: str) -> tuple[dict[str, Any], str]:
     """The last line as a document, and all that was said."""
     result = call(*words)
     return result.document, result.said
-
-
-def test_commands_pack_check_and_generate_from_codes(stored, tmp_path: Path) -> None:
-    folder, _ = stored["fp8"]
-    document, _ = invoke("pack", str(folder), "--out", str(tmp_path / "store"), "--json")
-    assert document["numbers"] == "fp8-128"
-    assert not invoke("pack", str(tmp_path / "store"), "--check", "--json")[0]["damaged"]
-    ram = str(budget(tmp_path / "store", 2))
-    streamed, said = invoke("generate", str(tmp_path / "store"), *GREEDY, "--ram", ram)
-    kept, _ = invoke("generate", str(folder), *GREEDY)
-    assert streamed["streaming"]["numbers"] == "fp8-128" and streamed["text"] == kept["text"] and "as fp8-128" in said
-    assert (streamed["placement"], kept["placement"]) == ("streamed", "fp8-weights")
 
 
 def change(path: Path, ending: str, make: Callable[[Tensor], Tensor | None]) -> None:
