@@ -82,12 +82,18 @@ def _recipe(precision: str) -> Placement:
     """A precision is not a placement: it cannot be selected as one, and its experts are resident. It is listed to be
     verified."""
     make = functools.partial(with_precision, precision=precision)
+    # Clamped gates and whole multiples for ups make exact ties of a block's scale in e4m3. In nvfp4 the last bit of an
+    # activation then decides over sixteen numbers; each product is proven by itself within the ordinary tolerance.
+    loose = precision == "nvfp4"
     return Placement(
         precision,
         f"trained in {precision}",
         make=make,
         # In fp32, too, a number next to the middle between two codes may fall to the other one.
-        tolerances={torch.float32: Tolerance(3e-3, 3e-3), torch.bfloat16: Tolerance(1e-2, 1e-2)},
+        tolerances={
+            torch.float32: Tolerance(4e-2, 1e-2) if loose else Tolerance(3e-3, 3e-3),
+            torch.bfloat16: Tolerance(4e-2 if loose else 1e-2, 1e-2),
+        },
         represent=make,
         trains=True,
         offered=False,
