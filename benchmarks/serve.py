@@ -8,6 +8,7 @@ has ended. With `over_http` both servers run in processes of their own and the c
 it there is no HTTP: the engine of `amoeba serve` and transformers' continuous batching, which is the engine of
 `transformers serve --continuous-batching`, answer in this process. `amoeba generate` is one answer by its captured
 steps, without an engine. First tokens are counted from the moment that a request is sent.
+transformers serve (5.23) streams the prompt itself before it computes anything; that chunk is not a token.
 """
 
 from __future__ import annotations
@@ -421,7 +422,8 @@ def _ask(port: int, model: str, prompt: str, new_tokens: int, first: Callable[[]
         chunk = json.loads(line[6:])
         if chunk.get("usage"):
             told = chunk["usage"]["completion_tokens"]
-        if any((choice.get("delta") or {}).get("content") for choice in chunk.get("choices", ())):
+        texts = [(choice.get("delta") or {}).get("content") for choice in chunk.get("choices", ())]
+        if any(text not in (None, "", prompt) for text in texts):
             first()
             count += 1
     connection.close()

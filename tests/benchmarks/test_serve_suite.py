@@ -1,6 +1,9 @@
 """`python -m benchmarks serve`: both engines answer concurrent clients, and every token is counted."""
 
+import json
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -37,3 +40,20 @@ def test_a_gpu_has_to_be_twice_as_fast_with_eight_clients():
         return ServeReport(SMALL, device, False, found)
 
     assert _slow(report(199)) and not _slow(report(200)) and not _slow(report(100, "cpu"))
+
+
+def test_the_prompt_that_a_server_streams_back_is_no_first_token():
+    texts = ["", "a prompt", "first", " second"]
+    chunks = [{"choices": [{"delta": {"content": text}}]} for text in texts] + [{"usage": {"completion_tokens": 7}}]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"".join(b"data: %s\n\n" % json.dumps(chunk).encode() for chunk in chunks))
+
+    calls: list[None] = []
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert serve._ask(server.server_port, "served", "a prompt", 7, lambda: calls.append(None)) == 7
+    assert len(calls) == 2

@@ -165,6 +165,9 @@ def test_what_does_not_go_together_is_refused(folder, prompts):
     assert "expected a prompt, or --prompts FILE; got neither" in refusal(folder)
     assert "--out: expected to be used with --prompts FILE" in refusal(folder, "Once", "--out", "x")
     assert "batch_size: expected at least 1" in refusal(folder, "--prompts", prompts, "--batch-size", 0)
+    assert "--compile: expected no compiling with serve and --prompts" in refusal(
+        folder, "--prompts", prompts, "--compile"
+    )
     assert "nowhere.txt" in refusal(folder, "--prompts", "nowhere.txt")
 
 

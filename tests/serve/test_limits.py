@@ -13,7 +13,10 @@ import sys
 import threading
 
 import pytest
+import torch
 from conftest import running
+
+from amoeba.jobs.generate.options import GenerationOptions
 
 NAME = "tiny"
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Once"}], "max_tokens": 5, "temperature": 0}
@@ -82,6 +85,13 @@ def test_a_bad_prompt_is_refused(server, prompt):
 def test_a_malformed_body_is_refused(server, body):
     status, document, _ = call(server, "/v1/chat/completions", body)
     assert status == 422 and document["error"]["message"]
+
+
+def test_compile_is_refused_because_steps_of_several_rows_are_not_compiled(folder):
+    from amoeba.serve.served_model import open_model
+
+    with pytest.raises(ValueError, match="--compile: expected no compiling with serve and --prompts"):
+        open_model(folder, GenerationOptions(compile=True, device=torch.device("cpu")))
 
 
 def test_an_unknown_model_and_an_unknown_path_are_not_found(server):

@@ -49,6 +49,7 @@ def open_model(
 ) -> ServedModel:
     """options: for requests that do not say. name: of the model in requests; None: of its folder. slots: requests that
     are answered at once, for each adapter. context: tokens of a prompt and its answer at most."""
+    options.check_batched()
     found = find_model(model_folder, None, options)
     name = name or _name_of(str(model_folder))
     folders = {each: find_adapter(folder) for each, folder in (adapters or {}).items()}

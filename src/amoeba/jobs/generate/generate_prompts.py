@@ -78,6 +78,7 @@ def generate_prompts(
     """
     if slots is not None and slots < 1:
         raise bad_value("batch_size", "at least 1", slots, "leave it out for the default")
+    options.check_batched()
     found = find_model(model_folder, adapter, options, rank_zero)
     rows = []
     for prompt in results.left:

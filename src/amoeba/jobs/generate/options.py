@@ -45,7 +45,7 @@ class GenerationOptions:
     trace: str | None = None  # a file for a timeline of streaming
     dense: str = "auto"  # on a CPU: weights of a step that are not experts, as loaded or "int8"
     exact: bool = False  # on a CPU: see amoeba.exact; experts resident where nothing is said
-    compile: bool | None = None  # on a GPU: decoder layers through torch.compile; None: where it pays
+    compile: bool | None = None  # one prompt on a GPU: decoder layers through torch.compile; None: where it pays
     trust_remote_code: bool = False  # whether Python code in the model's folder may run
 
     def __post_init__(self) -> None:
@@ -74,6 +74,12 @@ class GenerationOptions:
             raise bad_value("miss", "move, or vram as well", repr(self.miss), "leave it out, or stream with --vram")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out for a random seed")
+
+    def check_batched(self) -> None:
+        """For rows that come and go, whose steps are not compiled."""
+        if self.compile:
+            remedy = "leave it out (`generate` with one prompt and `chat` compile)"
+            raise bad_value("--compile", "no compiling with serve and --prompts", True, remedy)
 
 
 def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
