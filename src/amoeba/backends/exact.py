@@ -18,7 +18,7 @@ from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate_rows
 from amoeba.backends.torch_rows import Groups, TorchRows
 from amoeba.core.config import Activation
-from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
+from amoeba.core.problem import Problem, Save, Saved
 from amoeba.cpu.core import load_core
 from amoeba.ops.exact import ExactOperators, product
 from amoeba.precision.quantised_experts import QuantisedExperts
@@ -39,10 +39,6 @@ class ExactBackend(cpu.CpuBackend):
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         return None
-
-    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
-        problem, rows = self.sorted_rows(problem)
-        return sorted_rows.backward(problem, saved, dy_TH, needs, ExactRows if saved is None else rows)
 
 
 class QuantisedExactBackend(ExactBackend):
@@ -82,7 +78,6 @@ class ExactGroups(CoreGroups):
         rows_NI = rows if index_N is None else rows.index_select(0, index_N)
         if isinstance(matrix_EIO, Tensor) and 1 in matrix_EIO.stride()[1:]:  # all experts by one call
             found = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            rows_NI = rows_NI.float().contiguous()
             load_core().multiply_rows_exactly(self.offs_E, rows_NI, matrix_EIO.detach(), out=found)
             parts = self.each(out, found)
         else:

@@ -31,7 +31,8 @@ from amoeba.cpu.pointers import (
     has_lines,
     optional_address,
 )
-from amoeba.cpu.weights import CCoding, ScaledCodes
+from amoeba.cpu.weights import CCoding, ScaledCodes, current_path
+from amoeba.cpu.weights import Path as CpuPath
 
 logger = logging.getLogger("amoeba")
 
@@ -45,11 +46,12 @@ _SIGNATURES = {
         _POINTER, _INT64, _INT64, _INT64, _POINTER,         # matrix, its strides, bias
         _INT64, _INT64, _POINTER, _INT64, _INT,             # depth, columns, out, stride, threads
     ),
-    **dict.fromkeys(("amoeba_exact_rows_f32", "amoeba_exact_rows_bf16"), (
+    **{f"amoeba_exact_rows_{dtype}": (
         _INT64, _POINTER, _POINTER, _INT64,                 # experts, offs, rows, stride
         _POINTER, _INT64, _INT64, _INT64,                   # matrix, its strides
-        _INT64, _INT64, _POINTER, _INT64, _INT,             # depth, columns, out, stride, threads
-    )),
+        _INT64, _INT64, _POINTER, _INT64, _INT, *more,      # depth, columns, out, stride, threads
+    ) for dtype, more in (("f32", ()), ("bf16", (_INT,)))},  # whether rows are bf16 and meet tiles
+    "amoeba_exact_row_sums": (_INT64, _INT64, _POINTER, _POINTER, _INT),  # rows, length, x, out, threads
     "amoeba_weight_gradient_f32": (
         _INT64, _POINTER,                                   # experts, offs
         _POINTER, _INT64, _POINTER, _INT64,                 # left, stride, index, columns
@@ -170,20 +172,32 @@ class Core:
         )  # fmt: skip
 
     def multiply_rows_exactly(self, offs_E: Tensor, rows_NI: Tensor, matrix_EIO: Tensor, *, out: Tensor) -> None:
-        """The same without bias: a row's results do not depend on other rows. The matrix is fp32 or bf16, with an inner
-        stride of 1. Where it is contiguous along O, zeros in a row add nothing."""
+        """The same without bias: a row's results do not depend on other rows. Rows are fp32 or bf16, the matrix, too,
+        with an inner stride of 1. Where it is contiguous along O, zeros in a row add nothing."""
         experts, depth, columns = matrix_EIO.shape
         count = out.shape[0]
         if 1 not in matrix_EIO.stride()[1:] or matrix_EIO.dtype not in _DTYPES:
             got = f"{matrix_EIO.dtype} with strides {matrix_EIO.stride()}"
             raise bad_value("matrix_EIO", "fp32 or bf16 with an inner stride of 1", got, "copy it with .contiguous()")
+        half = rows_NI.dtype == matrix_EIO.dtype == torch.bfloat16
+        in_tiles = (int(half and current_path() is CpuPath.AMX),) if matrix_EIO.dtype == torch.bfloat16 else ()
+        rows_NI = rows_NI.float().contiguous()
         getattr(self._library, f"amoeba_exact_rows_{_DTYPES[matrix_EIO.dtype]}")(
             experts, address("offs_E", offs_E, torch.int32, (experts,)),
             address("rows_NI", rows_NI, torch.float32, (count, depth)), depth,
             address_at_strides("matrix_EIO", matrix_EIO, matrix_EIO.dtype, (experts, depth, columns)),
             *matrix_EIO.stride(), depth, columns, address("out", out, torch.float32, (count, columns)), columns,
-            torch.get_num_threads(),
+            torch.get_num_threads(), *in_tiles,
         )  # fmt: skip
+
+    def row_sums(self, x_ND: Tensor) -> Tensor:
+        """Of each row, in an order that its length decides."""
+        sums_N = torch.empty(x_ND.shape[0], dtype=torch.float32, device=CPU)
+        self._library.amoeba_exact_row_sums(
+            *x_ND.shape, address("x_ND", x_ND, torch.float32, tuple(x_ND.shape)),
+            address_to_write("sums_N", sums_N, torch.float32, tuple(sums_N.shape)), torch.get_num_threads(),
+        )  # fmt: skip
+        return sums_N
 
     def weight_gradient(
         self,

@@ -7,7 +7,7 @@ Outside, torch picks another kernel, and so another order, for one row than for 
 buffer without vectors. Inside,
 
 products      are summed by the C++ core in fp32, by one kernel for each layout of the weights
-sums, norms   fold the row's second half onto its first, again and again
+sums, norms   are added up by the core, one vector of a row after the other
 exponentials  and whatever else differs between vectors and single numbers go through whole vectors, in pieces that one
               thread computes
 attention     is two such products, with exact zeros where a query does not look: padding changes nothing
@@ -55,32 +55,29 @@ def product(a_EMK: Tensor, b_EKN: Tensor) -> Tensor:
     matrix = b_EKN.detach()
     matrix = matrix if matrix.dtype == torch.bfloat16 else matrix.float()
     matrix = matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
-    rows_NK = a_EMK.detach().float().reshape(count * rows, depth).contiguous()
-    load_core().multiply_rows_exactly(offs_E, rows_NK, matrix, out=out)
+    load_core().multiply_rows_exactly(offs_E, a_EMK.detach().reshape(count * rows, depth), matrix, out=out)
     return out.view(count, rows, columns)
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Over the last dimension, in fp32. Additions alone, so it has the same bits everywhere."""
-    x = x.float()
-    if x.shape[-1] == 0:
-        return x.sum(-1)
-    while (size := x.shape[-1]) > 1:
-        half = 1 << (size - 1).bit_length() - 1
-        folded = x[..., : size - half] + x[..., half:]
-        x = folded if 2 * half == size else torch.cat((folded, x[..., size - half : half]), -1)
-    return x[..., 0]
+    """Over the last dimension, in fp32."""
+    x_ND = x.detach().float().reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    return load_core().row_sums(x_ND).view(x.shape[:-1])
 
 
 def in_pieces(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """function(*given), a function of single elements, so that each is computed in a whole vector."""
-    shape = torch.broadcast_shapes(*(each.shape for each in given))
+    shape = given[0].shape
+    if any(each.shape != shape for each in given):
+        shape = torch.broadcast_shapes(*(each.shape for each in given))
     count = shape.numel()
     padded = -(-count // WHOLE) * WHOLE
-    flat = [each.expand(shape).reshape(-1) for each in given]
+    flat = [(each if each.shape == shape else each.expand(shape)).reshape(-1) for each in given]
     if padded > count:
         flat = [torch.cat((each, each.new_zeros(padded - count))) for each in flat]
     flat = [each.clone() if place_of(each) % ALIGNED else each for each in flat]
+    if 0 < padded <= PIECE:
+        return function(*flat)[:count].view(shape)
     pieces = [function(*each) for each in zip(*(each.split(PIECE) for each in flat), strict=True)]
     if not pieces:
         return function(*flat).view(shape)
@@ -218,6 +215,10 @@ _SAME = frozenset(
 
 
 class ExactOperators(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would wrap each call; nothing compiles inside
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _rule(function)(self, function, args, kwargs or {})
 

@@ -1,64 +1,12 @@
 // The CPU core: matrix products over sorted rows, all experts of a pass in one job list, in fp32; decoding also reads
-// bf16 weights, and codes (core_coded.cpp).
+// bf16 weights, and codes (core_coded.cpp). Products with one order of summation are in core_exact.cpp.
 //
 // Compiled on first use for the machine it runs on (see build.py). Vectors are GCC/Clang vector extensions, so one source
 // serves AVX-512, AVX2 and NEON. The caller has checked dtypes, shapes, strides.
 #include "core_decode.h"
 #include "core_products.h"
-#include "jobs.h"
 
 using namespace amoeba;
-
-namespace {
-
-// Calls visit(product, first row, rows, first column, columns), of one expert each, in parallel.
-template <class Weight, class Visit>
-void each_part(int64_t experts, const int32_t* offs, const ExpertProduct<Weight>& all, int64_t matrix_e,
-               int64_t columns, int threads, const Visit& visit) {
-  const ColumnCuts cuts(columns, experts, threads, TILE_COLUMNS);
-  run_jobs(experts * cuts.per_expert, threads, [&](int64_t job) {
-    const int64_t e = job / cuts.per_expert, first = job % cuts.per_expert * cuts.width;
-    ExpertProduct<Weight> product = all;
-    product.matrix += e * matrix_e;
-    if (all.bias) product.bias += e * columns;
-    for (int64_t r = start_of(offs, e); r < offs[e]; r += ROW_BLOCK)
-      visit(product, r, std::min<int64_t>(ROW_BLOCK, offs[e] - r), first, std::min(cuts.width, columns - first));
-  });
-}
-
-// Weights contiguous along the summed dimension: each result is one of `dots`, whatever the number of rows and columns.
-template <class Weight>
-void rows_times_dots(const ExpertProduct<Weight>& p, int64_t first_row, int64_t row_count, int64_t first_column,
-                     int64_t columns) {
-  const PlainMatrix<Weight> weights{p.matrix, 0, p.matrix_n};
-  const int64_t last = first_column + columns;
-  for (int64_t j = first_column, width; j < last; j += width) {
-    width = j + WEIGHT_ROWS <= last ? WEIGHT_ROWS : 1;
-    for (int64_t r = first_row; r < first_row + row_count; r += 4) {
-      const int64_t count = std::min<int64_t>(4, first_row + row_count - r);
-      const float* rows[4];
-      for (int64_t i = 0; i < count; ++i) rows[i] = p.rows[r + i];
-      each_weight_row(weights, 0, j, j + width, std::min(j + width, last - 1), count, rows, p.depth,
-                      [&](int64_t n, const float* products) {
-                        for (int64_t i = 0; i < count; ++i) p.out[(r + i) * p.out_stride + n] = products[i];
-                      });
-    }
-  }
-}
-
-// As amoeba_rows_f32, without bias. Each sum has an order of its own, by how the weights lie and by nothing else; where
-// they are contiguous along the output it is that of the summed dimension, so that zeros in the rows add nothing to it.
-template <class Weight>
-void exact_rows(int64_t experts, const int32_t* offs, const float* rows, int64_t row_stride, const Weight* matrix,
-                int64_t matrix_e, int64_t matrix_k, int64_t matrix_n, int64_t depth, int64_t columns, float* out,
-                int64_t out_stride, int threads) {
-  const ExpertProduct<Weight> all{{rows, row_stride, nullptr}, matrix, matrix_k, matrix_n, nullptr, out, out_stride, depth};
-  each_part(experts, offs, all, matrix_e, columns, threads, [&](const ExpertProduct<Weight>& p, auto... part) {
-    matrix_n == 1 ? rows_times_vector_weights(p, part...) : rows_times_dots(p, part...);
-  });
-}
-
-}  // namespace
 
 #pragma GCC visibility push(default)  // also of those that take what is hidden
 extern "C" {
@@ -74,16 +22,6 @@ void amoeba_rows_f32(int64_t experts, const int32_t* offs, const float* rows, in
     matrix_k == 1 ? rows_times_broadcast_weights(p, part...) : rows_times_vector_weights(p, part...);
   });
 }
-
-#define AMOEBA_EXACT_ROWS(NAME, Weight)                                                                               \
-  void NAME(int64_t experts, const int32_t* offs, const float* rows, int64_t row_stride, const Weight* matrix,        \
-            int64_t matrix_e, int64_t matrix_k, int64_t matrix_n, int64_t depth, int64_t columns, float* out,         \
-            int64_t out_stride, int threads) {                                                                        \
-    exact_rows(experts, offs, rows, row_stride, matrix, matrix_e, matrix_k, matrix_n, depth, columns, out,            \
-               out_stride, threads);                                                                                  \
-  }
-AMOEBA_EXACT_ROWS(amoeba_exact_rows_f32, float)
-AMOEBA_EXACT_ROWS(amoeba_exact_rows_bf16, uint16_t)
 
 // gradient_e = sum over the rows of e of left^T right, contiguous along right; zeros for an expert without rows.
 void amoeba_weight_gradient_f32(int64_t experts, const int32_t* offs, const float* left, int64_t left_stride,

@@ -5,6 +5,7 @@
 //   weight rows contiguous along the summed dimension -> weights are broadcast, the transposed rows are the vectors
 //   weight rows contiguous along the output dimension -> weights are the vectors, the rows are broadcast
 #pragma once
+#include "jobs.h"
 #include "memory.h"
 #include "vectors.h"
 
@@ -245,6 +246,21 @@ struct ColumnCuts {  // how many column chunks to cut each expert into, so that 
 };
 
 inline int64_t start_of(const int32_t* offs, int64_t e) { return e ? offs[e - 1] : 0; }
+
+// Calls visit(product, first row, rows, first column, columns), of one expert each, in parallel.
+template <class Weight, class Visit>
+void each_part(int64_t experts, const int32_t* offs, const ExpertProduct<Weight>& all, int64_t matrix_e,
+               int64_t columns, int threads, const Visit& visit) {
+  const ColumnCuts cuts(columns, experts, threads, TILE_COLUMNS);
+  run_jobs(experts * cuts.per_expert, threads, [&](int64_t job) {
+    const int64_t e = job / cuts.per_expert, first = job % cuts.per_expert * cuts.width;
+    ExpertProduct<Weight> product = all;
+    product.matrix += e * matrix_e;
+    if (all.bias) product.bias += e * columns;
+    for (int64_t r = start_of(offs, e); r < offs[e]; r += ROW_BLOCK)
+      visit(product, r, std::min<int64_t>(ROW_BLOCK, offs[e] - r), first, std::min(cuts.width, columns - first));
+  });
+}
 
 }  // namespace
 }  // namespace amoeba
