@@ -6,15 +6,15 @@ What a CUDA graph replays is recorded here without a GPU (`replayed_steps`): the
 import inspect
 
 import pytest
-import torch
-from transformers import GenerationConfig, cache_utils
+from transformers import cache_utils
 
 from amoeba.core.graph_replays import CannotCapture
 from amoeba.decoding import Decoder, why_not
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.step import Step
 from amoeba.decoding.trial import first_wrong, host_decision
-from model_kinds import VOCABULARY, build_kind, kinds
+from greedy_texts import plain, prompts
+from model_kinds import build_kind, kinds
 from replayed_steps import replayed
 from selection import quick
 from tiny_models import needs
@@ -32,21 +32,6 @@ REFUSED = {
 # One for each way to keep a state: linear attention, Mamba, convolutions, an indexer, both in one layer, a cache class
 # of its own; and one whose attention has a position bias.
 EVERY_TIME = {"qwen3_next", "granitemoehybrid", "lfm2_moe", "deepseek_v32", "zaya", "minimax", "inkling", *REFUSED}
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-
-
-def plain(model, rows: list[list[int]], tokens: int) -> list[list[int]]:
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    found = []
-    for row in rows:
-        ids = torch.tensor([row], device=model.device)
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        found.append(out[0, len(row) :].tolist())
-    return found
 
 
 @quick(lambda kind: kind in EVERY_TIME)

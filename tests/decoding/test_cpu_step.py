@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from test_decoder import attach_random, decoded, endless, plain, prompts
+from test_decoder import attach_random
 from torch import nn
 
 from amoeba import lora
@@ -17,6 +17,7 @@ from amoeba.integrations.experts_module import experts_modules
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate.token_steps import choose_steps
 from amoeba.lora.attaching import STATE, attached_to, put_on, take_off
+from greedy_texts import decoded, endless, plain, prompts
 from model_kinds import build_kind
 from selection import each_value_once
 

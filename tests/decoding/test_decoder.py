@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from amoeba import lora
 from amoeba.decoding import Decoder, Sampling, compiled_layers, why_not
 from amoeba.decoding import decoder as decoder_module
 from amoeba.integrations.place_experts import place_experts
+from greedy_texts import TOKENS, decoded, endless, plain, prompts
 from selection import each_value_once, quick
-from tiny_models import VOCABULARY, build
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
-TOKENS = 21  # past the window of 16 of the layers that have one
 _models: dict[str, torch.nn.Module] = {}
 
 
@@ -25,35 +23,6 @@ def built(family: str):
     if family not in _models:
         _models[family] = endless(family)
     return _models[family]
-
-
-def endless(family: str, **changes):
-    model = build(family, max_position_embeddings=128, **changes)
-    model.set_experts_implementation("amoeba")
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-
-
-def plain(model, rows: list[list[int]], tokens: int = TOKENS, **changes) -> list[list[int]]:
-    """One prompt at a time, so that nothing is padded."""
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, **changes)
-    found = []
-    for row in rows:
-        ids = torch.tensor([row], device=model.device)
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        found.append(out[0, len(row) :].tolist())
-    return found
-
-
-def decoded(model, rows: list[list[int]], tokens: int = TOKENS, decoder: Decoder | None = None, **options):
-    decoder = decoder or Decoder(model, batch=len(rows), length=max(map(len, rows)) + tokens, **options)
-    steps = list(decoder.generate(rows, tokens))
-    return [list(row) for row in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ import threading
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
+import greedy_texts
 from amoeba.decoding import engine as engine_module
 from amoeba.decoding import slots as slots_module
 from amoeba.decoding.decoder import Decoder, native_steps
 from amoeba.decoding.engine import End, Engine, Request
 from amoeba.decoding.sampling import Sampling
+from greedy_texts import endless
 from tiny_models import VOCABULARY, build
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
@@ -20,10 +21,7 @@ _models: dict[str, torch.nn.Module] = {}
 
 def built(family: str):
     if family not in _models:
-        model = build(family, max_position_embeddings=128)
-        model.set_experts_implementation("amoeba")
-        model.generation_config.eos_token_id = None
-        _models[family] = model
+        _models[family] = endless(family)
     return _models[family]
 
 
@@ -33,10 +31,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def plain(model, ids: list[int], tokens: int) -> list[int]:
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    given = torch.tensor([ids], device=model.device)
-    out = model.generate(input_ids=given, attention_mask=torch.ones_like(given), generation_config=config)
-    return out[0, len(ids) :].tolist()
+    return greedy_texts.plain(model, [ids], tokens)[0]
 
 
 class Heard(list):

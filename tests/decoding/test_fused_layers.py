@@ -1,19 +1,18 @@
 """Steps by our kernels for norms, sums and rotations: the tokens of plain ones, and a model that is as before."""
 
+import functools
 from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
+import greedy_texts
 from amoeba.decoding import Decoder, fused_layers
 from amoeba.decoding.step import Step
 from amoeba.kernels import norm_rotate, rms_norm
 from amoeba.ops import rotary_attention
-from tiny_models import VOCABULARY, build
-
-TOKENS = 6
+from greedy_texts import endless, prompts
 
 
 @pytest.fixture
@@ -37,31 +36,12 @@ def calls(monkeypatch) -> list[str]:
     return found
 
 
+plain, decoded = (functools.partial(each, tokens=6) for each in (greedy_texts.plain, greedy_texts.decoded))
+
+
 def small(family: str = "qwen3_moe", **changes):
     heads = {"head_dim": 64} if family == "qwen3_moe" else {}  # which our kernels serve
-    model = build(family, max_position_embeddings=128, **heads | changes)
-    model.set_experts_implementation("amoeba")
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-
-
-def plain(model, rows) -> list[list[int]]:
-    config = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
-    ids = [torch.tensor([row]) for row in rows]
-    made = [
-        model.generate(input_ids=each, attention_mask=torch.ones_like(each), generation_config=config) for each in ids
-    ]
-    return [one[0, len(row) :].tolist() for one, row in zip(made, rows, strict=True)]
-
-
-def decoded(model, rows) -> list[list[int]]:
-    steps = list(Decoder(model, batch=len(rows), length=60).generate(rows, TOKENS))
-    return [list(row) for row in zip(*steps, strict=True)]
+    return endless(family, **heads | changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=["plain", "biases"])

@@ -27,7 +27,7 @@ from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_expe
 from called import call
 from quantised_checkpoints import write_fp8, write_mxfp4
 from selection import quick
-from tiny_models import build, lora_gradients, save_byte_tokenizer, token_ids
+from tiny_models import build, logits_of, lora_gradients, save_byte_tokenizer, token_ids
 from tiny_runs import Quiet
 
 amoeba.register()
@@ -60,15 +60,10 @@ def close(found: Tensor, expected: Tensor, most: float) -> bool:
     return bool((found.double() - expected.double()).norm() <= most * expected.double().norm())
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=token_ids(), use_cache=False).logits
-
-
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_logits_are_those_of_the_dequantised_model(name: str, checkpoints: dict[str, Made]) -> None:
     folder, twin = checkpoints[name]
-    assert close(logits(load(folder)), logits(twin), 1e-5)
+    assert close(logits_of(load(folder)), logits_of(twin), 1e-5)
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp8", 1.02), ("mxfp4", 0.55)])
@@ -128,9 +123,9 @@ def test_quantised_activations_are_used_where_they_are_faster(checkpoints, tmp_p
 
 def test_products_of_a_loaded_model_may_be_set(checkpoints: dict[str, Made]) -> None:
     model = load(checkpoints["fp8"][0])
-    plain = logits(model)
+    plain = logits_of(model)
     amoeba.set_precision(model, "w8a8")
-    found = logits(model)
+    found = logits_of(model)
     assert 1e-3 < float((found - plain).norm() / plain.norm()) < 0.2
     told = products_of(model)
     assert told is not None and told.taken == "w8a8" and told.errors is not None
@@ -141,7 +136,7 @@ def test_products_of_a_loaded_model_may_be_set(checkpoints: dict[str, Made]) -> 
     assert told is not None and (told.taken, told.reason) == ("float32", "w8a8 takes no LoRA factors")
     model = load(checkpoints["fp8"][0])
     amoeba.set_precision(model, "bf16")
-    assert torch.equal(logits(model), plain)
+    assert torch.equal(logits_of(model), plain)
     with pytest.raises(ValueError, match="one of bf16, w8a8, auto for quantised experts"):
         amoeba.set_precision(model, "fp8-ste")
     with pytest.raises(ValueError, match="these experts are in mxfp4"):
@@ -196,7 +191,7 @@ def test_a_dtype_may_be_a_word_as_in_transformers(dtype: Any, checkpoints: dict[
 
 def test_scales_in_ue8m0(tmp_path: Path) -> None:
     twin = write_fp8(tmp_path, scale_dtype="float8_e8m0fnu")
-    assert close(logits(load(tmp_path)), logits(twin), 1e-5)
+    assert close(logits_of(load(tmp_path)), logits_of(twin), 1e-5)
 
 
 def test_sizes_that_are_no_whole_blocks_keep_gate_and_up_apart(checkpoints: dict[str, Made]) -> None:
@@ -226,7 +221,7 @@ def test_plain_trainer_trains_adapters_beside_them(name: str, checkpoints: dict[
 def test_the_model_may_be_cast_moved_and_copied(checkpoints: dict[str, Made]) -> None:
     folder, twin = checkpoints["fp8"]
     model = copy.deepcopy(load(folder).to(torch.bfloat16).to(torch.float32))
-    assert close(logits(model), logits(twin), 2e-2)
+    assert close(logits_of(model), logits_of(twin), 2e-2)
     expected = dequantise_experts(of_experts(load(folder))[0].to(torch.float32)).down_EHI
     assert torch.equal(dequantise_experts(of_experts(model)[0]).down_EHI, expected)
 
@@ -238,11 +233,11 @@ def test_placing_them_elsewhere_is_refused_and_auto_leaves_them(checkpoints: dic
         amoeba.place_experts(model, "mxfp4-weights")
     with pytest.raises(ValueError, match="experts as ordinary tensors"):
         model.save_pretrained(tmp_path)
-    before = logits(model)
+    before = logits_of(model)
     with pytest.raises(ValueError, match=r"experts as ordinary tensors; .* Keep experts_implementation=\"amoeba\""):
         model.set_experts_implementation("eager")  # which would compute with nothing, and say nothing
     model.set_experts_implementation({"": "amoeba"})  # as transformers does for each part of a model
-    assert torch.equal(logits(model), before)
+    assert torch.equal(logits_of(model), before)
 
 
 def spoil(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
@@ -332,14 +327,14 @@ def test_files_beside_those_of_the_checkpoint_are_not_read(checkpoints: dict[str
     tensors = load_file(folder / "model.safetensors")
     others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if "norm" in name}
     save_file(others, folder / "older.safetensors", {"format": "pt"})
-    expected = logits(load(checkpoints["fp8"][0]))
-    assert torch.equal(logits(load(folder)), expected)
+    expected = logits_of(load(checkpoints["fp8"][0]))
+    assert torch.equal(logits_of(load(folder)), expected)
     (folder / "model.safetensors").rename(folder / "first.safetensors")
     index = {"weight_map": {name: "first.safetensors" for name in tensors if not name.endswith("_scale_inv")}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(logits(load(folder)), expected)
+    assert torch.equal(logits_of(load(folder)), expected)
     with amoeba.stream.attach(str(folder), ram="64MiB", dtype=torch.float32) as streamed:
-        assert torch.equal(logits(streamed.model), expected)
+        assert torch.equal(logits_of(streamed.model), expected)
     (folder / "first.safetensors").unlink()
     with pytest.raises(ValueError, match=r"a file first.safetensors, as model.safetensors.index.json says; got none"):
         load(folder)
@@ -401,7 +396,7 @@ def test_one_scale_for_a_matrix_is_dequantised_by_transformers(tmp_path: Path) -
         pytest.skip(f"transformers {transformers.__version__} cannot load it itself: {error}")
     model = load(tmp_path)
     assert all(placed_in(module) is None for module in experts_modules(model).values())
-    assert close(logits(model), logits(twin), 1e-5)
+    assert close(logits_of(model), logits_of(twin), 1e-5)
 
 
 def test_blocks_that_are_no_powers_of_two_are_refused_by_name(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from amoeba import MoE, MoEConfig, RouterConfig, lora, replay
 from amoeba.decoding import Decoder
 from amoeba.proof.reference import router as reference
 from amoeba.replay import RoutingRecord
+from greedy_texts import endless, prompts
 from tiny_models import EXPERTS, LAYERS, VOCABULARY, build
 
 NEW = 7
@@ -44,19 +45,12 @@ def model(family: str) -> Any:
 
 def made(family: str) -> Any:
     if family not in _built:
-        model = build(family, max_position_embeddings=128, **FAMILIES[family])
-        model.set_experts_implementation("amoeba")
-        model.generation_config.eos_token_id = None
+        model = endless(family, **FAMILIES[family])
         for layer in model.model.layers if family == "deepseek_v3" else ():
             generator = torch.Generator().manual_seed(3)
             layer.mlp.gate.e_score_correction_bias.copy_(torch.randn(EXPERTS, generator=generator) * 0.2)
         _built[family] = model
     return copy.deepcopy(_built[family])
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 def generated(model: Any, *lengths: int) -> tuple[list[list[int]], list[RoutingRecord]]:

@@ -22,7 +22,7 @@ from amoeba.jobs.cpu_dtype import DtypeChoice
 from amoeba.jobs.placed_model import attach_in, load_placed
 from quantised_checkpoints import quantise_saved
 from selection import quick
-from tiny_models import build, experts_classes, save_byte_tokenizer, token_ids
+from tiny_models import build, experts_classes, logits_of, save_byte_tokenizer
 
 CPU = torch.device("cpu")
 # gates and none, transposed, interleaved, biased, stacked, a norm after the expert, state spaces
@@ -49,11 +49,6 @@ def by_layers(folder: Path, dtype: torch.dtype | None, placement: str) -> Any:
     return load_placed(str(folder), DtypeChoice(dtype, None, ""), placement, trains=False, device=CPU)[0]
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=token_ids(), use_cache=False).logits
-
-
 def facts_of(tensor: Tensor) -> tuple:
     return tensor.dtype, tensor.stride(), tensor.requires_grad
 
@@ -77,7 +72,7 @@ def assert_same_models(one: Any, other: Any) -> None:
     assert one.config.to_dict() == other.config.to_dict()
     assert one.generation_config.to_dict() == other.generation_config.to_dict()
     assert one.name_or_path == other.name_or_path
-    assert torch.equal(logits(one), logits(other))
+    assert torch.equal(logits_of(one), logits_of(other))
 
 
 @quick(lambda model_type, dtype: model_type in FAMILIES and dtype == torch.float32)
@@ -88,7 +83,7 @@ def test_it_has_the_bits_that_transformers_gives_it(model_type, dtype, tmp_path)
     if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         pytest.skip("a model of another kind")
     try:
-        logits(by_transformers(tmp_path, dtype, "resident"))
+        logits_of(by_transformers(tmp_path, dtype, "resident"))
     except RuntimeError as error:
         pytest.skip(f"transformers {transformers.__version__} cannot run it in this dtype: {error}")
     assert_same_models(by_transformers(tmp_path, dtype, "resident"), by_layers(tmp_path, dtype, "resident"))
@@ -110,7 +105,7 @@ def test_so_have_experts_that_are_placed(model_type, placement, dtype, tmp_path)
     one, other = (load(tmp_path, dtype, placement) for load in (by_transformers, by_layers))
     assert experts_modules(other).keys() == experts_modules(one).keys()
     assert {described(module).placement.name for module in experts_modules(other).values()} == {placement}
-    assert torch.equal(logits(one), logits(other))
+    assert torch.equal(logits_of(one), logits_of(other))
 
 
 def test_an_adapter_goes_on_it(tmp_path):
@@ -124,9 +119,9 @@ def test_an_adapter_goes_on_it(tmp_path):
     found = []
     for load in (by_transformers, by_layers):
         loaded = load(tmp_path / "model", torch.float32, "resident")
-        plain = logits(loaded)
+        plain = logits_of(loaded)
         lora.load(loaded, tmp_path / "adapter")
-        found.append(logits(loaded))
+        found.append(logits_of(loaded))
         assert not torch.equal(found[-1], plain)
     assert torch.equal(*found)
 
@@ -136,7 +131,7 @@ def test_quantised_experts_stay_as_they_are(tmp_path):
     quantise_saved(model, tmp_path, block=16)
     one, other = (load(tmp_path, torch.float32, "auto") for load in (by_transformers, by_layers))
     assert {described(module).placement.name for module in experts_modules(other).values()} == {"fp8-weights"}
-    assert torch.equal(logits(one), logits(other))
+    assert torch.equal(logits_of(one), logits_of(other))
 
 
 def test_a_file_that_was_cut_short_is_named(tmp_path):

@@ -23,7 +23,7 @@ from amoeba.placements import placement_named
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from called import call
 from selection import each_value_once, quick
-from tiny_models import build, randomise, save_byte_tokenizer, token_ids
+from tiny_models import build, logits_of, randomise, save_byte_tokenizer
 
 amoeba.register()
 FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4")
@@ -51,11 +51,6 @@ def load(folder: Path, implementation: str = "amoeba") -> Any:
     return model.float().eval()  # transformers dequantises some to bf16, whatever was asked for
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=token_ids(), use_cache=False).logits
-
-
 def place_as_written(model: Any, format: str) -> None:
     for module in experts_modules(model).values():
         experts = quantise_experts(resident(module), job.FORMATS[format], closest=True)
@@ -74,7 +69,7 @@ def test_a_written_folder_holds_what_placing_the_experts_gives(model_type, forma
         assert isinstance(one, QuantisedExperts) and isinstance(other, QuantisedExperts)
         assert torch.equal(dequantise_experts(one).gate_up_EJH, dequantise_experts(other).gate_up_EJH)
         assert torch.equal(dequantise_experts(one).down_EHI, dequantise_experts(other).down_EHI)
-    assert torch.equal(logits(found), logits(expected))
+    assert torch.equal(logits_of(found), logits_of(expected))
     assert report.experts == 12 and not list((tmp_path / "out").glob("*.unfinished*"))
     bits = {"fp8": 1.3, "mxfp8": 1.1, "mxfp4": 0.9, "nvfp4": 0.7}  # rows of 32 to 48 numbers fill whole blocks badly
     assert report.bytes_per_parameter <= bits[format]
@@ -87,10 +82,10 @@ def test_plain_transformers_reads_what_it_knows(model_type, format, models, tmp_
     report = quantise_folder(models[model_type], tmp_path / "out", format)
     assert report.read_by_transformers
     try:
-        theirs = logits(load(tmp_path / "out", "eager"))
+        theirs = logits_of(load(tmp_path / "out", "eager"))
     except InvalidVersion as error:  # of a package that is not installed: 5.8 asks nevertheless how new it is
         pytest.skip(f"transformers {transformers.__version__} cannot load it itself: {error}")
-    assert (theirs - logits(load(tmp_path / "out"))).norm() <= 2e-2 * theirs.norm()  # bf16 on the way
+    assert (theirs - logits_of(load(tmp_path / "out"))).norm() <= 2e-2 * theirs.norm()  # bf16 on the way
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
@@ -197,7 +192,7 @@ def test_gpt_oss_with_a_cut_block_is_ours(tmp_path: Path) -> None:
     assert not quantise_folder(tmp_path / "model", tmp_path / "out", "mxfp4").read_by_transformers
     model = load(tmp_path / "model")
     place_as_written(model, "mxfp4")
-    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+    assert torch.equal(logits_of(load(tmp_path / "out")), logits_of(model))
 
 
 def test_a_full_disk_says_how_to_go_on(models, tmp_path, monkeypatch):

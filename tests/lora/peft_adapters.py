@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amoeba.integrations.experts_module import ExpertsLayout, layouts_of
 from amoeba.lora.factors import LoraFactors
 from amoeba.lora.peft_files import Adapter
-from tiny_models import EXPERTS, HIDDEN, build, token_ids
+from tiny_models import EXPERTS, HIDDEN, build, logits_of
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 pytest.importorskip("safetensors", reason="needs safetensors: pip install 'amoeba-moe[hf]'")
@@ -33,11 +33,6 @@ def tiny(model_type: str) -> Any:
     """The same weights every time, also those that `build` leaves as the class draws them (the sinks of gpt-oss)."""
     torch.manual_seed(0)
     return build(model_type)
-
-
-def logits_of(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=token_ids(), use_cache=False).logits
 
 
 def lora_config(parameters: list[str], **changes: Any) -> Any:

@@ -11,18 +11,13 @@ import transformers
 
 from amoeba import lora
 from hostile_folders import change_json, save_adapter
-from tiny_models import TOLERANCE, build, relative, token_ids
+from tiny_models import TOLERANCE, build, logits_of, relative
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'amoeba-moe[lora]'")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAME_SIZED = {"qwen3_moe": {"moe_intermediate_size": 24}, "mixtral": {"intermediate_size": 24}}
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=token_ids(), use_cache=False).logits
 
 
 def by_peft(folder: Path, model: Any, **config: Any) -> Any:

@@ -5,9 +5,9 @@ T tokens · K experts per token · E experts · H hidden · I intermediate
 
 import pytest
 import torch
-from torch import Tensor
+from test_fp8_kernels import gradients, sentinels
 
-from amoeba import Activation, ExpertWeights, Request, Routing, experts, with_precision
+from amoeba import Activation, ExpertWeights, Request, Routing, with_precision
 from amoeba.backends import fp8_choice, fp8_triton
 from amoeba.backends.fp8_kernel_rows import PLAIN_ROWS
 from amoeba.core.problem import Problem
@@ -15,7 +15,7 @@ from amoeba.precision.recipes import SUMMARIES
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import STAGES, stage_errors, verify_case
 from selection import each_value_once, quick
-from small_layer import E, Layer
+from small_layer import Layer
 
 by_recipe = pytest.mark.parametrize("recipe", PLAIN_ROWS)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes fp32 for no recipe")
@@ -26,21 +26,6 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that has fp8 and is not Hopper."""
     monkeypatch.setattr(fp8_triton, "takes_plain_triton", lambda device, recipe: True)
     monkeypatch.setattr(fp8_triton.BACKEND, "why_not", lambda request: None, raising=False)
-
-
-def gradients(layer: Layer, recipe: str, backend: str, **options) -> dict[str, Tensor]:
-    weights = with_precision(layer.weights(layer.tensors), recipe)
-    routing = Routing(layer.expert_TK, layer.tensors["weight"])
-    y_TH = experts(layer.tensors["x"], routing, weights, backend=backend, **options)
-    found = torch.autograd.grad(y_TH, list(layer.tensors.values()), layer.dy_TH)
-    return {"output": y_TH.detach()} | dict(zip(layer.tensors, found, strict=True))
-
-
-def sentinels(tokens: int) -> Tensor:
-    expert_TK = torch.rand(tokens, E, generator=torch.Generator().manual_seed(4)).argsort(1)[:, :2]
-    expert_TK[::5, 1] = E
-    expert_TK[expert_TK == 1] = 3  # an expert without rows
-    return expert_TK
 
 
 @without_gpu

@@ -9,9 +9,10 @@ import pytest
 import torch
 from simulated_device import LiveDevice, RepeatedFunction
 
-from benchmarks.stream import decode, place
+from benchmarks.stream import place
 from benchmarks.stream import run as suite
 from benchmarks.stream.problem import SIZES, StreamProblem
+from tests.benchmarks.test_stream_suite import check_decodes, check_lora, few_tokens  # noqa: F401
 
 CPU = torch.device("cpu")
 # Triton's interpreter takes a tenth of a second for a layer
@@ -58,34 +59,9 @@ class SimulatedPlace(place.LinkedPlace):
         assert all(device.closed for device in self._devices)
 
 
-@pytest.fixture(autouse=True)
-def few_tokens(monkeypatch) -> None:
-    few = {"WARM": 3, "WARM_FROM_DISK": 3, "COMPARED": 1, "AHEAD": 1, "HITS": 1}
-    for name, value in few.items():
-        monkeypatch.setattr(decode, name, value)
-    monkeypatch.setattr(suite, "WARM", 3)
-
-
 def test_every_setting_over_a_link_is_right_and_timed(tmp_path: Path) -> None:
-    report = suite.run_stream(TINIEST, 2, tmp_path, make_place=SimulatedPlace)
-    assert not report.wrong
-    assert [each.setting for each in report.decodes] == [each.name for each in suite.settings(16, True)]
-    for each in report.decodes:
-        assert (each.same_bits and each.error == 0) or each.miss != "move"
-        assert each.error < 1e-5 and each.us > 0 and each.hits_us > 0 and each.over_least > 0
-        assert (each.simulated_hit_rate is None) == (each.miss != "move" or each.slots == 16)
-        if each.miss == "auto":  # time decides what is moved
-            continue
-        assert (each.bytes_up_per_token == 0) == (each.hit_rate == 1 or each.miss == "cpu")
-        assert each.hit_rate == 1 or each.slots < 16
-        assert (each.computed_us is None) == (each.miss == "move")
-        assert (each.share_of_link is None) == (each.bytes_up_per_token == 0)
-        assert (each.export_us is None) == (each.slots == 16)
-    assert report.disk_bytes_per_second > 0 and report.resident_us > 0
+    check_decodes(suite.run_stream(TINIEST, 2, tmp_path, make_place=SimulatedPlace), has_link=True)
 
 
 def test_a_fine_tuning_step_over_a_link_is_right_and_timed(tmp_path: Path) -> None:
-    report = suite.run_stream(replace(TINIEST, parts=("lora",)), 1, tmp_path, make_place=SimulatedPlace)
-    lora = report.lora
-    assert lora.same_bits and lora.ms > 0 and lora.resident_ms > 0 and lora.share_of_link > 0
-    assert lora.bytes_per_step > 0 and lora.bytes_per_step % report.expert_bytes == 0
+    check_lora(suite.run_stream(replace(TINIEST, parts=("lora",)), 1, tmp_path, make_place=SimulatedPlace))

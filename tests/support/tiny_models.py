@@ -240,6 +240,11 @@ def token_ids(batch: int = 2, length: int = 9) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(7))
 
 
+@torch.no_grad()
+def logits_of(model: nn.Module) -> Tensor:
+    return model(input_ids=token_ids(), use_cache=False).logits
+
+
 def run(model: PreTrainedModel, implementation: str, ids: Tensor | None = None) -> Outcome:
     """Forward and backward of a random linear function of the output."""
     model.set_experts_implementation(implementation)
