@@ -11,6 +11,7 @@ from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.kernels.decode import by_slot, decode, low_rank, quantised_configuration
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
+from amoeba.precision.formats import OF_BLOCKS
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
@@ -18,7 +19,7 @@ from amoeba.proof.reference import experts as reference
 from selection import quick
 from small_layer import SCALING, E, Layer
 
-FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
+FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4, *(OF_BLOCKS[name] for name in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")))
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 # several steps with a rest of blocks; no whole block; several steps of down; nothing but whole steps
 SIZES = [(160, 24), (31, 23), (32, 272), (128, 64)]  # H, I

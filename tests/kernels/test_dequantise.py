@@ -13,7 +13,10 @@ pytest.importorskip("triton")
 
 from amoeba.kernels.dequantise import dequantise
 from amoeba.precision import E2M1, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, quantise
-from amoeba.precision.formats import fp8_blocks
+from amoeba.precision.blocks import BLOCK_KINDS
+from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
+from amoeba.precision.quantised import QuantisedMatrix
+from random_blocks import HALVES, random_rows
 from selection import quick
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
@@ -75,6 +78,44 @@ def test_every_code_and_the_ends_of_the_scales(format: Format, device: torch.dev
     expected = matrix.dequantise()
     found = dequantise(matrix, 0, len(ends), torch.full_like(expected, UNTOUCHED))
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def blocks_of(kind: str, columns: int, device: torch.device, experts: int = 1) -> QuantisedMatrix:
+    """Of any bits, 37 rows of each expert."""
+    format = OF_BLOCKS[kind]
+    rows = random_rows(kind, 37 * experts, math.ceil(columns / format.block[1]))
+    data = torch.from_numpy(rows).view(experts, 37, -1).to(device)
+    return QuantisedMatrix(data, data.new_empty((experts, 0, 0)), format, columns)
+
+
+@quick(lambda kind, columns, dtype: dtype == torch.float32 and (columns == 768 or kind in ("q4_k", "q5_0")))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("columns", [768, 300, 31])
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+def test_any_bits_of_a_block_give_the_numbers_of_the_definition(kind, columns, dtype, device) -> None:
+    matrix = blocks_of(kind, columns, device, experts=3)
+    expected = matrix.dequantise(dtype)
+    for first, last in ((0, 3), (1, 2)):
+        memory = torch.full((last - first + 1, 37, columns), UNTOUCHED, dtype=dtype, device=device)
+        found = dequantise(matrix, first, last, memory[: last - first])
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(found.view(bits), expected[first:last].view(bits)), (first, last)
+        assert (memory[last - first :] == UNTOUCHED).all(), "written behind the last one"
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+def test_the_ends_of_a_block_s_scales(kind: str, device: torch.device) -> None:
+    """In fp16: zeros, a subnormal number, the largest one, infinities and NaN, for scale and offset alike."""
+    matrix = blocks_of(kind, 1536, device)
+    places = HALVES.get(kind, [0, 2])
+    blocks = matrix.data.view(37, -1, BLOCK_KINDS[kind].bytes)
+    for number, end in enumerate((0x0000, 0x8000, 0x0001, 0x7BFF, 0x7C00, 0xFC00, 0x7E00)):
+        for row, place in enumerate(places):
+            blocks[row + 2 * number, :, place], blocks[row + 2 * number, :, place + 1] = end & 255, end >> 8
+    expected = matrix.dequantise()
+    found = dequantise(matrix, 0, 1, torch.full_like(expected, UNTOUCHED))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert expected.isnan().any()
 
 
 def test_no_experts_and_no_columns(device: torch.device) -> None:

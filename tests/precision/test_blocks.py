@@ -1,26 +1,15 @@
 """Blocks of GGUF files stand for the numbers that the package gguf gives, bit for bit, in every type that is read."""
 
-import numpy as np
 import pytest
 import torch
 
 from amoeba.precision.blocks import BLOCK_KINDS, dequantise_blocks, mxfp4_parts, quantise_blocks
 from amoeba.precision.formats import MXFP4
 from amoeba.precision.quantised import QuantisedMatrix
+from random_blocks import random_rows
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'amoeba-moe[gguf]'")
 ROWS, BLOCKS = 8, 3
-HALVES = {"q6_k": [208], "q3_k": [108], "q2_k": [80, 82], "q8_0": [0], "q5_0": [0], "q4_0": [0], "mxfp4": []}
-
-
-def random_rows(kind: str) -> np.ndarray:
-    """Any bits, with scales that are finite."""
-    blocks = np.random.default_rng(0).integers(0, 256, (ROWS, BLOCKS, BLOCK_KINDS[kind].bytes), dtype=np.uint8)
-    for place in HALVES.get(kind, [0, 2]):
-        blocks[..., place + 1] &= 0xBB  # an exponent of fp16 that is not all ones
-    if kind == "mxfp4":
-        blocks[..., 0] = np.minimum(blocks[..., 0], 251)
-    return blocks.reshape(ROWS, -1)
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)

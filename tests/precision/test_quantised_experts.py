@@ -15,18 +15,21 @@ import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
 from amoeba.backends import quantised_triton
 from amoeba.core.problem import Problem
-from amoeba.core.weights import LORA_NAMES
+from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
-from amoeba.precision.blocks import PACKED_KINDS
-from amoeba.precision.formats import fp8_blocks
-from amoeba.precision.quantised import quantise
+from amoeba.precision.blocks import BLOCK_KINDS, PACKED_KINDS
+from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
+from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
+from amoeba.proof.reference import experts as reference
+from random_blocks import HALVES, random_rows
 from selection import each_value_once, quick
-from small_layer import E, Layer, kernel_device
+from small_layer import SCALING, E, Layer, kernel_device
 
-FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
+Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = BLOCKS = tuple(OF_BLOCKS[name] for name in PACKED_KINDS)
+FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4, *BLOCKS)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 CPU = torch.device("cpu")
 PLACEMENTS = (
@@ -66,7 +69,12 @@ def run(layer: Layer, weights, **options) -> dict[str, Tensor]:
     )
 
 
-@quick(lambda format, activation: (format.name, activation) in {("fp8-128", "swiglu"), ("mxfp4", "gpt-oss")})
+@quick(
+    lambda format, activation: (
+        (format.name, activation)
+        in {("fp8-128", "swiglu"), ("mxfp4", "gpt-oss"), ("q4_k", "swiglu"), ("q6_k", "plain")}
+    )
+)
 @pytest.mark.parametrize("activation", ["swiglu", "gpt-oss", "plain"])
 @by_format
 def test_the_kernels_agree_with_dequantised_experts_in_every_gradient(format: Format, activation: str) -> None:
@@ -87,7 +95,7 @@ ROUTINGS = {
 }
 
 
-@quick(lambda format, routing: format in (FP8_128, MXFP4))
+@quick(lambda format, routing: format in (FP8_128, MXFP4, Q5_K))
 @pytest.mark.parametrize("routing", ROUTINGS)
 @by_format
 def test_the_kernels_take_any_routing(format: Format, routing: str) -> None:
@@ -106,7 +114,7 @@ def test_the_kernels_take_any_routing(format: Format, routing: str) -> None:
     assert (y_TH - expected["output"]).norm() <= 2e-6 * expected["output"].norm()
 
 
-@quick(lambda format, backend: backend == "eager" or format is NVFP4)
+@quick(lambda format, backend: format in (NVFP4, Q4_0))
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @by_format
 def test_two_runs_have_the_same_bits(format: Format, backend: str) -> None:
@@ -114,6 +122,44 @@ def test_two_runs_have_the_same_bits(format: Format, backend: str) -> None:
     quantised = quantise_experts(frozen(layer), format)
     first, second = (run(layer, quantised, backend=backend) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@quick(lambda kinds: kinds in ("q4_k q6_k", "q3_k q5_0", "q2_k q5_1"))
+@pytest.mark.parametrize("kinds", ["q4_k q6_k", "q4_k q4_k", "q3_k q5_0", "q2_k q5_1", "q4_1 q8_0"])
+def test_blocks_of_any_bits_and_two_types_have_every_gradient(kinds: str) -> None:
+    """As files have them, and types that nothing here quantises to. Against fp64 on what they stand for."""
+    up_kind, down_kind = kinds.split()
+    layer = Layer(rank=3, hidden=256, inner=256, tokens=7).to(kernel_device())
+
+    def drawn(kind: str, rows: int) -> QuantisedMatrix:
+        format = OF_BLOCKS[kind]
+        found = torch.from_numpy(random_rows(kind, E * rows, 256 // format.block[1])).view(E, rows, -1)
+        blocks = found.view(E, rows, -1, BLOCK_KINDS[kind].bytes)
+        for place in HALVES.get(kind, [0, 2]):
+            blocks[..., place + 1] = blocks[..., place + 1] & 0x83 | 0x14  # scales that leave numbers of about one
+        return QuantisedMatrix(found, found.new_empty((E, 0, 0)), format, 256)
+
+    weights = QuantisedExperts.holding(
+        drawn(up_kind, 512), drawn(down_kind, 256), activation=layer.activation, dtype=torch.float32
+    )
+    weights = weights.of([t if t is None else t.to(kernel_device()) for t in weights.tensors()], weights.constants())
+    exact = dequantise_experts(weights, torch.float64)
+    names = ("x", "weight", *LORA_NAMES)
+    wide = {name: layer.tensors[name].detach().double().requires_grad_() for name in names}
+    lora = LoraFactors(**{name: wide[name] for name in LORA_NAMES}, scaling=SCALING)
+    truth = reference.experts_forward(wide["x"], layer.expert_TK, wide["weight"], exact, lora)
+    grads = torch.autograd.grad(truth, [wide[name] for name in names], layer.dy_TH.double())
+    expected = {"output": truth.detach(), **dict(zip(names, grads, strict=True))}
+    found = run(layer, weights, backend="triton")
+    x_TH, weight_TK = layer.tensors["x"], layer.tensors["weight"]
+    options = {"lora": layer.lora(layer.tensors), "backend": "triton"}
+    with torch.no_grad():  # by expert, and a token by slot
+        few = [experts(x_TH[:n], Routing(layer.expert_TK[:n], weight_TK[:n]), weights, **options) for n in (7, 1)]
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 5e-6 * tensor.norm(), name
+    for y_TH in few:
+        assert (y_TH - truth[: len(y_TH)]).norm() <= 5e-6 * truth[: len(y_TH)].norm()
 
 
 @pytest.mark.gpu
@@ -166,8 +212,6 @@ def test_compiled_layers_expect_what_the_kernels_save(rank: int) -> None:
 
 def test_one_expert_at_a_time_is_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only those that got rows."""
-    from amoeba.precision.quantised import QuantisedMatrix
-
     asked: list[tuple[int, ...]] = []
     dequantise = QuantisedMatrix.dequantise
     monkeypatch.setattr(

@@ -31,22 +31,33 @@ from amoeba.backends import quantised_triton, sorted_rows
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES
 from amoeba.kernels.decode import Like, quantised_configuration
-from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
-from amoeba.precision.quantised_experts import QuantisedExperts, quantise_experts
+from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, OF_BLOCKS, Format, fp8_blocks
+from amoeba.precision.quantised import quantise
+from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.stream import attaching
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS, MemoryStore
 from selection import quick
 
 FP8 = fp8_blocks(16, 16)  # of which these small experts have several
-FORMATS = {each.name: each for each in (FP8, MXFP8, MXFP4, NVFP4)}
+Q8_0, Q4_K, Q6_K = (OF_BLOCKS[name] for name in ("q8_0", "q4_k", "q6_k"))
+FORMATS = {each.name: each for each in (FP8, MXFP8, MXFP4, NVFP4, Q8_0, Q4_K)}
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 def quantised(format: Format, dtype: torch.dtype = torch.float32, bias: bool = True) -> QuantisedExperts:
-    return quantise_experts(weights_of(dtype, bias), format)
+    return as_in_files(quantise_experts(weights_of(dtype, bias), format))
+
+
+def as_in_files(experts: QuantisedExperts) -> QuantisedExperts:
+    """With another type for down next to Q4_K, as files in Q4_K_M have it."""
+    if experts.format is not Q4_K:
+        return experts
+    down = quantise(dequantise_experts(experts).down_EHI, Q6_K)
+    biases = experts.stored_gate_up_bias, experts.stored_down_bias
+    return experts.holding(experts.gate_up_EJH.matrix, down, *biases, experts.activation, experts.dtype)
 
 
 def memory_of(resident: QuantisedExperts, slots: int, host_slots: int = 0) -> DeviceMemory:
@@ -60,7 +71,11 @@ def memory_of(resident: QuantisedExperts, slots: int, host_slots: int = 0) -> De
     return found
 
 
-@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 3), ("mxfp4", 1), ("nvfp4", 3)))
+@quick(
+    lambda name, slots: (
+        DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 3), ("mxfp4", 1), ("nvfp4", 3), ("q4_k", 3))
+    )
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 3, E])
 @pytest.mark.parametrize("name", FORMATS)
@@ -77,7 +92,7 @@ def test_outputs_are_those_of_resident_codes(name: str, slots: int, dtype: torch
                 assert_as_resident(y_TH, expected, slots, again)
 
 
-@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) == ("nvfp4", 3))
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in (("nvfp4", 3), ("q4_k", 3)))
 @pytest.mark.parametrize("slots", [1, 3, E])
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_decoded_by_expert_give_the_bits_of_resident_codes(name, slots, monkeypatch):
@@ -98,7 +113,7 @@ def test_tokens_decoded_by_expert_give_the_bits_of_resident_codes(name, slots, m
             assert y_TH.count_nonzero() > 0 and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=each))
 
 
-@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 4), ("nvfp4", E)))
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 4), ("nvfp4", E), ("q4_k", 4)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])
 @pytest.mark.parametrize("name", FORMATS)
@@ -129,7 +144,7 @@ def test_codes_in_slots_have_the_tiles_of_all_experts(name: str) -> None:
     assert differ
 
 
-@quick(lambda name: DEVICE.type == "cuda" or name in ("mxfp4", "nvfp4"))
+@quick(lambda name: DEVICE.type == "cuda" or name in ("mxfp4", "nvfp4", "q4_k"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_captured_passes_give_the_numbers_of_resident_codes(name: str, dtype: torch.dtype) -> None:
@@ -181,15 +196,47 @@ def test_a_store_of_codes_streams_to_a_gpu(tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # on a CPU others compute the resident ones
 
 
+def test_a_gguf_file_streams_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are in the slots, Q4_K and Q6_K of one expert; another layer has other types, as in Q4_K_M."""
+    gguf_models = pytest.importorskip("gguf_models")
+    from amoeba.integrations import gguf_files
+    from amoeba.jobs.cpu_dtype import DtypeChoice
+    from amoeba.jobs.placed_model import attach_in, load_placed
+    from amoeba.stream.gpu.tiers import LayerTiers
+    from amoeba.stream.store import open_store
+    from tiny_models import LAYERS, build
+
+    sizes = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256, "hidden_size": 256}
+    model = build("qwen3_moe", **sizes, moe_intermediate_size=256, max_position_embeddings=512)
+    kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K", "blk.1.ffn_down_exps.weight": "Q4_K"}
+    path = gguf_models.write_gguf(tmp_path / "model.gguf", model.to(torch.bfloat16), kinds)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(attaching, "gpu", lambda: SimulatedDevice(inline=True))
+        monkeypatch.setattr(gguf_files.GgufHeader, "dtype", torch.float32)  # the interpreter does not multiply bf16
+    with open_store(path) as store:
+        vram = store.rest_bytes + 3 * sum(LayerTiers.slot_bytes(entry) for entry in store.layers)
+    choice = DtypeChoice(None, None, "")
+    resident, _ = load_placed(str(path), choice, "auto", trains=False, device=torch.device("cpu"))
+    ids = torch.randint(0, 256, (1, 6), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    streamed, _ = attach_in(choice, str(path), vram=vram, ram="1MiB")
+    with streamed, torch.no_grad():
+        assert [memory.slots.down_format for memory in streamed.memory.layers] == [Q6_K, None]
+        assert streamed.memory.slots == (3,) * LAYERS and ", as q4_k+q6_k, " in str(streamed.memory)
+        found = [streamed.model(input_ids=each, use_cache=False).logits for each in (ids, ids[:, :1])]
+        expected = [resident.to(DEVICE)(input_ids=each, use_cache=False).logits for each in (ids, ids[:, :1])]
+    for logits, right in zip(found, expected, strict=True):
+        assert (logits - right).norm() < (1e-4 if DEVICE.type == "cpu" else 1e-2) * right.norm()
+
+
 # --- on a GPU alone ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [FP8_128, MXFP4, NVFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [FP8_128, MXFP4, NVFP4, Q8_0, Q4_K], ids=lambda format: format.name)
 @pytest.mark.parametrize(("count", "slots"), [(32, 9), (32, 20), (128, 8), (128, 40)])
 def test_every_way_to_compute_gives_the_bits_of_resident_codes(count: int, slots: int, format: Format) -> None:
     """With 128 experts two to four tokens go by slot, with 32 by expert."""
-    resident = quantise_experts(wide(count), format)
+    resident = as_in_files(quantise_experts(wide(count), format))
     with torch.no_grad(), closing(memory_of(resident, slots, 6)) as memory:
         for tokens in (1, 2, 4, 5, 8, 64, 65, 300):
             for seed in range(2):
@@ -198,10 +245,10 @@ def test_every_way_to_compute_gives_the_bits_of_resident_codes(count: int, slots
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [FP8_128, MXFP4, NVFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [FP8_128, MXFP4, NVFP4, Q8_0, Q4_K], ids=lambda format: format.name)
 @pytest.mark.parametrize(("tokens", "slots", "host_slots"), [(1, 8, 0), (1, 9, 32), (4, 32, 0)])
 def test_many_replays_give_the_bits_of_resident_codes(tokens: int, slots: int, host_slots: int, format: Format) -> None:
-    resident = quantise_experts(wide(32), format)
+    resident = as_in_files(quantise_experts(wide(32), format))
     with torch.no_grad(), closing(Captured(resident, slots, host_slots, routed_wide(tokens, 32, 8, 0), 3)) as captured:
         for seed in range(40):
             given = routed_wide(tokens, 32, 8, seed)

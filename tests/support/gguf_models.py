@@ -35,8 +35,8 @@ CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if ad
 
 
 def write_gguf(path: Path, model: Any, kinds: dict[str, str] | None = None, *, parts: int = 1, **changes: Any) -> Path:
-    """kinds: of the experts' gate, up and down, and of the "rest"; BF16 where none is given. changes: of metadata,
-    None for a key that is left out."""
+    """kinds: of the experts' gate, up and down, and of the "rest"; BF16 where none is given; or of one tensor.
+    changes: of metadata, None for a key that is left out."""
     kinds = {"gate": "BF16", "up": "BF16", "down": "BF16", "rest": "BF16"} | (kinds or {})
     architecture, config = ARCHITECTURES[model.config.model_type], model.config
     split = {} if parts == 1 else {"split_max_tensors": -(-len(list(_tensors(model, architecture))) // parts)}
@@ -46,7 +46,11 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str] | None = None, *, p
     _add_tokenizer(writer, "tokenizer.ggml.pre" not in changes)
     for name, tensor in _tensors(model, architecture):
         part = next((each for each in ("gate", "up", "down") if f"ffn_{each}_exps.weight" in name), "rest")
-        kind = kinds[part] if tensor.dim() > 1 and name.endswith(".weight") and "gate_inp" not in name else "F32"
+        kind = (
+            kinds.get(name, kinds[part])
+            if tensor.dim() > 1 and name.endswith(".weight") and "gate_inp" not in name
+            else "F32"
+        )
         _write(writer, name, tensor.detach().float().contiguous(), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

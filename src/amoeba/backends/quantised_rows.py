@@ -74,8 +74,8 @@ class QuantisedRows(TritonRows):
 
 class HopperQuantisedRows(HopperRows):
     """By Gluon's kernels: codes are decoded on their way to the matrix unit, once for each tile of rows; where experts
-    have many rows, or lie in slots with something between them, some of them are dequantised at a time, to the same
-    bits."""
+    have many rows, lie in slots with something between them, or are in blocks of GGUF files, some of them are
+    dequantised at a time, to the same bits."""
 
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         from amoeba.kernels.hopper import gemm, weight_only_gemm
@@ -120,7 +120,7 @@ class HopperQuantisedRows(HopperRows):
     def _is_dequantised(self, matrix: QuantisedMatrix) -> bool:
         from amoeba.kernels.hopper.weight_only_gemm import is_in_one_piece
 
-        if not is_in_one_piece(matrix):
+        if matrix.format.scale == "inside" or not is_in_one_piece(matrix):
             return True
         many = MANY_ROWS_OF_NVFP4 if matrix.format.scale == "e4m3" else MANY_ROWS
         return self.order_N.shape[0] >= many * matrix.shape[0]
@@ -170,6 +170,6 @@ def why_not_hopper(problem: Problem) -> str | None:
     from amoeba.kernels.hopper import weight_only_gemm
 
     for matrix in (weights.gate_up_EJH.matrix, weights.down_EHI.matrix):
-        if (reason := weight_only_gemm.why_not(matrix)) is not None:
+        if matrix.format.scale != "inside" and (reason := weight_only_gemm.why_not(matrix)) is not None:
             return reason
     return None

@@ -46,8 +46,6 @@ class QuantisedTritonBackend(PassesBackend):
         assert isinstance(weights, QuantisedExperts)
         if (reason := triton.why_not_on(weights.device, weights.dtype)) is not None:
             return reason
-        if weights.format.scale == "inside":
-            return f"reads codes with scales apart from them; these weights are in {weights.format.name}"
         asked = weights.products == "w8a8" and request.lora is None
         return why_no_w8a8_kernel(weights) if asked else None
 

@@ -5,7 +5,7 @@ E experts · O rows of a matrix · I columns
     dequantise(matrix, 8, 16, out_EOI)                          # of the experts 8 to 15; out: bf16 (8, O, I)
 
 One pass over memory. A number is its bits' one times its scale in fp32, rounded to the dtype of `out`: what
-`QuantisedMatrix.dequantise` gives.
+`QuantisedMatrix.dequantise` gives. Blocks of GGUF files are read by `amoeba.kernels.blocks`.
 
 `unpack_e4m3`, `unpack_e2m1` and `load_scales` serve other kernels as well. Numbers are unpacked by their bits, through
 fp16, which every GPU converts: bits put where fp16 has them are the number times a power of two, subnormal ones too.
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.blocks import NARROWEST, layout_of, load_blocks
 from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments
@@ -39,7 +40,8 @@ def dequantise(matrix: QuantisedMatrix, first: int, last: int, out_EOI: Tensor) 
     check_arguments(fits, expected, data=matrix.data, scales=matrix.scales, out=out_EOI)
     if out_EOI.numel() == 0:
         return out_EOI
-    block = min(_COLUMNS, max(2, next_power_of_2(columns)))  # a byte has two codes of four bits
+    least = NARROWEST if matrix.format.scale == "inside" else 2  # a byte has two codes of four bits
+    block = min(_COLUMNS, max(least, next_power_of_2(columns)))
     _dequantise[(cdiv((last - first) * rows, _ROWS), cdiv(columns, block))](
         matrix.data[first:last],
         matrix.scales[first:last],
@@ -67,7 +69,8 @@ def block_constants(matrix: QuantisedMatrix) -> dict[str, Any]:
     """What kernels that decode a stack of matrices are told of their codes and of where scales belong."""
     block_rows, block_columns = matrix.format.block
     of_part = matrix.shape[1] // matrix.parts
-    return {
+    inside = layout_of(matrix) if matrix.format.scale == "inside" else {}
+    return inside | {
         "BITS": matrix.format.element.bits,
         "SCALE": matrix.format.scale,
         "BLOCK_ROWS": block_rows,
@@ -126,25 +129,30 @@ def _dequantise(data, scales, matrix_scale, out, rows, MATRIX: tl.constexpr, ROW
     bytes_R = data + expert_R * MATRIX.STRIDE_EXPERT + inner_R * MATRIX.STORED_COLUMNS
     first = tl.program_id(1) * COLUMNS
     column_C = first + tl.arange(0, COLUMNS)
-    if MATRIX.BITS == 8:
-        mask = there_R[:, None] & (column_C < MATRIX.COLUMNS)[None, :]
-        packed = tl.load(bytes_R[:, None] + column_C[None, :], mask=mask, other=0)
-        value = decode(packed)
+    if MATRIX.SCALE == "inside":
+        value = load_blocks(bytes_R[:, None], there_R[:, None], first, COLUMNS, MATRIX)
     else:
-        byte_C = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-        mask = there_R[:, None] & (byte_C < MATRIX.STORED_COLUMNS)[None, :]
-        packed = tl.load(bytes_R[:, None] + byte_C[None, :], mask=mask, other=0)
-        value = tl.reshape(tl.join(unpack_e2m1(packed), unpack_e2m1(packed >> 4)), (ROWS, COLUMNS))
-    of_matrix = 1.0
-    if matrix_scale is not None:
-        of_matrix = tl.load(matrix_scale + expert_R * MATRIX.STRIDE_MATRIX_SCALE, mask=there_R, other=0.0)[:, None]
-    SHARED: tl.constexpr = MATRIX.BLOCK_COLUMNS if MATRIX.BLOCK_COLUMNS < COLUMNS else COLUMNS
-    GROUPS: tl.constexpr = COLUMNS // SHARED
-    block_G = first // MATRIX.BLOCK_COLUMNS + tl.arange(0, GROUPS)
-    line_R = scale_row(inner_R, MATRIX.BLOCK_ROWS, MATRIX.PART_ROWS, MATRIX.PART_BLOCKS) * MATRIX.SCALE_COLUMNS
-    places = scales + (expert_R * MATRIX.STRIDE_SCALE_EXPERT + line_R)[:, None] + block_G[None, :]
-    scale = load_scales(places, there_R[:, None] & (block_G < MATRIX.SCALE_COLUMNS)[None, :], of_matrix, MATRIX.SCALE)
-    value = tl.reshape(tl.reshape(value, (ROWS, GROUPS, SHARED)) * scale[:, :, None], (ROWS, COLUMNS))
+        if MATRIX.BITS == 8:
+            mask = there_R[:, None] & (column_C < MATRIX.COLUMNS)[None, :]
+            packed = tl.load(bytes_R[:, None] + column_C[None, :], mask=mask, other=0)
+            value = decode(packed)
+        else:
+            byte_C = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+            mask = there_R[:, None] & (byte_C < MATRIX.STORED_COLUMNS)[None, :]
+            packed = tl.load(bytes_R[:, None] + byte_C[None, :], mask=mask, other=0)
+            value = tl.reshape(tl.join(unpack_e2m1(packed), unpack_e2m1(packed >> 4)), (ROWS, COLUMNS))
+        of_matrix = 1.0
+        if matrix_scale is not None:
+            of_matrix = tl.load(matrix_scale + expert_R * MATRIX.STRIDE_MATRIX_SCALE, mask=there_R, other=0.0)[:, None]
+        SHARED: tl.constexpr = MATRIX.BLOCK_COLUMNS if MATRIX.BLOCK_COLUMNS < COLUMNS else COLUMNS
+        GROUPS: tl.constexpr = COLUMNS // SHARED
+        block_G = first // MATRIX.BLOCK_COLUMNS + tl.arange(0, GROUPS)
+        line_R = scale_row(inner_R, MATRIX.BLOCK_ROWS, MATRIX.PART_ROWS, MATRIX.PART_BLOCKS) * MATRIX.SCALE_COLUMNS
+        places = scales + (expert_R * MATRIX.STRIDE_SCALE_EXPERT + line_R)[:, None] + block_G[None, :]
+        scale = load_scales(
+            places, there_R[:, None] & (block_G < MATRIX.SCALE_COLUMNS)[None, :], of_matrix, MATRIX.SCALE
+        )
+        value = tl.reshape(tl.reshape(value, (ROWS, GROUPS, SHARED)) * scale[:, :, None], (ROWS, COLUMNS))
     mask = there_R[:, None] & (column_C < MATRIX.COLUMNS)[None, :]
     place_R = out + row_R.to(tl.int64) * MATRIX.COLUMNS
     tl.store(place_R[:, None] + column_C[None, :], value.to(out.dtype.element_ty), mask=mask)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.blocks import load_blocks
 from amoeba.kernels.constants import Group
 from amoeba.kernels.dequantise import block_constants, load_scales, scale_row, unpack_e2m1, unpack_e4m3
 from amoeba.kernels.gemm_tiles import added, finish_tile, of_result, of_rows, tile_of
@@ -111,6 +112,19 @@ def multiply_rows(
 
 
 @triton.jit
+def _numbers_of_blocks(data, done, column_N, inside_N, PRODUCT: tl.constexpr, MATRIX: tl.constexpr):
+    """As `_weights`."""
+    if MATRIX.TRANSPOSED:
+        inner_K = done + tl.arange(0, PRODUCT.BLOCK_K)
+        rows = data + (inner_K.to(tl.int64) * MATRIX.STRIDE_ROW)[:, None]
+        first = tl.multiple_of(tl.min(column_N, 0), PRODUCT.BLOCK_N)
+        return load_blocks(rows, (inner_K < PRODUCT.REDUCTION)[:, None], first, PRODUCT.BLOCK_N, MATRIX)
+    else:
+        rows = data + (column_N.to(tl.int64) * MATRIX.STRIDE_ROW)[:, None]
+        return tl.trans(load_blocks(rows, inside_N[:, None], done, PRODUCT.BLOCK_K, MATRIX))
+
+
+@triton.jit
 def _weights(data, scales, of_matrix, done, column_N, inside_N, PRODUCT: tl.constexpr, MATRIX: tl.constexpr):
     """The steps `done` and on of the reduction for these columns, (BLOCK_K, BLOCK_N) in fp32."""
     REDUCTION: tl.constexpr = PRODUCT.REDUCTION
@@ -200,7 +214,10 @@ def _multiply(
             row_tile = tl.load(row_pointers)
         else:
             row_tile = tl.load(row_pointers, mask=(inner_K < P.REDUCTION - done)[None, :], other=0.0)
-        weight_tile = _weights(data, scales, of_matrix, done, column_N, inside_N, PRODUCT, MATRIX)
+        if MATRIX.SCALE == "inside":
+            weight_tile = _numbers_of_blocks(data, done, column_N, inside_N, PRODUCT, MATRIX)
+        else:
+            weight_tile = _weights(data, scales, of_matrix, done, column_N, inside_N, PRODUCT, MATRIX)
         result = tl.dot(row_tile, weight_tile.to(row_tile.dtype), result, input_precision="ieee")
         row_pointers += P.BLOCK_K * P.STRIDE_ROW_IN
     finish_tile(

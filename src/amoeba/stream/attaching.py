@@ -218,11 +218,6 @@ def _ways(
     if vram is None:
         budget, slots = _share(store, rest, ram, reserved)
         return partial(ExpertMemory, store, slots), budget, None
-    inside = next((entry for entry in store.layers if entry.format and entry.format.scale == "inside"), None)
-    if inside is not None:
-        got = f"experts in {inside.numbers} ({store.folder})"
-        remedy = "leave --vram out: --ram streams them on the CPU"
-        raise bad_value("vram", "experts that our kernels read on a GPU", got, remedy)
     device = gpu()
     found = share(store, rest, vram, ram, device.device, reserved)
 

@@ -38,13 +38,15 @@ class MemoryStore(Store):
         if weights.dtype not in DTYPES.values():
             raise bad_value("experts", f"one of {', '.join(DTYPES)}", weights.dtype, "keep them resident")
         activation, format, row_parts = replace(weights.activation, interleaved=False), None, 1
+        down_format = None
         if isinstance(weights, QuantisedExperts):
             activation, format, row_parts = weights.activation, weights.format, weights.parts
+            down_format = weights.down_format
         sizes = weights.num_experts, weights.hidden, weights.intermediate
         has_bias = weights.gate_up_bias_EJ is not None
         if has_bias != (weights.down_bias_EH is not None):
             raise bad_value("experts", "biases of both projections or of none", "of one", "keep them resident")
-        entry = layer_entry("experts", *sizes, activation, weights.dtype, has_bias, format, row_parts)
+        entry = layer_entry("experts", *sizes, activation, weights.dtype, has_bias, format, row_parts, down_format)
         self.layers, self.rest = (entry,), {}
         self._blobs = aligned_buffer(entry.experts * entry.expert_bytes).view(entry.experts, -1)
         tensors = list(weights.tensors())

@@ -23,6 +23,7 @@ import triton.language as tl
 from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
+from amoeba.kernels.blocks import load_blocks
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration, Tile
 from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
@@ -180,7 +181,8 @@ def _quantised_products(
     LINES: tl.constexpr = DEPTH // MATRIX.BLOCK_COLUMNS if DEPTH > MATRIX.BLOCK_COLUMNS else 1
     EVEN: tl.constexpr = REDUCTION % DEPTH == 0
     dtype: tl.constexpr = values.dtype.element_ty
-    bytes = data + row_R.to(tl.int64)[:, None] * MATRIX.STRIDE_ROW + tl.arange(0, WIDTH)[None, :]
+    rows = data + row_R.to(tl.int64)[:, None] * MATRIX.STRIDE_ROW
+    bytes = rows + tl.arange(0, WIDTH)[None, :]
     values = values[:, None] + tl.arange(0, DEPTH)[None, :]
     total = tl.zeros((HEIGHT, ROWS), tl.float32)
     for step in tl.range(0, (REDUCTION + DEPTH - 1) // DEPTH, num_stages=TILE.STAGES):
@@ -189,10 +191,15 @@ def _quantised_products(
         if not EVEN:
             inside &= (tl.arange(0, WIDTH) < ROW_BYTES - step * WIDTH)[None, :]
             value_ok &= (tl.arange(0, DEPTH) < REDUCTION - step * DEPTH)[None, :]
-        packed = tl.load(bytes + step * WIDTH, mask=inside, other=0)
+        if MATRIX.SCALE == "inside":
+            weight = load_blocks(rows, row_ok[:, None], step * DEPTH, DEPTH, MATRIX).to(dtype)
+        else:
+            packed = tl.load(bytes + step * WIDTH, mask=inside, other=0)
+            places, there = places_of_scales(scales, row_R, row_ok, step, DEPTH, LINES, REDUCTION, MATRIX)
         value = tl.load(values + step * DEPTH, mask=value_ok, other=0.0)
-        places, there = places_of_scales(scales, row_R, row_ok, step, DEPTH, LINES, REDUCTION, MATRIX)
-        if BITS == 8:
+        if MATRIX.SCALE == "inside":
+            total = tl.dot(weight, tl.trans(value), total, input_precision="ieee")
+        elif BITS == 8:
             scale = load_scales(places, there, 1.0, MATRIX.SCALE)
             number = number_e4m3(packed, MATRIX.HARDWARE)
             if LINES == 1:

@@ -21,6 +21,7 @@ import triton.language as tl
 from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
+from amoeba.kernels.blocks import load_blocks
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
@@ -262,7 +263,8 @@ def _activated_at_once(
 
 @triton.jit
 def _load_pieces(rows, row_ok, TILE: tl.constexpr, MATRIX: tl.constexpr):
-    """Whole rows of bytes, in pieces of DEPTH numbers. rows: pointers (rows, 1) to the first of each."""
+    """Whole rows of bytes, or of numbers in blocks, in pieces of DEPTH numbers. rows: pointers (rows, 1) to the first
+    of each."""
     tiles = ()
     for piece in tl.static_range((MATRIX.REDUCTION + TILE.DEPTH - 1) // TILE.DEPTH):
         tile = _load_piece(rows, row_ok, piece, TILE, MATRIX)
@@ -272,11 +274,14 @@ def _load_pieces(rows, row_ok, TILE: tl.constexpr, MATRIX: tl.constexpr):
 
 @triton.jit
 def _load_piece(rows, row_ok, piece, TILE: tl.constexpr, MATRIX: tl.constexpr):
-    WIDTH: tl.constexpr = TILE.DEPTH * MATRIX.BITS // 8
-    ROW_BYTES: tl.constexpr = (MATRIX.REDUCTION * MATRIX.BITS + 7) // 8
-    byte = piece * WIDTH + tl.arange(0, WIDTH)
-    inside = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
-    return tl.load(rows + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
+    if MATRIX.SCALE == "inside":
+        return load_blocks(rows, row_ok[:, None], piece * TILE.DEPTH, TILE.DEPTH, MATRIX)
+    else:
+        WIDTH: tl.constexpr = TILE.DEPTH * MATRIX.BITS // 8
+        ROW_BYTES: tl.constexpr = (MATRIX.REDUCTION * MATRIX.BITS + 7) // 8
+        byte = piece * WIDTH + tl.arange(0, WIDTH)
+        inside = row_ok[:, None] & (byte < ROW_BYTES)[None, :]
+        return tl.load(rows + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -306,7 +311,7 @@ def _sums(
     MATRIX: tl.constexpr,
 ):
     """(HEIGHT, WIDTH / chunk) sums of quantised numbers, WIDTH bytes of each of HEIGHT rows, times values, which GROUP
-    rows share, times their scales.
+    rows share, times their scales; of numbers that were in blocks (HEIGHT, DEPTH).
 
     value: (HEIGHT / GROUP, DEPTH).
     """
@@ -317,19 +322,23 @@ def _sums(
     BLOCK_BYTES: tl.constexpr = MATRIX.BLOCK_COLUMNS * BITS // 8
     CHUNK: tl.constexpr = min(16, BLOCK_BYTES, WIDTH)
     CHUNKS: tl.constexpr = WIDTH // CHUNK  # as in `_quantised_token`
-    places, there = places_of_scales(scales, row_R, row_ok, piece, DEPTH, LINES, MATRIX.REDUCTION, MATRIX)
-    scale = load_scales(places, there, 1.0, MATRIX.SCALE)
-    packed = tl.reshape(packed, (VALUES, GROUP, CHUNKS, CHUNK))
-    if BITS == 8:
-        value = tl.reshape(value, (VALUES, 1, CHUNKS, CHUNK)).to(tl.float32)
-        product = number_e4m3(packed, MATRIX.HARDWARE).to(tl.float32) * value
+    if MATRIX.SCALE == "inside":  # one number is added up with those of other pieces
+        product = tl.reshape(packed, (VALUES, GROUP, DEPTH)) * value.to(tl.float32)[:, None, :]
+        return tl.reshape(product, (HEIGHT, DEPTH))
     else:
-        even, odd = tl.split(tl.reshape(value, (VALUES, 1, CHUNKS, CHUNK, 2)))
-        low, high = pair_e2m1(packed)
-        product = low.to(tl.float32) * even.to(tl.float32) + high.to(tl.float32) * odd.to(tl.float32)
-        scale *= PAIR_SCALE
-    found = tl.reshape(tl.sum(product, axis=3), (HEIGHT, LINES, CHUNKS // LINES))
-    return tl.reshape(product_alone(found, scale[:, :, None]), (HEIGHT, CHUNKS))
+        places, there = places_of_scales(scales, row_R, row_ok, piece, DEPTH, LINES, MATRIX.REDUCTION, MATRIX)
+        scale = load_scales(places, there, 1.0, MATRIX.SCALE)
+        packed = tl.reshape(packed, (VALUES, GROUP, CHUNKS, CHUNK))
+        if BITS == 8:
+            value = tl.reshape(value, (VALUES, 1, CHUNKS, CHUNK)).to(tl.float32)
+            product = number_e4m3(packed, MATRIX.HARDWARE).to(tl.float32) * value
+        else:
+            even, odd = tl.split(tl.reshape(value, (VALUES, 1, CHUNKS, CHUNK, 2)))
+            low, high = pair_e2m1(packed)
+            product = low.to(tl.float32) * even.to(tl.float32) + high.to(tl.float32) * odd.to(tl.float32)
+            scale *= PAIR_SCALE
+        found = tl.reshape(tl.sum(product, axis=3), (HEIGHT, LINES, CHUNKS // LINES))
+        return tl.reshape(product_alone(found, scale[:, :, None]), (HEIGHT, CHUNKS))
 
 
 @quick
@@ -496,7 +505,8 @@ def _quantised_token(
                 sums += _sums(tiles[piece], value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
         else:
             CHUNK: tl.constexpr = min(16, MATRIX.BLOCK_COLUMNS * MATRIX.BITS // 8, DEPTH * MATRIX.BITS // 8)
-            sums = tl.zeros((HEIGHT, DEPTH * MATRIX.BITS // 8 // CHUNK), tl.float32)
+            SUMS: tl.constexpr = DEPTH if MATRIX.SCALE == "inside" else DEPTH * MATRIX.BITS // 8 // CHUNK
+            sums = tl.zeros((HEIGHT, SUMS), tl.float32)
             for piece in tl.range(TILE.PIECES, num_stages=TILE.STAGES):
                 tile = _load_piece(rows[:, None], row_ok, piece, TILE, MATRIX)
                 value = _load_values(rows_of_a, owned_S, piece, DEPTH, MATRIX)

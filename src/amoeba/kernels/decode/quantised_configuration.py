@@ -8,6 +8,7 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
 from __future__ import annotations
 
 from amoeba.core.problem import Problem
+from amoeba.kernels.blocks import NARROWEST
 from amoeba.kernels.decode.configuration import (
     FEWEST_LISTED,
     SMALLEST_CHUNK,
@@ -54,6 +55,10 @@ MOST_EARLY = 8
 # 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (dev/log). Of NVFP4 72 for 83 at 8
 # tokens, and where slots are listed: at 64, up takes 87 us in place of 103.
 LONG_STEP = 256
+# Of blocks of GGUF files numbers are in registers as fp32: half as many bytes, of 8 bits each, are in flight, and steps
+# are half as long, a quarter by slot; where 32 slots are computed together, tiles are half as high. Compiled for sm_90
+# no more than 8 bytes of a thread spill so; not timed.
+IN_BLOCKS = 2
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was unpacked
 
 
@@ -71,13 +76,14 @@ def _own(problem: Problem) -> Like:
 def by_slot(problem: Problem) -> Configuration:
     weights: QuantisedExperts = problem.weights
     bits, rows = weights.format.element.bits, 2 if weights.activation.gated else 1
+    share = IN_BLOCKS if weights.format.scale == "inside" else 1
     up_depth = _piece(weights.hidden, WIDEST_PIECE)
     down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece also reads the `a` of all slots
-    columns = max(UP_BYTES[bits] * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
+    columns = max(UP_BYTES[bits] // share * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
     slots = next_power_of_2(problem.expert_TK.shape[1])
     bytes_of_slots = slots * bits * weights.intermediate // 8
-    if bytes_of_slots > IN_STEPS:
-        down_depth = _piece(weights.intermediate, STEP_BYTES * 8 // bits)
+    if bytes_of_slots > IN_STEPS // share:
+        down_depth = _piece(weights.intermediate, STEP_BYTES // share**2 * 8 // bits)
         down = Tile(max(STEP_ROWS // slots, 1), down_depth, STEP_WARPS, STEP_STAGES)
     else:
         lines = _power_of_2_below(max(DOWN_BYTES // bytes_of_slots, 1), 4)
@@ -99,6 +105,8 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
         height, warps = height // 2, warps // 2
     bits = weights.format.element.bits
     depth = DEPTH_BYTES[bits] * 8 // bits
+    if weights.format.scale == "inside":
+        depth, height = depth // IN_BLOCKS, height // (IN_BLOCKS if rows >= SHORT_ROWS else 1)
     if rows >= SHORT_ROWS and (bits < 8 or weights.format.block[1] < depth):
         depth //= 2
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
@@ -121,7 +129,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
 
 def _piece(length: int, widest: int) -> int:
     """The power of two that leaves the least of its last repetition empty; of those, the widest."""
-    widest = min(widest, next_power_of_2(length))
+    widest = min(widest, max(next_power_of_2(length), NARROWEST))
     widths = [widest >> halvings for halvings in range(4) if widest >> halvings >= min(NARROWEST_PIECE, widest)]
     return min(widths, key=lambda width: -(-length // width) * width)
 

@@ -52,7 +52,7 @@ class Store(ABC):
     @property
     def as_codes(self) -> str:
         """For a line that says what is where."""
-        return "" if self.format is None else f", as {self.format.name}"
+        return next((f", as {entry.numbers}" for entry in self.layers if entry.format is not None), "")
 
     def check_plain(self, remedy: str) -> None:
         """ValueError where the experts are codes."""
