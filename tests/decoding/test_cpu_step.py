@@ -1,6 +1,8 @@
 """Steps of the C++ core against transformers' loop: the same tokens in fp32, the same numbers in other formats."""
 
+import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from amoeba.decoding import cpu_step
 from amoeba.decoding.cpu_step import NativeModel, native_model
 from amoeba.decoding.decoder import Decoder, native_steps
 from amoeba.decoding.engine import Engine, Request
-from amoeba.integrations.experts_module import experts_modules
+from amoeba.integrations.experts_module import experts_modules, hand_over, weights_of
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate.token_steps import choose_steps
 from amoeba.lora.attaching import STATE, attached_to, put_on, take_off
+from amoeba.stream.cpu.memory import ExpertMemory
+from amoeba.stream.placement import STREAMED, stream_from_memory
+from amoeba.stream.store import StoreError
 from greedy_texts import decoded, endless, plain, prompts
 from model_kinds import build_kind
 from selection import each_value_once
@@ -99,6 +104,121 @@ def test_logits_have_the_same_bits_for_any_number_of_threads(threads):
         )
         found.append(logits_BV)
     assert all(torch.equal(logits, found[0]) for logits in found) and found[0].isfinite().all()
+
+
+def streamed(model, slots: int) -> list[ExpertMemory]:
+    found = []
+    for module in experts_modules(model).values():
+        weights = stream_from_memory(weights_of(module), slots)
+        hand_over(module, weights, STREAMED)
+        found.append(weights.memory)
+    return found
+
+
+def logits_of(native, tokens=6) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, native.key_heads, 40, native.head_size
+    stepper = native.stepper(*([torch.zeros(shape, dtype=native.dtype) for _ in native.layers] for _ in range(2)))
+    found = []
+    for slot in range(tokens):
+        token_B1 = torch.randint(native.vocabulary, (2, 1), generator=generator)
+        found.append(torch.empty(2, native.vocabulary))
+        position_B1 = torch.full((2, 1), slot)
+        stepper.run(position_B1, torch.zeros(2, dtype=torch.int64), slot=slot, token_B1=token_B1, logits_BV=found[-1])
+    return found
+
+
+@each_value_once()
+@pytest.mark.parametrize("slots", [2, 4, 8])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
+def test_streamed_experts_give_the_tokens_of_plain_generate(family, slots):
+    """Two rows ask for up to six experts of a layer: more than there are slots, or fewer."""
+    model, rows = endless(family, **eight_experts(family)), prompts(9, 4)
+    expected = plain(model, rows)
+    memories = streamed(model, slots)
+    assert natively(model, rows) == expected
+    assert all(memory.cache.counters.hits < memory.cache.counters.requested for memory in memories)
+
+
+def eight_experts(family: str) -> dict[str, int]:
+    return {"num_local_experts" if family in ("gpt_oss", "mixtral") else "num_experts": 8, "num_experts_per_tok": 3}
+
+
+@each_value_once()
+@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("placement", [None, "mxfp4-weights", "nvfp4-weights", "fp8-weights"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streamed_experts_have_the_bits_of_resident_ones(family, slots, placement, dtype):
+    """In every format, with adapters, whose factors are not in slots."""
+    model = endless(family, **eight_experts(family)).to(dtype)
+    if placement is not None:
+        place_experts(model, placement)
+    native_of(model)
+    streamed_model = copy.deepcopy(model)
+    streamed(streamed_model, slots)
+    for each in (model, streamed_model):
+        attach_random(each, ["experts", "q_proj"])
+    expected, found = logits_of(native_of(model)), logits_of(native_of(streamed_model))
+    assert all(map(torch.equal, found, expected)) and expected[-1].isfinite().all()
+
+
+def test_streamed_experts_give_the_same_bits_for_any_number_of_threads(threads):
+    found = []
+    for count in (1, 2, 3, 5):
+        threads(count)
+        model = endless("qwen2_moe", **eight_experts("qwen2_moe"))
+        streamed(model, 2)
+        found.append(logits_of(native_of(model)))
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
+
+def test_a_step_that_misses_nothing_is_one_call_and_is_counted(monkeypatch):
+    model = endless("qwen3_moe", **eight_experts("qwen3_moe"))
+    memories = streamed(model, 8)
+    native = native_of(model)
+    logits_of(native, 12)
+    before = [replace(memory.cache.counters) for memory in memories]
+    uses = [memory.cache.top(0).policy.now[0] for memory in memories]
+    monkeypatch.setattr(ExpertMemory, "acquire", lambda *_: pytest.fail("experts were asked for"))
+    expected = logits_of(native, 12)
+    for memory, old, used in zip(memories, before, uses, strict=True):
+        now = memory.cache.counters
+        assert now.tokens - old.tokens == 24 and memory.cache.top(0).policy.now[0] - used == 12
+        assert now.hits - old.hits == now.requested - old.requested > 3 * 12
+    monkeypatch.undo()
+    for memory in memories:
+        memory.close()
+    with pytest.raises(ValueError, match="a closed one"):
+        logits_of(native)
+    assert expected[-1].isfinite().all()
+
+
+def test_an_expert_that_cannot_be_read_ends_the_step_and_nothing_else(monkeypatch):
+    model = endless("qwen3_moe", **eight_experts("qwen3_moe"))
+    memories = streamed(model, 2)
+    native = native_of(model)
+    expected, broken = logits_of(native), memories[1].store
+
+    def fail(*_):
+        raise StoreError("expert", "a disk", "no disk", "plug it in")
+
+    monkeypatch.setattr(broken, "_read", fail)
+    with pytest.raises(StoreError, match="no disk"):
+        logits_of(native)
+    monkeypatch.undo()
+    assert all(map(torch.equal, logits_of(native), expected))
+
+
+def test_slots_of_another_memory_are_noticed():
+    model = endless("qwen3_moe", **eight_experts("qwen3_moe"))
+    module = next(iter(experts_modules(model).values()))
+    resident = weights_of(module)
+    other = replace(resident, down_EHI=-resident.down_EHI.detach())
+    streamed(model, 2)
+    first = logits_of(native_of(model))
+    hand_over(module, stream_from_memory(other, 2), STREAMED)
+    assert not torch.equal(logits_of(native_of(model))[0], first[0])
 
 
 def test_the_beginning_of_a_conversation_is_read_once(monkeypatch):

@@ -322,7 +322,9 @@ def test_the_command_generates_the_same_and_tells_what_it_read(stored, tmp_path)
     assert ours["placement"] == ours["backend"] == "streamed"
     found = ours["streaming"]
     assert found["slots"] == [2, 2] and found["experts"] == [EXPERTS, EXPERTS] and found["store"] == "packed"
-    assert found["tokens"] == 1 + ours["prompt_tokens"] + ours["generated_tokens"] - 1  # with that of the warm-up
+    assert ours["steps"] == "native"
+    # with that of the warm-up, and three that transformers' layers and the core computed each to be compared
+    assert found["tokens"] == 1 + 6 + ours["prompt_tokens"] + ours["generated_tokens"] - 1
     missed = found["requested"] - found["hits"]
     with open_store(each.packed) as store:
         assert found["read_bytes"] == missed * store.expert_bytes(0)

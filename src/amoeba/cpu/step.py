@@ -6,6 +6,9 @@ B rows · H hidden · Q query heads · G key and value heads · D of a head · L
     step = Stepper(model, kept)                   # kept: all tensors and structures that it points to
     step.run(position_B1, first_B, slot=17, tokens_B1=token_B1, logits_BV=logits_BV)
 
+Streamed experts are read where they lie in their slots. A call ends before a layer some of whose experts are in none;
+Python has them read, and another call goes on from there. So a step without misses is one call.
+
 The fields stand in the order of csrc/step.cpp and csrc/step_products.h. A weight may be fp32 or bf16 as it is stored,
 packed bf16 or int8 tiles, or codes with scales or ggml's blocks (`ScaledCodes`).
 """
@@ -15,9 +18,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from ctypes import Structure, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +52,7 @@ class CStepMatrix(Structure):
         ("data", c_void_p),
         *((name, c_int64) for name in ("stride_e", "stride_row")),
         *((name, c_void_p) for name in ("scale", "sum", "bias")),
+        *((name, c_int64) for name in ("bias_bf16", "bias_stride")),
         ("coding", CCoding),
         ("rank", c_int64),
         *((name, c_void_p) for name in ("lora_a", "lora_b")),
@@ -86,7 +92,7 @@ class CStepLayer(Structure):
         *((name, c_int64) for name in ("cache_bf16", "cache_row", "cache_head")),
         ("router", CStepRouter),
         *((name, CStepExperts) for name in ("experts", "shared")),
-        ("shared_gate", c_void_p),
+        *((name, c_void_p) for name in ("shared_gate", "slot_of", "chosen")),
         ("residual", c_double),
     ]
 
@@ -111,7 +117,7 @@ class CStepModel(Structure):
 class _CStepCall(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "position", "first")),
-        *((name, c_int64) for name in ("slot", "first_layer", "last_layer")),
+        *((name, c_int64) for name in ("slot", "first_layer", "last_layer", "resumes")),
         *((name, c_void_p) for name in ("x", "logits")),
     ]
 
@@ -119,7 +125,7 @@ class _CStepCall(Structure):
 _SIGNATURES = {
     "amoeba_step_new": (c_void_p, (c_void_p, c_int)),
     "amoeba_step_delete": (None, (c_void_p,)),
-    "amoeba_step_run": (None, (c_void_p, c_void_p)),
+    "amoeba_step_run": (c_int64, (c_void_p, c_void_p)),
 }
 
 
@@ -139,8 +145,8 @@ def matrix(
     bias_EO: Tensor | None,
     kept: list[Any],
 ) -> CStepMatrix:
-    """weight: (O, I) or (E, O, I) in fp32 or bf16, contiguous along I, or packed, or quantised. bias_EO: fp32.
-    kept: gets what it points to."""
+    """weight: (O, I) or (E, O, I) in fp32 or bf16, contiguous along I, or packed, or quantised. bias_EO: fp32
+    or bf16. kept: gets what it points to."""
     c = CStepMatrix()
     if isinstance(weight, Tensor):
         weight = weight[None] if weight.dim() == 2 else weight
@@ -160,7 +166,10 @@ def matrix(
         c.data = address_of_lines(name, weight.code_EOI, torch.uint8, tuple(weight.code_EOI.shape))
         c.stride_e, c.stride_row, _ = weight.code_EOI.stride()
         c.coding = weight.coding()
-    c.bias = optional_address(f"bias of {name}", bias_EO, torch.float32, (experts, c.out))
+    if bias_EO is not None:
+        kind = torch.bfloat16 if bias_EO.dtype == torch.bfloat16 else torch.float32
+        c.bias = address_of_lines(f"bias of {name}", bias_EO, kind, (experts, c.out))
+        c.bias_bf16, c.bias_stride = kind == torch.bfloat16, bias_EO.stride(0)
     kept += [weight, bias_EO]
     return c
 
@@ -202,11 +211,29 @@ def router(weight: CStepMatrix, config: RouterConfig, selection_bias_E: Tensor |
     )  # fmt: skip
 
 
-class Stepper:
-    """Of one model and one cache. kept: what the model points to."""
+class StreamedLayer(Protocol):
+    """A layer whose experts are read from a disk into slots, as the step needs it.
 
-    def __init__(self, model: CStepModel, kept: list[Any]) -> None:
-        self.model, self._kept = model, kept
+    slot_of_E: int64, -1 where an expert is in none; brought up to date by `alone`.
+    """
+
+    @property
+    def slot_of_E(self) -> Tensor: ...
+    def alone(self) -> AbstractContextManager[None]:
+        """Of the memory of this layer, which nothing else changes meanwhile."""
+
+    def acquire(self, ids: Sequence[int], tokens: int) -> Generator[dict[int, int], None, None]:
+        """Expert -> slot, until all of these have been there, each until the next are asked for."""
+
+    def note_use(self, ids: Sequence[int], tokens: int) -> None:
+        """A pass found all of these there."""
+
+
+class Stepper:
+    """Of one model and one cache. kept: what the model points to. streamed: the streamed layers, by number."""
+
+    def __init__(self, model: CStepModel, kept: list[Any], streamed: dict[int, tuple[StreamedLayer, Tensor]]) -> None:
+        self.model, self._kept, self._streamed = model, kept, streamed
         self.threads = torch.get_num_threads()
         self._library = load_step()
         self._handle = self._library.amoeba_step_new(ctypes.byref(model), self.threads)
@@ -237,8 +264,40 @@ class Stepper:
             optional_address("token_B1", token_B1, torch.int64, (rows, 1)),
             address("position_B1", position_B1, torch.int64, (rows, 1)),
             address("first_B", first_B, torch.int64, (rows,)),
-            slot, first, last,
+            slot, first, last, 0,
             optional_address("x_BH", x_BH, torch.float32, (rows, model.hidden)),
             optional_address("logits_BV", logits_BV, torch.float32, (rows, model.vocabulary)),
         )  # fmt: skip
-        self._library.amoeba_step_run(self._handle, ctypes.byref(call))
+        if not self._streamed:
+            self._run(call)
+            return
+        with ExitStack() as stack:
+            for layer, _ in self._streamed.values():
+                stack.enter_context(layer.alone())
+            self._run_streamed(call)
+
+    def _run(self, call: _CStepCall) -> int:
+        """The layer before whose experts it ended, or the last one's end."""
+        return self._library.amoeba_step_run(self._handle, ctypes.byref(call))
+
+    def _run_streamed(self, call: _CStepCall) -> None:
+        last, logits, rows = call.last_layer, call.logits, self.model.rows
+        while True:
+            call.resumes, call.last_layer, call.logits = 0, last, logits
+            stopped = self._run(call)
+            for index in range(call.first_layer, stopped):
+                if index in self._streamed:
+                    layer, chosen = self._streamed[index]
+                    layer.note_use(chosen.tolist(), rows)
+            if stopped == last:
+                return
+            layer, chosen = self._streamed[stopped]
+            call.tokens, call.logits, call.resumes = None, None, 1
+            call.first_layer, call.last_layer = stopped, stopped + 1
+            with closing(layer.acquire(chosen.tolist(), rows)) as groups:
+                for slot_of in groups:
+                    layer.slot_of_E.fill_(-1)
+                    for expert, place in slot_of.items():
+                        layer.slot_of_E[expert] = place
+                    self._run(call)
+            call.first_layer = stopped + 1

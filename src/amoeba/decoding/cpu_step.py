@@ -43,7 +43,7 @@ from amoeba.decoding.cache_attention import decoding_attention
 from amoeba.decoding.step import Choose, Rows
 from amoeba.integrations.compiled_layers import decoder_layers, final_norm
 from amoeba.integrations.exact import attention_configs
-from amoeba.integrations.experts_module import LORA, is_experts, routers_in, weights_of
+from amoeba.integrations.experts_module import LORA, is_experts, placed_in, routers_in, weights_of
 from amoeba.integrations.fused_routers import recognise as recognise_router
 from amoeba.integrations.text_model import text_config, text_decoder
 from amoeba.lora.factors import ExpertsLora, from_peft, to_peft
@@ -51,7 +51,8 @@ from amoeba.precision.quantised_experts import QuantisedExperts
 
 logger = logging.getLogger("amoeba")
 
-_ROWS, _TOKENS = 2, 8  # of the evaluation
+# Rows and tokens of the evaluation. Of streamed experts each token reads some from the disk.
+_SIZES, _SIZES_STREAMED = (2, 8), (1, 3)
 # Relative L2 of what a layer adds, the median over the tokens: where two experts are nearly equal, rounding may choose
 # the other one. int8 and four bits: transformers' loop rounds rows to int8, or weights to bf16, and the core does not.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
@@ -80,6 +81,7 @@ class NativeModel:
     rotary: Any
     embedding_scale: float
     logits_scale: float
+    streamed: dict[int, core.StreamedLayer]
     rotation: str = "halves"
     kept: list[Any] = field(default_factory=list)
 
@@ -87,12 +89,19 @@ class NativeModel:
         """For these caches, each (B, G, L, D)."""
         (rows, _, length, _), size = keys[0].shape, self.head_size
         layers, kept = (core.CStepLayer * len(self.layers))(), [self, keys, values]
+        streamed = {}
         for c, form, key, value in zip(layers, self.layers, keys, values, strict=True):
             ctypes.memmove(ctypes.byref(c), ctypes.byref(form), ctypes.sizeof(c))
             shape = rows, self.key_heads, length, size
             c.key_cache = address("keys", key, self.dtype, shape)
             c.value_cache = address("values", value, self.dtype, shape)
             c.cache_bf16, c.cache_row, c.cache_head = self.dtype == torch.bfloat16, *key.stride()[:2]
+        for index, layer in self.streamed.items():
+            c, slot_of_E = layers[index], layer.slot_of_E
+            chosen = torch.zeros(rows * c.router.top_k, dtype=torch.int64, device="cpu")
+            c.slot_of = address("slot_of_E", slot_of_E, torch.int64, (c.router.weight.out,))
+            c.chosen = address("chosen", chosen, torch.int64, (len(chosen),))
+            streamed[index] = layer, chosen
         cos, sin = _rotations(self.rotary, length, self.embedding)
         bf16, sizes = self.embedding.dtype == torch.bfloat16, tuple(self.embedding.shape)
         model = core.CStepModel(
@@ -103,7 +112,7 @@ class NativeModel:
             core.ROTATIONS[self.rotation], 2 * cos.shape[1], self.norm, self.head,
             self.embedding_scale, self.logits_scale,
         )  # fmt: skip
-        return core.Stepper(model, [*kept, layers, cos, sin])
+        return core.Stepper(model, [*kept, layers, cos, sin], streamed)
 
 
 class CpuStep:
@@ -177,7 +186,8 @@ def _is_adapted(module: Any) -> bool:
 def _adapter_state(module: Any) -> Any:
     """What tensors do not tell of it."""
     if not _is_adapted(module):
-        return module.scaling if isinstance(module, ExpertsLora) else None
+        streamed = placed_in(module) if is_experts(module) else None
+        return module.scaling if isinstance(module, ExpertsLora) else id(streamed)
     merged, active = tuple(module.merged_adapters), tuple(module.active_adapters)
     return module.disable_adapters, merged, active, tuple(module.scaling.items())
 
@@ -210,6 +220,7 @@ class _Reader:
         self.read_parameters: set[int] = set()
         self.quantised = dense == "int8"
         self.size = 0
+        self.streamed: dict[int, core.StreamedLayer] = {}
 
     @torch.no_grad()
     def read(self) -> tuple[NativeModel, float]:
@@ -237,6 +248,7 @@ class _Reader:
             rotary=rotary,
             embedding_scale=float(getattr(self.config, "embedding_multiplier", None) or 1.0),
             logits_scale=1.0 / (getattr(self.config, "logits_scaling", None) or 1.0),
+            streamed=self.streamed,
             kept=self.kept,
         )
         self.kept.append(native.embedding)
@@ -255,7 +267,7 @@ class _Reader:
         c.before_attention, c.before_experts = (self._norm(each) for each in norms)
         c.residual = float(getattr(layer, "residual_multiplier", 1.0))
         self._attention(c, attention, index)
-        self._block(c, block)
+        self._block(c, block, index)
         if (shared := getattr(layer, "shared_mlp", None)) is not None:
             c.shared = self._mlp(shared)
         return c
@@ -294,14 +306,14 @@ class _Reader:
             raise _Unknown(f"it has layers of the kind {kinds[index]}")
         return window if kinds[index] == "sliding_attention" else 0
 
-    def _block(self, c: core.CStepLayer, block: Any) -> None:
+    def _block(self, c: core.CStepLayer, block: Any, index: int) -> None:
         experts = [child for child in block.children() if is_experts(child)]
         if not experts:
             c.shared = self._mlp(block)
             return
         if len(experts) > 1:
             raise _Unknown(f"{type(block).__name__} has several kinds of experts")
-        c.experts = self._experts(experts[0])
+        c.experts = self._experts(experts[0], index)
         c.router = self._router(block)
         for name in _SHARED:
             if (shared := getattr(block, name, None)) is not None:
@@ -333,8 +345,11 @@ class _Reader:
         weight = core.matrix("router", self._stored(merged), self._bias(of_logits), self.kept)
         return core.router(weight, config, selection, self.kept)
 
-    def _experts(self, module: Any) -> core.CStepExperts:
+    def _experts(self, module: Any, index: int) -> core.CStepExperts:
         weights: AnyExperts | None = weights_of(module)
+        streamed: Any = weights if getattr(weights, "placement", None) == "streamed" else None
+        if streamed is not None:
+            self.streamed[index], weights = streamed, streamed.slots
         for parameter in module.parameters():
             self._parameter(parameter)
         stored: list[Any]
@@ -353,7 +368,9 @@ class _Reader:
         else:
             raise _Unknown(f"its experts are {getattr(weights, 'placement', 'computed by their own functions')}")
         self.kept.append(weights)
-        wide = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
+        wide = biases
+        if streamed is None:  # what is in a slot changes
+            wide = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
         gate_up, down = (core.matrix("experts", *each, self.kept) for each in zip(stored, wide, strict=True))
         if LORA in module._modules:
             self._adapt(gate_up, down, module._modules[LORA].factors(), weights.activation)
@@ -540,14 +557,15 @@ def _activation_kind(function: Any) -> Any:
 @torch.no_grad()
 def _check(model: Any, native: NativeModel, tolerance: float) -> None:
     """_Unknown where a layer adds something else to its input than the core, or the logits are others."""
-    shape = _ROWS, native.key_heads, _TOKENS, native.head_size
+    rows, tokens = _SIZES_STREAMED if native.streamed else _SIZES
+    shape = rows, native.key_heads, tokens, native.head_size
     caches = [[torch.zeros(shape, dtype=native.dtype, device="cpu") for _ in native.layers] for _ in range(2)]
     stepper = native.stepper(*caches)
     generator = torch.Generator("cpu").manual_seed(0)
-    ids_BC = torch.randint(native.vocabulary, (_ROWS, _TOKENS), generator=generator, dtype=torch.int64, device="cpu")
+    ids_BC = torch.randint(native.vocabulary, (rows, tokens), generator=generator, dtype=torch.int64, device="cpu")
     pairs, logits_BCV = _hidden_states(model, ids_BC)
-    first_B = torch.zeros(_ROWS, dtype=torch.int64, device="cpu")
-    own_BV = torch.empty(_ROWS, native.vocabulary, dtype=torch.float32, device="cpu")
+    first_B = torch.zeros(rows, dtype=torch.int64, device="cpu")
+    own_BV = torch.empty(rows, native.vocabulary, dtype=torch.float32, device="cpu")
     last = len(native.layers)
     errors: dict[str, list[float]] = {}
 
@@ -555,8 +573,8 @@ def _check(model: Any, native: NativeModel, tolerance: float) -> None:
         distance = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
         errors.setdefault(what, []).extend(distance.flatten().tolist())
 
-    for token in range(_TOKENS):
-        position_B1 = torch.full((_ROWS, 1), token, dtype=torch.int64, device="cpu")
+    for token in range(tokens):
+        position_B1 = torch.full((rows, 1), token, dtype=torch.int64, device="cpu")
         for index, (before, after) in enumerate(pairs):
             x_BH = before[:, token].float().contiguous()
             added_BH = after[:, token].float() - x_BH

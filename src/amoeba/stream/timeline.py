@@ -201,9 +201,20 @@ def time_calls(memory: ExpertMemory | DeviceMemory, timeline: Timeline) -> None:
         try:
             yield from acquire(layer, ids, tokens)
         finally:
-            timeline.add("pass", f"layer {layer}", began, {"layer": layer, "tokens": tokens})
+            timeline.add(*_pass(layer, tokens, began))
 
     memory.acquire = timed_acquire  # type: ignore[method-assign]
+    note_use = memory.note_use
+
+    def timed_use(layer: int, ids: Any, tokens: int) -> None:
+        note_use(layer, ids, tokens)
+        timeline.add(*_pass(layer, tokens, timeline.now()))
+
+    memory.note_use = timed_use  # type: ignore[method-assign]
+
+
+def _pass(layer: int, tokens: int, began: int) -> tuple[str, str, int, dict[str, int]]:
+    return "pass", f"layer {layer}", began, {"layer": layer, "tokens": tokens}
 
 
 class _Around:

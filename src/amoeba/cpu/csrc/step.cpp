@@ -8,6 +8,9 @@
 //   1 norm; queries, keys and values      3 output projection, added to x       5 experts: gate, up, activation
 //   2 head norms, rotation, attention     4 norm; logits of the router          6 experts: down, weighted, added to x
 //
+// Experts that are streamed lie in slots. Where some that a layer needs are in none, a call ends before its experts, the
+// caller brings some or all of them, and a call with `resumes` goes on from there.
+//
 // Numbers between the weights are fp32. A result is computed by one thread in an order of its own.
 #include "step_products.h"
 
@@ -55,6 +58,8 @@ struct StepLayer {  // the order of `CStepLayer`
   StepRouter router;   // without a weight: no experts
   StepExperts experts, shared;  // shared: of every token; may be absent
   const float* shared_gate;     // (H), may be null
+  const int64_t* slot_of;       // of streamed experts: (E), -1: in none; null: all are there
+  int64_t* chosen;              // (B, K) by number, of streamed experts: what the router chose
   double residual;  // what attention and the block give is multiplied by it
 };
 
@@ -75,6 +80,7 @@ struct StepCall {  // the order of `CStepCall`
   const int64_t *tokens;          // (B), or null: x holds what enters the first layer
   const int64_t *position, *first;  // (B): for the rotation, and the first slot that is seen
   int64_t slot, first_layer, last_layer;
+  int64_t resumes;  // the first layer from its experts on, those that are there and were not yet
   float *x, *logits;              // (B, H); (B, V) or null
 };
 
@@ -100,6 +106,8 @@ struct Barrier {
 struct Slot {
   int64_t expert, row;
   float weight;
+  int64_t place;  // where the expert lies among the weights; -1: nowhere
+  size_t number = 0;  // of a streamed layer's
 };
 
 // What one thread has for itself.
@@ -109,7 +117,7 @@ struct Private {
   Buffer<int16_t> whole;
   Buffer<int32_t> fixes;
   Buffer<float> scales, choice;
-  std::vector<Slot> slots;
+  std::vector<Slot> slots, all_slots;
   std::vector<int64_t> which;
 };
 
@@ -144,7 +152,9 @@ class Stepper {
     activations_.resize(size_t(most_activations_));
   }
 
-  void run(const StepCall& call) {
+  // The layer whose experts are not all there, or that behind the last.
+  int64_t run(const StepCall& call) {
+    stopped_ = call.last_layer;
     float* x = call.x ? call.x : x_.data();
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads_) if (threads_ > 1)
@@ -152,6 +162,7 @@ class Stepper {
 #else
     thread(call, x, 0, 1);
 #endif
+    return stopped_;
   }
 
  private:
@@ -163,23 +174,45 @@ class Stepper {
     barrier_.wait(team);
     for (int64_t i = call.first_layer; i < call.last_layer; ++i) {
       const StepLayer& layer = m.layers[i];
-      project(layer, x, own, self, team);
-      barrier_.wait(team);
-      attend(layer, call, own, self, team);
-      barrier_.wait(team);
-      add_attended(layer, x, own, self, team);
-      barrier_.wait(team);
-      StepRows normed = norm_rows(x, layer.before_experts, own);
-      if (layer.router.weight.data) {
-        route(layer, normed, self, team);
+      const bool resumed = call.resumes && i == call.first_layer;
+      if (!resumed) {
+        project(layer, x, own, self, team);
         barrier_.wait(team);
-      } else {
-        prepare(normed, {&layer.shared.gate_up}, own);
+        attend(layer, call, own, self, team);
+        barrier_.wait(team);
+        add_attended(layer, x, own, self, team);
+        barrier_.wait(team);
+      }
+      StepRows normed = norm_rows(x, layer.before_experts, own);
+      prepare(normed, {&layer.router.weight, &layer.experts.gate_up, &layer.shared.gate_up}, own);
+      if (layer.router.weight.data && !resumed) {
+        route(layer, normed, own, self, team);
+        barrier_.wait(team);
       }
       choose(layer, normed, own);
+      if (resumed) {
+        if (!compute_some(layer, normed, x, own, self, team)) {
+          if (self == 0) stopped_ = i;
+          return;
+        }
+        continue;
+      }
+      if (layer.slot_of) {
+        if (self == 0) note_chosen(layer, own);
+        if (lacks_some(own)) {
+          if (self == 0) {
+            stopped_ = i;
+            computed_.assign(own.slots.size(), false);
+            parts_.resize(own.slots.size() * size_t(m.hidden));
+          }
+          return;
+        }
+      }
       up(layer, normed, own, self, team);
       barrier_.wait(team);
-      down(layer, x, own, self, team);
+      down(layer, own, self, team, [&](const Slot& slot, int64_t j, float value) {
+        x[slot.row * m.hidden + j] += slot.weight * float(layer.residual) * value;
+      });
       barrier_.wait(team);
     }
     if (call.logits) {
@@ -278,7 +311,7 @@ class Stepper {
     each_row_list(own, rows.count);
     const int64_t* which = own.which.data();
     const float* low = low_rank(matrix, 0, rows, which, rows.count, own.low);
-    adapted_products(matrix, 0, from, to, rows, which, rows.count, low, take);
+    adapted_products(matrix, 0, 0, from, to, rows, which, rows.count, low, take);
   }
 
   void project(const StepLayer& layer, const float* x, Private& own, int self, int team) {
@@ -466,12 +499,10 @@ class Stepper {
     });
   }
 
-  void route(const StepLayer& layer, StepRows& normed, int self, int team) {
+  void route(const StepLayer& layer, const StepRows& normed, Private& own, int self, int team) {
     const StepMatrix& weight = layer.router.weight;
     const int64_t each = ceil_div(weight.out, int64_t(team)), aligned = round_up(each, WEIGHT_ROWS);
     const int64_t from = std::min(weight.out, aligned * self), to = std::min(weight.out, aligned * (self + 1));
-    Private& own = own_[size_t(self)];
-    prepare(normed, {&weight, &layer.experts.gate_up, &layer.shared.gate_up}, own);
     const auto take = [&](int64_t j, int64_t r, float value) { logits_[size_t(r * weight.out + j)] = value; };
     if (from < to) of_all_rows(weight, from, to, normed, own, take);
   }
@@ -486,6 +517,8 @@ class Stepper {
       for (int64_t r = 0; r < m.rows; ++r) choose_of(router, logits_.data() + r * experts, r, score, own.slots);
       std::stable_sort(own.slots.begin(), own.slots.end(),
                        [](const Slot& a, const Slot& b) { return a.expert < b.expert; });
+      if (layer.slot_of)
+        for (Slot& slot : own.slots) slot.place = layer.slot_of[slot.expert];
     }
     if (layer.shared.down.data)
       for (int64_t r = 0; r < m.rows; ++r) {
@@ -499,8 +532,46 @@ class Stepper {
           for (; i < m.hidden; ++i) logit += x[i] * layer.shared_gate[i];
           weight = 1.0f / (1.0f + std::exp(-logit));
         }
-        own.slots.push_back({-1, r, weight});
+        own.slots.push_back({-1, r, weight, 0});
       }
+  }
+
+  static bool lacks_some(const Private& own) {
+    return std::any_of(own.slots.begin(), own.slots.end(), [](const Slot& slot) { return slot.place < 0; });
+  }
+
+  static void note_chosen(const StepLayer& layer, const Private& own) {
+    int64_t* to = layer.chosen;
+    for (const Slot& slot : own.slots)
+      if (slot.expert >= 0) *to++ = slot.expert;
+  }
+
+  // Those of a layer's experts that are there and were not yet. With the last ones all are added up, in the order of
+  // experts that are all there: true.
+  bool compute_some(const StepLayer& layer, const StepRows& normed, float* x, Private& own, int self, int team) {
+    for (size_t i = 0; i < own.slots.size(); ++i) own.slots[i].number = i;
+    own.all_slots = own.slots;
+    const auto is_left = [&](const Slot& slot) { return slot.place < 0 && !computed_[slot.number]; };
+    const bool complete = std::none_of(own.slots.begin(), own.slots.end(), is_left);
+    const auto is_other = [&](const Slot& slot) { return slot.place < 0 || computed_[slot.number]; };
+    own.slots.erase(std::remove_if(own.slots.begin(), own.slots.end(), is_other), own.slots.end());
+    up(layer, normed, own, self, team);
+    barrier_.wait(team);
+    down(layer, own, self, team, [&](const Slot& slot, int64_t j, float value) {
+      parts_[slot.number * size_t(m.hidden) + size_t(j)] = value;
+    });
+    if (self == 0)
+      for (const Slot& slot : own.slots) computed_[slot.number] = true;
+    barrier_.wait(team);
+    if (!complete) return false;
+    each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
+      for (const Slot& slot : own.all_slots)
+        for (int64_t j = from; j < to; ++j)
+          x[slot.row * m.hidden + j] +=
+              slot.weight * float(layer.residual) * parts_[slot.number * size_t(m.hidden) + size_t(j)];
+    });
+    barrier_.wait(team);
+    return true;
   }
 
   static void choose_of(const StepRouter& router, const float* logits, int64_t row, float* score,
@@ -552,7 +623,7 @@ class Stepper {
           if (!taken) best = e;
         }
       }
-      slots.push_back({best, row, score[best]});
+      slots.push_back({best, row, score[best], best});
       chosen += score[best];
     }
     const bool divide = router.score == TOPK_SOFTMAX || router.renormalize;
@@ -581,6 +652,7 @@ class Stepper {
     const int64_t begin = units * self / team, end = units * (self + 1) / team;
     each_expert(layer, own, [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
       const int64_t mine = ceil_div(experts.intermediate, UNIT), e = std::max<int64_t>(0, own.slots[first].expert);
+      const int64_t place = own.slots[first].place;
       const int64_t from = std::max(begin, passed) - passed, to = std::min(end, passed + mine) - passed;
       passed += mine;
       if (from >= to) return;
@@ -589,13 +661,13 @@ class Stepper {
       const float* low = low_rank(experts.gate_up, e, normed, own.which.data(), count, own.low);
       // a few units at a time, so that all rows meet them while they are near
       for (int64_t unit = from; unit < to; ++unit)
-        activate_unit(experts, e, unit * UNIT, std::min(experts.intermediate, (unit + 1) * UNIT), normed, own, count,
+        activate_unit(experts, place, e, unit * UNIT, std::min(experts.intermediate, (unit + 1) * UNIT), normed, own, count,
                       low, activations_.data() + start);
     });
   }
 
-  void activate_unit(const StepExperts& experts, int64_t e, int64_t from, int64_t to, const StepRows& normed,
-                     Private& own, int64_t count, const float* low, float* out) const {
+  void activate_unit(const StepExperts& experts, int64_t place, int64_t e, int64_t from, int64_t to,
+                     const StepRows& normed, Private& own, int64_t count, const float* low, float* out) const {
     const int64_t stride = padded(experts.intermediate), width = to - from;
     float* h = own.scores.get(size_t(count * 2 * UNIT));  // gate, then up, of each row
     const int64_t* which = own.which.data();
@@ -603,7 +675,7 @@ class Stepper {
       return [=](int64_t j, int64_t r, float value) { h[r * 2 * UNIT + at + (j - first)] = value; };
     };
     const auto of_rows = [&](int64_t first, int64_t last, const Sink& take) {
-      adapted_products(experts.gate_up, e, first, last, normed, which, count, low, take);
+      adapted_products(experts.gate_up, place, e, first, last, normed, which, count, low, take);
     };
     if (!experts.gated) {
       of_rows(from, to, into(from, 0));
@@ -636,7 +708,9 @@ class Stepper {
     }
   }
 
-  void down(const StepLayer& layer, float* x, Private& own, int self, int team) {
+  // Calls take(slot, j, value) with each result.
+  template <class Take>
+  void down(const StepLayer& layer, Private& own, int self, int team, const Take& take) {
     const int64_t units = ceil_div(m.hidden, UNIT), from = units * self / team * UNIT;
     const int64_t to = std::min(m.hidden, units * (self + 1) / team * UNIT);
     if (from >= to) return;
@@ -646,9 +720,9 @@ class Stepper {
       each_row_list(own, count);
       const int64_t e = std::max<int64_t>(0, own.slots[first].expert), *which = own.which.data();
       const float* low = low_rank(experts.down, e, rows, which, count, own.low);
-      adapted_products(experts.down, e, from, to, rows, which, count, low, [&](int64_t j, int64_t r, float value) {
-        const Slot& slot = own.slots[first + size_t(r)];
-        x[slot.row * m.hidden + j] += slot.weight * float(layer.residual) * value;
+      const int64_t place = own.slots[first].place;
+      adapted_products(experts.down, place, e, from, to, rows, which, count, low, [&](int64_t j, int64_t r, float value) {
+        take(own.slots[first + size_t(r)], j, value);
       });
     });
   }
@@ -656,7 +730,9 @@ class Stepper {
   const StepModel m;
   const int threads_;
   int64_t most_activations_ = 1, most_experts_ = 0, queries_ = 0, keys_ = 0;
-  std::vector<float> x_, projected_, attended_, logits_, activations_;
+  int64_t stopped_ = 0;
+  std::vector<bool> computed_;  // of a layer that waits for experts: whether parts_ has the result of a slot
+  std::vector<float> x_, parts_, projected_, attended_, logits_, activations_;
   std::vector<Private> own_;
   Barrier barrier_;
 };
@@ -669,7 +745,7 @@ extern "C" {
 // What the model points to has to outlive it.
 void* amoeba_step_new(const StepModel* model, int threads) { return new Stepper(*model, threads); }
 void amoeba_step_delete(void* step) { delete static_cast<Stepper*>(step); }
-void amoeba_step_run(void* step, const StepCall* call) { static_cast<Stepper*>(step)->run(*call); }
+int64_t amoeba_step_run(void* step, const StepCall* call) { return static_cast<Stepper*>(step)->run(*call); }
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -26,13 +26,14 @@ namespace [[gnu::visibility("hidden")]] amoeba {
 
 enum MatrixKind : int64_t { ROWS_F32, ROWS_BF16, ROWS_E4M3, ROWS_E2M1, ROWS_BLOCKS, TILES_BF16, TILES_INT8 };
 
-struct StepMatrix {  // (experts, out, in); the order of `CStepMatrix` in step_library.py
+struct StepMatrix {  // (experts, out, in); the order of `CStepMatrix` in step.py
   int64_t kind, out, in;
   const void* data;              // null: there is none
   int64_t stride_e, stride_row;  // of rows, in elements
   const float* scale;            // of int8: of each output
   const int32_t* sum;            // of int8: of each output's weights
-  const float* bias;             // (experts, out), may be null
+  const void* bias;              // (experts, out), contiguous along out, may be null
+  int64_t bias_bf16, bias_stride;
   Coding coding;
   int64_t rank;  // of LoRA factors, a multiple of LORA_RANKS, or 0: B (A x) is added, see `adapted_products`
   const float *lora_a, *lora_b;  // (experts, rank, in), and (experts, out, rank) with the scaling in it
@@ -718,8 +719,11 @@ class Sink {
 // zeros to a multiple of PLANE_UNIT.
 inline void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
                      const int64_t* which, int64_t count, const Sink& given) {
-  const float* bias = m.bias ? m.bias + e * m.out : nullptr;
-  const auto take = [&](int64_t j, int64_t r, float value) { given(j, r, bias ? value + bias[j] : value); };
+  const auto* wide = static_cast<const float*>(m.bias) + (m.bias ? e * m.bias_stride : 0);
+  const auto* half = static_cast<const uint16_t*>(m.bias) + (m.bias ? e * m.bias_stride : 0);
+  const auto take = [&](int64_t j, int64_t r, float value) {
+    given(j, r, m.bias ? value + (m.bias_bf16 ? widen(half[j]) : wide[j]) : value);
+  };
   switch (m.kind) {
     case ROWS_F32: return each_plain_row<PlainMatrix<float>>(m, e, from, to, rows, which, count, take);
     case ROWS_BF16: return each_pair_row(m, e, from, to, rows, which, count, take);
@@ -754,13 +758,14 @@ inline const float* low_rank(const StepMatrix& m, int64_t e, const StepRows& row
   return out;
 }
 
-// As `products`, and B times what `low_rank` gave.
-inline void adapted_products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
-                             const int64_t* which, int64_t count, const float* low, const Sink& take) {
+// As `products` with what lies at `place`, and B of expert e times what `low_rank` gave.
+inline void adapted_products(const StepMatrix& m, int64_t place, int64_t e, int64_t from, int64_t to,
+                             const StepRows& rows, const int64_t* which, int64_t count, const float* low,
+                             const Sink& take) {
   static_assert(LORA_RANKS % LANES == 0);
-  if (!low) return products(m, e, from, to, rows, which, count, take);
+  if (!low) return products(m, place, from, to, rows, which, count, take);
   const float* b = m.lora_b + e * m.out * m.rank;
-  products(m, e, from, to, rows, which, count, [&](int64_t j, int64_t r, float value) {
+  products(m, place, from, to, rows, which, count, [&](int64_t j, int64_t r, float value) {
     Floats sum{};
     for (int64_t k = 0; k < m.rank; k += LANES) sum += load<LANES>(b + j * m.rank + k) * load<LANES>(low + r * m.rank + k);
     take(j, r, value + total(sum));

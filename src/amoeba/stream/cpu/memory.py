@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.stream.cache.expert_cache import ExpertCache
@@ -42,6 +46,18 @@ class StreamedExperts(ExpertsInSlots):
         """Expert -> slot, a few at a time, until all of these have been there; see `ExpertMemory.acquire`."""
         return self.memory.acquire(self.layer, ids, tokens)
 
+    # What compiled steps need of a layer: `amoeba.cpu.step.StreamedLayer`.
+
+    @property
+    def slot_of_E(self) -> Tensor:
+        return self.memory.slot_of[self.layer]
+
+    def alone(self) -> AbstractContextManager[None]:
+        return self.memory.alone(self.layer)
+
+    def note_use(self, ids: Sequence[int], tokens: int) -> None:
+        self.memory.note_use(self.layer, ids, tokens)
+
 
 class ExpertMemory:
     """
@@ -49,6 +65,7 @@ class ExpertMemory:
     host_slots: none: there is no tier between the disk and the slots.
     cache:  what is where, and what that cost so far.
     waited_seconds: for reads, while there was nothing else to compute.
+    slot_of: of each layer (E), as of its last `alone`; -1: in none, or not whole yet.
     """
 
     def __init__(self, store: Store, slots: Sequence[int]) -> None:
@@ -67,7 +84,9 @@ class ExpertMemory:
         )
         self.waited_seconds, self._closed = 0.0, False
         self.recorder: Recorder | None = None
-        self._locks = [threading.Lock() for _ in shapes]  # of a layer: its passes take turns
+        self.slot_of = [torch.full((shape.experts,), -1, dtype=torch.int64, device="cpu") for shape in shapes]
+        self._changed: set[int] = set()  # layers whose slots have other experts than `slot_of` says
+        self._locks = [threading.RLock() for _ in shapes]  # of a layer: its passes take turns
         self._counting = threading.Lock()
         self._pool = ThreadPoolExecutor(READS, thread_name_prefix="amoeba-expert")
 
@@ -90,19 +109,34 @@ class ExpertMemory:
         ids: those of the pass, K for each of its tokens; ids outside [0, E) are sentinels.
         StoreError where one cannot be read. Then, and when the caller stops half-way, its slots are free again.
         """
-        if self._closed:
-            raise bad_value("experts", "a store that is open", "a closed one", "attach the model again")
         ids = list(ids)
-        experts = self.cache.top(layer).experts
-        distinct = [each for each in dict.fromkeys(ids) if 0 <= each < experts]
+        with self._pass(layer, ids, tokens):
+            for wave in self.cache.waves(layer, self._distinct(layer, ids)):
+                yield from self._acquire_wave(layer, wave)
+
+    @contextmanager
+    def alone(self, layer: int) -> Iterator[None]:
+        """No pass of another thread changes the slots of this layer meanwhile, and `slot_of` tells what is in them."""
+        with self._locks[layer]:
+            self._check_open()
+            if layer in self._changed:
+                self._update_slot_of(layer)
+            yield
+
+    def note_use(self, layer: int, ids: Sequence[int], tokens: int) -> None:
+        """A pass, `alone`, that found all of these there."""
+        with self._pass(layer, ids, tokens), self._counting:
+            self.cache.use(layer, self._distinct(layer, ids))
+
+    @contextmanager
+    def _pass(self, layer: int, ids: Sequence[int], tokens: int) -> Iterator[None]:
+        self._check_open()
         with self._locks[layer]:
             try:
-                with self._counting:
-                    if layer == 0:
+                if layer == 0:
+                    with self._counting:
                         self.cache.count_tokens(tokens)
-                    waves = self.cache.waves(layer, distinct)
-                for wave in waves:
-                    yield from self._acquire_wave(layer, wave)
+                yield
             except BaseException:
                 if self.recorder is not None:
                     with self._counting:
@@ -110,11 +144,28 @@ class ExpertMemory:
                 raise
             if self.recorder is not None:
                 with self._counting:
-                    self.recorder.add(layer, ids, tokens)
+                    self.recorder.add(layer, list(ids), tokens)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise bad_value("experts", "a store that is open", "a closed one", "attach the model again")
+
+    def _distinct(self, layer: int, ids: Iterable[int]) -> list[int]:
+        experts = self.cache.top(layer).experts
+        return [each for each in dict.fromkeys(ids) if 0 <= each < experts]
+
+    def _update_slot_of(self, layer: int) -> None:
+        table = self.cache.top(layer)
+        there = {expert: slot for expert, slot in table.slot_of.items() if not table.is_loading(expert)}
+        experts, slots = torch.tensor([[*there], [*there.values()]], dtype=torch.int64, device="cpu")
+        self.slot_of[layer].fill_(-1)[experts] = slots
+        self._changed.discard(layer)
 
     def _acquire_wave(self, layer: int, wave: list[int]) -> Generator[dict[int, int], None, None]:
         with self._counting:
             fetch = self.cache.request(layer, wave)
+        if fetch.from_disk:
+            self._changed.add(layer)
         if fetch.waiting:  # only where an interrupt came while a pass that had been broken off was ending
             raise RuntimeError(f"reads of experts {sorted(fetch.waiting)} were abandoned: attach the model again")
         blobs, held = self._blobs[layer], dict.fromkeys(wave)
