@@ -18,6 +18,7 @@ Launches = dict[str, Callable[[], Any]]
 
 def launches(dtype: torch.dtype) -> Launches:
     found = _of_routing(dtype) | _of_factors(dtype) | _of_streaming(dtype) | _of_ranks(dtype) | _of_the_optimizer(dtype)
+    found |= _of_exact_mode(dtype)
     return found | (_of_heads(dtype) if dtype != torch.float32 else {})
 
 
@@ -28,6 +29,20 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 ids = partial(empty, dtype=torch.int64)
 words = partial(empty, dtype=torch.int32)
 numbers = partial(empty, dtype=torch.float32)
+
+
+def _of_exact_mode(dtype: torch.dtype) -> Launches:
+    from amoeba.kernels import exact
+
+    found: Launches = {"exact product": lambda: exact.product(empty(1, 7, H, dtype=dtype), empty(1, H, I, dtype=dtype))}
+    found["exact sum"] = lambda: exact.row_sum(numbers(7, 151936))
+    for heads, size, width in ((32, 64, 64), (32, 128, 128), (4, 192, 128)):
+        q, k, v = (empty(2, n, 600, each, dtype=dtype) for n, each in ((heads, size), (4, size), (4, width)))
+        seen = empty(2, 1, 600, 600, dtype=torch.bool)
+        sink = empty(heads, dtype=dtype)
+        found[f"exact attention {size}"] = partial(exact.attention, q, k, v, sink, seen, 0.1, 0.0)
+        found[f"exact attention {size} with a cap"] = partial(exact.attention, q, k, v, None, seen, 0.1, 50.0)
+    return found
 
 
 def _of_routing(dtype: torch.dtype) -> Launches:

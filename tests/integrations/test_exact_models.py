@@ -39,19 +39,13 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def generated(model: Any, *lengths: int) -> tuple[list[list[int]], list[Tensor]]:
+def generated(model: Any, *lengths: int, capture: bool | None = None) -> tuple[list[list[int]], list[Tensor]]:
     """Texts, and the log-probabilities of their new tokens."""
-    rows, found = prompts(*lengths), []
-
-    def choose(logits_BV: Tensor) -> Tensor:
-        token_B = logits_BV.argmax(-1)
-        found.append(log_probabilities(logits_BV, token_B))
-        return token_B
-
-    decoder = Decoder(model, batch=len(rows), length=max(lengths) + NEW, choose=choose)
+    rows = prompts(*lengths)
+    decoder = Decoder(model, batch=len(rows), length=max(lengths) + NEW, capture=capture, return_logprobs=True)
     steps = list(decoder.generate(rows, NEW))
     texts = [row + [tokens[place] for tokens in steps] for place, row in enumerate(rows)]
-    return texts, list(torch.stack(found, 1))
+    return texts, list(decoder.logprobs(NEW))
 
 
 def in_training(model: Any, texts: list[list[int]], side: str = "left") -> list[Tensor]:
@@ -62,17 +56,18 @@ def in_training(model: Any, texts: list[list[int]], side: str = "left") -> list[
         place = slice(length - len(text), None) if side == "left" else slice(len(text))
         ids[row, place], mask[row, place] = torch.tensor(text), 1
     model.train()
+    ids, mask = ids.to(model.device), mask.to(model.device)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     model.eval()
     assert logits.requires_grad
-    found = log_probabilities(logits[:, :-1], ids[:, 1:])
+    found = log_probabilities(logits[:, :-1], ids[:, 1:]).cpu()
     ends = [length if side == "left" else len(text) for text in texts]
     return [each[end - 1 - NEW : end - 1] for each, end in zip(found.detach(), ends, strict=True)]
 
 
-def differences(model: Any, *lengths: int) -> list[float]:
+def differences(model: Any, *lengths: int, capture: bool | None = None) -> list[float]:
     """Of generation, from training on the same batch with padding on either side, and on each text alone."""
-    texts, rollout = generated(model, *lengths)
+    texts, rollout = generated(model, *lengths, capture=capture)
     alone = [in_training(model, [text])[0] for text in texts]
     others = in_training(model, texts), in_training(model, texts, "right"), alone
     return [max(float((a - b).abs().max()) for a, b in zip(rollout, other, strict=True)) for other in others]
@@ -100,16 +95,20 @@ def test_so_they_have_at_every_length(family: str, dtype: torch.dtype, lengths: 
         assert differences(model, *lengths) == [0, 0, 0]
 
 
-@quick(lambda placement: placement == "mxfp4-weights")
-@pytest.mark.parametrize("placement", [None, "fp8-weights", "mxfp4-weights"])
-def test_lora_and_quantised_experts(placement: str | None) -> None:
-    model = made("qwen3_moe", torch.bfloat16)
+def with_lora(model: Any, placement: str | None) -> Any:
     if placement is not None:
         place_experts(model, placement)
     lora.attach(model, 3, 5, ["experts", "q_proj"])
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@quick(lambda placement: placement == "mxfp4-weights")
+@pytest.mark.parametrize("placement", [None, "fp8-weights", "mxfp4-weights"])
+def test_lora_and_quantised_experts(placement: str | None) -> None:
+    model = with_lora(made("qwen3_moe", torch.bfloat16), placement)
     with exact(model):
         assert differences(model, 33, 5) == [0, 0, 0]
 

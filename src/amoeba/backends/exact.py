@@ -2,24 +2,30 @@
 
 T tokens · K experts per token · N = T·K routed rows · E experts · I intermediate · J = 2I or I
 
-All products are `ops.exact`'s: in fp32, with one order of summation for one row and for thousands. Rows are rounded to
-the dtype of the weights where `cpu` rounds them. Backward is that of `cpu`.
+On a CPU all products are `ops.exact`'s: in fp32, with one order of summation for one row and for thousands. Rows are
+rounded to the dtype of the weights where `cpu` rounds them. On a GPU they are those of `triton`, with one tile size for
+all numbers of rows. Backward is that of `cpu` and of `triton`.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from amoeba.backends import cpu, quantised_cpu, sorted_rows
-from amoeba.backends.backend import Request, RowsApart
+from amoeba.backends import cpu, quantised_cpu, quantised_triton, sorted_rows, triton
+from amoeba.backends.backend import PassesBackend, Request, RowsApart
 from amoeba.backends.cpu import CoreGroups, CoreRows
 from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.rowwise import activate_rows
+from amoeba.backends.sorted_rows import SortedRows
 from amoeba.backends.torch_rows import Groups, TorchRows
 from amoeba.core.config import Activation
-from amoeba.core.problem import Problem, Save, Saved
+from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.cpu.core import load_core
+from amoeba.kernels.tile_sizes import any_rows
+from amoeba.ops import exact as ops
 from amoeba.ops.exact import ExactOperators, product
 from amoeba.precision.quantised_experts import QuantisedExperts
 
@@ -27,26 +33,61 @@ from amoeba.precision.quantised_experts import QuantisedExperts
 class ExactBackend(cpu.CpuBackend):
     name, summary = "exact", "each row by itself, for the same bits in training and generation"
     traced = SavedRows()
+    on_gpu: ClassVar[PassesBackend] = triton.BACKEND  # whose weights it takes there
 
     def preference(self, device: torch.device) -> int:
-        return 15  # `cpu` serves the same
+        return 15  # `cpu` and `triton` serve the same
+
+    def why_not(self, request: Request) -> str | None:
+        on_cpu = ops.kernels_on(request.weights.device) is None
+        return super().why_not(request) if on_cpu else self.on_gpu.why_not(request)
+
+    @staticmethod
+    def kernel_rows() -> type[SortedRows]:
+        from amoeba.backends.exact_kernel_rows import ExactKernelRows
+
+        return ExactKernelRows
 
     def prepared(self, problem: Problem, gradient: bool) -> Problem:
         return problem.with_factors_as_weights()
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        if ops.kernels_on(problem.x_TH.device) is not None:
+            with any_rows():
+                return sorted_rows.forward(problem, save, self.kernel_rows())
         return sorted_rows.forward(self.sorted_rows(problem)[0], save, ExactRows)
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         return None
 
+    def backward(self, problem: Problem, saved: Saved | None, dy_TH: Tensor, needs: Needs) -> Gradients:
+        if ops.kernels_on(problem.x_TH.device) is None:
+            return super().backward(problem, saved, dy_TH, needs)
+        if saved is not None:
+            return self.on_gpu.backward(problem, saved, dy_TH, needs)
+        with any_rows():
+            return sorted_rows.backward(problem, saved, dy_TH, needs, self.kernel_rows())
+
 
 class QuantisedExactBackend(ExactBackend):
     kinds = (QuantisedExperts,)
     operator_name = "quantised_exact"
+    on_gpu = quantised_triton.BACKEND
 
     def why_not(self, request: Request) -> str | None:
-        return quantised_cpu.BACKEND.why_not(request)
+        weights = request.weights
+        assert isinstance(weights, QuantisedExperts)
+        if ops.kernels_on(weights.device) is None:
+            return quantised_cpu.BACKEND.why_not(request)
+        if weights.products == "w8a8":
+            return "quantises no rows; these experts ask for w8a8"
+        return self.on_gpu.why_not(request)
+
+    @staticmethod
+    def kernel_rows() -> type[SortedRows]:
+        from amoeba.backends.exact_kernel_rows import QuantisedExactKernelRows
+
+        return QuantisedExactKernelRows
 
     def sorted_rows(self, problem: Problem) -> tuple[Problem, type[TorchRows]]:
         return quantised_cpu.BACKEND.sorted_rows(problem)

@@ -99,7 +99,7 @@ class RunOptions:
         str | None, typer.Option(help="Compile the decoder layers: auto (long runs on a GPU), on or off.")
     ] = None
     exact: Annotated[
-        bool, typer.Option("--exact", help="On a CPU: a forward pass with the bits of `generate --exact`. Slower.")
+        bool, typer.Option("--exact", help="A forward pass with the bits of `generate --exact`. Slower.")
     ] = False
     optimizer_states: Annotated[
         str | None, typer.Option(help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory.")

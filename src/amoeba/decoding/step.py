@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.core.errors import bad_value
 from amoeba.core.graph_replays import Replays, replays_of
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.cache_attention import NAME, decoding_attention
@@ -29,6 +30,7 @@ from amoeba.decoding.compiled_layers import compiled_layers
 from amoeba.decoding.fused_layers import fused_layers, join_projections
 from amoeba.decoding.rotations import Rotations
 from amoeba.integrations import fused_attention
+from amoeba.integrations.exact import NAME as EXACT
 from amoeba.integrations.exact import attention_configs
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
@@ -60,6 +62,7 @@ class Step:
             self.position_BC = torch.zeros_like(self.ids_BC)
             self.last = torch.zeros(1, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_exact = False
         self._configs = attention_configs(model)
         self._by_documents = False
         self._replays, self._passes = replays_in(model), None
@@ -69,6 +72,8 @@ class Step:
         """Runs it, and captures it where that is asked for. What the rows hold afterwards means nothing."""
         if not capture:
             return
+        if self.compiled and self._is_exact:
+            raise bad_value("compiled", "False in exact mode", True, "leave it out")
         join_projections(self.model)
         self._begin_states()
         if self.compiled and not all(layer.is_initialized for layer in self.rows.cache.layers):
@@ -90,6 +95,7 @@ class Step:
             with torch.cuda.graph(graph, pool=memory, stream=ready, capture_error_mode="thread_local"):
                 self._run()
         self._graph, self.rows.graph_memory = graph, memory or graph.pool()
+        self._captured_exact = self._is_exact
 
     @torch.no_grad()
     def _begin_states(self) -> None:
@@ -112,6 +118,9 @@ class Step:
 
     def __call__(self) -> None:
         if self._graph is not None:
+            if self._captured_exact != self._is_exact:
+                expected, got = ("exact mode on", "off") if self._captured_exact else ("exact mode off", "on")
+                raise bad_value("Decoder", f"{expected}, as when its steps were captured", got, "make a new Decoder")
             if self._replays is None:
                 self._graph.replay()
             else:
@@ -126,13 +135,17 @@ class Step:
         if self._replays is not None:
             self._replays.check()
 
+    @property
+    def _is_exact(self) -> bool:
+        return any(config._attn_implementation_internal == EXACT for config in self._configs)
+
     def _enter(self, stack: ExitStack, compiled: bool, fused: bool = False) -> None:
         """fused: by our kernels, for which a model is looked through; compiled layers need our routers alone."""
         self.rows.cache.filled = None if self.tokens == 1 else 0
         stack.enter_context(torch.no_grad())
         stack.enter_context(self.rows.rotations.fixed())
         self._by_documents = False
-        if fused:
+        if fused and not self._is_exact:
             stack.enter_context(fused_routers(self.model))
             if not compiled:
                 all_attention = stack.enter_context(fused_layers(self.model))

@@ -7,9 +7,9 @@
     exact = amoeba.exact(model)     # until exact.undo()
 
 Not on the batch, the padding or the length of the prompt, nor on whether a token was read in a prompt, generated or
-trained on. It serves transformers' models with experts_implementation="amoeba" on the CPU, with LoRA and quantised
-experts. What torch is asked for in a pass of the model, and of a decoder layer's parts (activation checkpointing
-repeats those in backward), is computed by `ops.exact`. `log_probabilities` does the same with logits afterwards.
+trained on. It serves transformers' models with experts_implementation="amoeba", with LoRA and quantised experts. What
+torch is asked for in a pass of the model, and of a decoder layer's parts (activation checkpointing repeats those in
+backward), is computed by `ops.exact`. `log_probabilities` does the same with logits afterwards.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from amoeba.backends import triton
 from amoeba.backends.registry import all_backends_of
 from amoeba.core.errors import bad_value
 from amoeba.cpu.core import why_no_core
@@ -87,7 +88,8 @@ class Exact:
         self.undo()
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        if torch.compiler.is_compiling() or autocast:
             got = "torch.compile" if torch.compiler.is_compiling() else "autocast"
             raise bad_value("exact mode", "passes in the dtype of the model, not compiled", got, "leave it off")
         inside = self._inside()
@@ -120,11 +122,15 @@ def _checked(model: nn.Module) -> list[PreTrainedModel]:
     check_coverage(models[0], "exact mode", "leave exact mode off")
     if is_exact(model):
         raise bad_value("exact mode", "a model that is not exact yet", "one that is", "undo the other `exact` first")
-    others = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
-    if others:
-        raise bad_value("exact mode", "a model on the CPU", f"one on {', '.join(others)}", "move it: model.cpu()")
-    if (reason := why_no_core()) is not None:
+    devices = {parameter.device for parameter in model.parameters()}
+    device = min(devices, key=str)
+    if len(devices) > 1 or device.type not in ("cpu", "cuda"):
+        got = f"one on {', '.join(sorted(map(str, devices)))}"
+        raise bad_value("exact mode", "a model on the CPU or on one GPU", got, "move it: model.cpu()")
+    if device.type == "cpu" and (reason := why_no_core()) is not None:
         raise bad_value("exact mode", "the C++ core", reason, "install a compiler, or leave exact mode off")
+    if device.type == "cuda" and (reason := triton.why_not_on(device, torch.float32)) is not None:
+        raise bad_value("exact mode", "a GPU for our kernels", f"one that {reason}", "move the model: model.cpu()")
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {*ops.DTYPES}
     if dtypes - {torch.float8_e4m3fn}:
         raise bad_value("exact mode", "fp32 or bf16", f"a model in {dtypes}", "convert it: model.float()")

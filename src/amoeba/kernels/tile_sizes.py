@@ -296,8 +296,32 @@ def as_many(experts: int) -> int:
     return _experts.get() or experts
 
 
+_any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
+# Per expert, as if there were no others: those of Hopper's matrix instruction. Narrow, since in decoding columns are
+# all that programs can share out. Speed not measured yet.
+_ROWS_OF_ANY, _WIDEST_OF_ANY = 64, 128
+
+
+@contextmanager
+def any_rows() -> Iterator[None]:
+    """Configurations are those of `for_any_rows`: a row has the bits that it has among any others."""
+    token = _any_rows.set(True)
+    try:
+        yield
+    finally:
+        _any_rows.reset(token)
+
+
+def for_any_rows(device: torch.device, role: Role, product: Product) -> Configuration:
+    """Which does not depend on the number of rows, nor on what was measured."""
+    chosen = configuration(role, product._replace(rows=_ROWS_OF_ANY * product.experts), capability_of(device))
+    return replace(chosen, block_n=min(chosen.block_n, _WIDEST_OF_ANY))
+
+
 def configuration_on(device: torch.device, role: Role, product: Product) -> Configuration:
     """For the GPU, or the interpreter, that `device` stands for."""
+    if _any_rows.get():
+        return for_any_rows(device, role, product)
     return _configuration_on(device, role, product._replace(experts=as_many(product.experts)))
 
 

@@ -4,7 +4,7 @@
         logits_TV = model_part(x_TH)
 
 Outside, torch picks another kernel, and so another order, for one row than for a hundred, and computes the end of a
-buffer without vectors. Inside,
+buffer without vectors. Inside, on a CPU,
 
 products      are summed by the C++ core in fp32, by one kernel for each layout of the weights
 sums, norms   are added up by the core, one vector of a row after the other
@@ -12,6 +12,7 @@ exponentials  and whatever else differs between vectors and single numbers go th
               thread computes
 attention     is two such products, with exact zeros where a query does not look: padding changes nothing
 
+On a GPU products, sums and attention are those of `kernels.exact`, and torch computes single elements one by one.
 Results are rounded to their dtype once. Backward is torch's. What is not known to be exact raises ValueError.
 
 B rows · T tokens · L keys · Q query heads · G key and value heads · D of a head · E matrices ·
@@ -41,12 +42,23 @@ CHUNK = 1 << 24  # scores of attention at a time
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
+def kernels_on(device: torch.device) -> Any:
+    """`amoeba.kernels.exact` for a GPU; None where the C++ core computes."""
+    if device.type != "cuda":
+        return None
+    from amoeba.kernels import exact
+
+    return exact
+
+
 def product(a_EMK: Tensor, b_EKN: Tensor) -> Tensor:
     """a @ b in fp32. Zeros in a add nothing to the sum where b is contiguous along N."""
     for each in (a_EMK, b_EKN):
-        if each.dtype not in DTYPES or each.device.type != "cpu":
+        if each.dtype not in DTYPES or each.device.type not in ("cpu", "cuda"):
             got = f"{each.dtype} on {each.device}"
-            raise bad_value("exact mode", "fp32, bf16 or fp16 on the CPU", got, "convert or move the model")
+            raise bad_value("exact mode", "fp32, bf16 or fp16 on a CPU or GPU", got, "convert or move the model")
+    if (kernels := kernels_on(a_EMK.device)) is not None:
+        return kernels.product(a_EMK, b_EKN)
     (count, rows, depth), columns = a_EMK.shape, b_EKN.shape[2]
     out = torch.empty(count * rows, columns, dtype=torch.float32, device=a_EMK.device)
     if depth == 0 or out.numel() == 0:
@@ -61,12 +73,16 @@ def product(a_EMK: Tensor, b_EKN: Tensor) -> Tensor:
 
 def row_sum(x: Tensor) -> Tensor:
     """Over the last dimension, in fp32."""
+    if (kernels := kernels_on(x.device)) is not None:
+        return kernels.row_sum(x)
     x_ND = x.detach().float().reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
     return load_core().row_sums(x_ND).view(x.shape[:-1])
 
 
 def in_pieces(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """function(*given), a function of single elements, so that each is computed in a whole vector."""
+    if given[0].is_cuda:  # computed one by one there
+        return function(*given)
     shape = given[0].shape
     if any(each.shape != shape for each in given):
         shape = torch.broadcast_shapes(*(each.shape for each in given))
@@ -145,6 +161,8 @@ def _chunks(q: Tensor, k: Tensor) -> list[slice]:
 def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seen: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor]:
+    if (kernels := kernels_on(q.device)) is not None:
+        return (kernels.attention(q, k, v, sink, seen, scale, softcap),)
     y = q.new_empty((*q.shape[:3], v.shape[-1]))
     slots = seen.flatten(0, 2).any(0).nonzero()
     end = int(slots[-1]) + 1 if len(slots) else 1

@@ -1,0 +1,141 @@
+"""Exact mode by the kernels of a GPU: in Triton's interpreter, in fp32; and on a GPU, where there is one."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_exact_models import FAMILIES, differences, made, prompts, with_lora
+
+from amoeba.core.errors import BadValue
+from amoeba.decoding import Decoder
+from amoeba.decoding.step import Step
+from amoeba.integrations.exact import exact
+from amoeba.kernels import exact as kernels
+from amoeba.ops import exact as ops
+from selection import quick
+from tiny_models import relative
+
+DTYPES = torch.float32, torch.bfloat16
+# Relative L2, from fp64. Of bf16: that of the rounding of two layers.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "kernels_on", lambda device: kernels)
+
+
+@quick(lambda family: family == "qwen3_moe")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_and_training_have_the_same_bits(family: str, interpreted: None) -> None:
+    model = made(family)
+    with exact(model):
+        assert differences(model, 17, 1) == [0, 0, 0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [(1,), (64,), (63, 64, 65), (1, 65, 2, 17, 64, 3, 30, 7)], ids=str)
+def test_so_they_have_at_every_length(family: str, lengths: tuple[int, ...], interpreted: None) -> None:
+    model = made(family)
+    with exact(model):
+        assert differences(model, *lengths) == [0, 0, 0]
+
+
+@quick(lambda placement: placement == "mxfp4-weights")
+@pytest.mark.parametrize("placement", [None, "fp8-weights", "mxfp4-weights"])
+def test_lora_and_quantised_experts(placement: str | None, interpreted: None) -> None:
+    model = with_lora(made("qwen3_moe"), placement)
+    with exact(model):
+        assert differences(model, 17, 1) == [0, 0, 0]
+
+
+@quick(lambda family, checkpointing: family == "gpt_oss" and checkpointing)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_fp64(family: str, checkpointing: bool, interpreted: None) -> None:
+    check_against_fp64(made(family), checkpointing)
+
+
+def check_against_fp64(model: Any, checkpointing: bool) -> None:
+    """model: its values of parameters are taken; on a CPU the reference is computed there, too."""
+    ids = torch.tensor([prompts(9)[0], prompts(10)[0][:9]])
+    truth = made(model.config.model_type).double()
+    truth.load_state_dict(model.state_dict())
+    truth.set_experts_implementation("eager")
+    wanted = truth(input_ids=ids, labels=ids)
+    wanted.loss.backward()
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with exact(model):
+        found = model(input_ids=ids.to(model.device), labels=ids.to(model.device))
+        found.loss.backward()
+    limit = TOLERANCE[model.dtype]
+    assert relative(found.logits.double().cpu(), wanted.logits) < limit
+    for (name, got), of_truth in zip(model.named_parameters(), truth.parameters(), strict=True):
+        assert got.grad is not None, name
+        assert relative(got.grad.double().cpu(), of_truth.grad) < limit, name
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [False, True], ids=["plain", "captured"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (63,), (64,), (65, 1, 17), (63, 64, 65, 500, 1, 2, 300, 7), tuple(range(1, 65))],
+    ids=["1", "63", "64", "batch of 3", "batch of 8", "batch of 64"],
+)
+def test_same_bits_on_a_gpu(lengths: tuple[int, ...], family: str, dtype: torch.dtype, capture: bool) -> None:
+    model = made(family, dtype).cuda()
+    with exact(model):
+        assert differences(model, *lengths, capture=capture) == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_it_they_differ_on_a_gpu(dtype: torch.dtype) -> None:
+    assert max(differences(made("qwen3_moe", dtype).cuda(), 65, 1)) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [False, True], ids=["plain", "captured"])
+@pytest.mark.parametrize("placement", [None, "fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights"])
+def test_lora_and_quantised_experts_on_a_gpu(placement: str | None, capture: bool) -> None:
+    model = with_lora(made("qwen3_moe", torch.bfloat16), placement).cuda()
+    with exact(model):
+        assert differences(model, 65, 1, 17, capture=capture) == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_on_a_gpu(family: str, dtype: torch.dtype, checkpointing: bool) -> None:
+    check_against_fp64(made(family, dtype).cuda(), checkpointing)
+
+
+@pytest.mark.gpu
+def test_an_exact_step_waits_for_nothing() -> None:
+    model = made("qwen3_moe", torch.bfloat16).cuda()
+    with exact(model):
+        decoder = Decoder(model, batch=2, length=40)
+        list(decoder.generate(prompts(5, 8), 4))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            Step(model, decoder._rows, decoder._choose)()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_decoder_whose_steps_were_captured_in_the_other_mode_is_refused() -> None:
+    model = made("qwen3_moe", torch.bfloat16).cuda()
+    decoder = Decoder(model, batch=1, length=40)
+    list(decoder.generate(prompts(5), 4))
+    with exact(model), pytest.raises(BadValue, match="make a new Decoder"):
+        list(decoder.generate(prompts(5), 4))
