@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_launches_of_triton import IDLE
+from test_launches_of_triton import driver_in
 
 HERE = Path(__file__).parent
 T, H, I, E, K = 130, 256, 128, 4, 2
@@ -36,13 +36,7 @@ def program(cache: Path, *arguments: str | Path, **more: str) -> Any:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's own driver is in the process")
 @pytest.mark.parametrize("what", ["rows", pytest.param("layer", marks=pytest.mark.thorough)])
 def test_launches_find_what_was_compiled_ahead(what: str, tmp_path: Path) -> None:
-    backend = pytest.importorskip("triton.backends.nvidia.driver")
-    idle = tmp_path / "idle.c"
-    idle.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in IDLE))
-    library, include = tmp_path / "libcuda.so.1", Path(backend.__file__).parent / "include"
-    sources = HERE / "fake_driver.c", idle
-    command = ["gcc", "-shared", "-fPIC", "-w", f"-I{include}", "-Wl,-soname,libcuda.so.1", "-o", library, *sources]
-    subprocess.run(command, check=True)
+    library = driver_in(tmp_path)
     kernels = program(tmp_path / "cache", "ahead", what)
     found = program(tmp_path / "cache", "launch", what, str(library), TRITON_LIBCUDA_PATH=str(tmp_path))
     assert len(found) >= (3 if what == "rows" else 10) and {name for name, _ in found} <= set(kernels)

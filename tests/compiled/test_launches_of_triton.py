@@ -27,17 +27,23 @@ IDLE = (
 )  # fmt: skip
 
 
+def driver_in(folder: Path) -> Path:
+    """The stand-in for libcuda, compiled."""
+    backend = pytest.importorskip("triton.backends.nvidia.driver")
+    idle = folder / "idle.c"
+    idle.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in IDLE))
+    library, include = folder / "libcuda.so.1", Path(backend.__file__).parent / "include"
+    sources = HERE / "fake_driver.c", idle
+    command = ["gcc", "-shared", "-fPIC", "-w", f"-I{include}", "-Wl,-soname,libcuda.so.1", "-o", library, *sources]
+    subprocess.run(command, check=True)
+    return library
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, as Triton does")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's own driver is in the process")
 def test_the_driver_is_handed_the_same_bytes(tmp_path: Path) -> None:
-    backend = pytest.importorskip("triton.backends.nvidia.driver")
-    idle = tmp_path / "idle.c"
-    idle.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in IDLE))
-    library, include = tmp_path / "libcuda.so.1", Path(backend.__file__).parent / "include"
-    sources = HERE / "fake_driver.c", idle
-    command = ["gcc", "-shared", "-fPIC", "-w", f"-I{include}", "-Wl,-soname,libcuda.so.1", "-o", library, *sources]
-    subprocess.run(command, check=True)
+    library = driver_in(tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path), "AMOEBA_TUNED": "off"}
     told = subprocess.run([sys.executable, __file__, library], env=environment, capture_output=True, text=True)

@@ -28,17 +28,17 @@ from amoeba.kernels.mailbox import (
 )
 
 E, S, RING, IDS, H = 8, 3, 4, 6, 5
-ROW, MOST = row_length(E, IDS), answer_length(E, IDS)
+MOST = answer_length(E, IDS)
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
-def mailbox_of(device: torch.device, serial: int = 0) -> MailboxWords:
+def mailbox_of(device: torch.device, serial: int = 0, ids: int = IDS, experts: int = E) -> MailboxWords:
     def mapped(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
-    state = torch.full((3,), serial, dtype=torch.int32, device=device)
-    return MailboxWords(state, mapped(RING, ROW), mapped(RING, 3 + 2 * MOST), mapped(1), mapped(RING, 2))
+    state, words = torch.full((3,), serial, dtype=torch.int32, device=device), 3 + 2 * answer_length(experts, ids)
+    return MailboxWords(state, mapped(RING, row_length(experts, ids)), mapped(RING, words), mapped(1), mapped(RING, 2))
 
 
 def asked(

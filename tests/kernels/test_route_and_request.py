@@ -12,11 +12,11 @@ import re
 import pytest
 import torch
 from compiling import compile_as, compiled_by, figures
+from test_expert_request import RING, mailbox_of
 from torch import Tensor
 
 from amoeba.core.config import RouterConfig
 from amoeba.kernels.expert_request import empty_routed, request_experts, route_and_request, why_not
-from amoeba.kernels.index_export import row_length
 from amoeba.kernels.mailbox import (
     COMPUTED,
     COMPUTES,
@@ -24,13 +24,12 @@ from amoeba.kernels.mailbox import (
     MOVED,
     PROMOTED,
     HostComputeBuffer,
-    MailboxWords,
     answer_length,
 )
 from amoeba.kernels.router import router_forward
 from selection import each_value_once
 
-E, S, RING, H = 16, 5, 4, 6
+E, S, H = 16, 5, 6
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -40,15 +39,6 @@ CONFIGS = {
     "groups and a bias": RouterConfig(E, 4, score="sigmoid", n_group=4, topk_group=2, selection_bias=True),
     "top-k first": RouterConfig(E, 2, score="topk_softmax"),
 }
-
-
-def mailbox_of(device: torch.device, ids: int, experts: int = E) -> MailboxWords:
-    def mapped(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-
-    state = torch.full((3,), 5, dtype=torch.int32, device=device)
-    words = 3 + 2 * answer_length(experts, ids)
-    return MailboxWords(state, mapped(RING, row_length(experts, ids)), mapped(RING, words), mapped(1), mapped(RING, 2))
 
 
 def buffer_of(device: torch.device, tokens: int, ids: int) -> HostComputeBuffer:
@@ -84,7 +74,7 @@ def test_it_is_the_router_and_then_the_question(name: str, tokens: int, hands: b
         about = MOVED | COMPUTES | (PROMOTED if len(missing) > 1 else 0)
 
     def outcome(fused: bool) -> list:
-        mailbox, buffer = mailbox_of(device, ids), buffer_of(device, tokens, ids) if hands else None
+        mailbox, buffer = mailbox_of(device, 5, ids, E), buffer_of(device, tokens, ids) if hands else None
         shown = torch.full((E + 4 * S + E,), -1, dtype=torch.int32)
         for expert, slot in here.items():
             shown[expert], shown[E + slot] = slot, expert
@@ -127,7 +117,7 @@ def test_of_128_experts_all_is_that_of_the_two_launches(tokens: int, device) -> 
     shown = torch.cat([slot_E, torch.argsort(slot_E)]).to(device, torch.int32)
 
     def outcome(fused: bool) -> list[Tensor]:
-        mailbox = mailbox_of(device, tokens * 8, experts)
+        mailbox = mailbox_of(device, 5, tokens * 8, experts)
         due = mailbox.state[1:2].clone()
         found = empty_routed(tokens, config, device)
         if fused:

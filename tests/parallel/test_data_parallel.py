@@ -120,15 +120,6 @@ def test_selection_biases_move_as_in_one_process(processes: LocalRanks, inputs: 
     check_same_run(tmp_path / "run", alone("train", tmp_path / "alone", inputs, **changes), "model")
 
 
-@pytest.mark.thorough
-def test_a_disk_that_is_full_on_the_rank_that_writes_stops_all(processes, inputs, tmp_path):
-    given = told("train", tmp_path / "run", inputs)
-    first, second = processes.run(rank_jobs.fail_to_write, [(rank, given, 0) for rank in range(2)])
-    assert "the checkpoint of step 8: expected enough space" in first and "continues from step 4" in first
-    assert "rank 0 failed" in second
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
-
-
 class TestRefusals:
     def refused(self, processes: LocalRanks, words: list[str]) -> str:
         found = processes.run(rank_jobs.run_command, [(rank, 4, words) for rank in range(4)])

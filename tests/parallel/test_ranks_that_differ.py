@@ -3,10 +3,7 @@
 What is compared is in tests/jobs/test_same_on_ranks.py; here are processes that would otherwise train, or hang.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +13,6 @@ import rank_jobs
 from amoeba.parallel.processes import LocalRanks
 from selection import quick
 from tiny_runs import make_inputs
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -72,59 +67,11 @@ def test_all_ranks_stop_at_the_start_and_the_first_says_what_differs(processes, 
 
 
 @pytest.mark.thorough
-def test_another_command_on_one_rank_is_told(processes: LocalRanks, inputs: Path, tmp_path: Path) -> None:
-    words = [words_of(command, inputs, tmp_path / "run") for command in ("train", "train", "generate", "train")]
-    found = processes.run(rank_jobs.run_command, [(rank, 4, each) for rank, each in enumerate(words)])
-    assert [code for code, *_ in found] == [2] * 4
-    assert 'command "amoeba train" on ranks 0, 1, 3, "amoeba generate" on rank 2' in found[0][2]
-
-
-@pytest.mark.thorough
 def test_the_same_data_under_another_name_is_the_same_data(processes: LocalRanks, inputs: Path, tmp_path: Path) -> None:
     words = words_of("train", inputs, tmp_path / "run")
     moved = [*words, "--data", str(inputs / "moved.jsonl")]
     found = processes.run(rank_jobs.run_command, [(rank, 4, moved if rank == 2 else words) for rank in range(4)])
     assert [code for code, *_ in found] == [0] * 4
-
-
-@pytest.mark.thorough
-def test_a_variable_of_one_rank_that_changes_numbers_stops_all(processes, inputs, tmp_path):
-    words = words_of("train", inputs, tmp_path / "run")
-    options = [(rank, 4, words, {"NVIDIA_TF32_OVERRIDE": "1"} if rank == 3 else {}) for rank in range(4)]
-    found = processes.run(rank_jobs.run_command, options)
-    assert [code for code, *_ in found] == [2] * 4
-    assert 'NVIDIA_TF32_OVERRIDE: expected the same on all ranks; got nothing on ranks 0, 1, 2, "1" on' in found[0][2]
-
-
-def torchrun(words: list[str], more: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
-    """Two ranks, of which the second is told more."""
-    script = '[ "$RANK" = 0 ] && exec "$0" "${@:2:$1}"; exec "$0" "${@:2}"'
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += ["bash", "-c", script, sys.executable, str(len(words) + 2), "-m", "amoeba", *words, *more]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "AMOEBA_DEADLINE": "300"}
-    began = time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    return time.monotonic() - began, done
-
-
-@pytest.mark.thorough  # the same in processes that are there already: above
-@pytest.mark.parametrize(
-    ("experts", "more"),
-    [
-        ("resident", ["--learning-rate", "0.05"]),
-        ("ranks", ["--learning-rate", "0.05"]),
-        ("resident", ["--seed", "7"]),
-        ("ranks", ["--batch-size", "5"]),
-        ("resident", ["--model", "{inputs}/other"]),
-    ],
-    ids=str,
-)
-def test_torchrun_ends_at_once_with_what_differs(inputs: Path, tmp_path: Path, experts: str, more: list[str]) -> None:
-    words = [*words_of("train", inputs, tmp_path / "run"), "--experts", experts]
-    seconds, done = torchrun(words, [word.format(inputs=inputs) for word in more])
-    assert done.returncode != 0 and seconds < 120  # long before the deadline
-    assert f"{more[0]}: expected the same on all ranks" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_folder_that_a_host_does_not_see_is_refused(processes: LocalRanks, tmp_path: Path) -> None:
