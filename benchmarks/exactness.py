@@ -4,8 +4,9 @@
     gap.log_probability, gap.choices        # 0.0 and 0.0 in exact mode
 
 Texts are generated token by token with a cache, in batches padded on the left. A training pass then reads each text
-alone, and all of a batch with padding. Compared are the log-probabilities of the new tokens, and for each token and
-layer the experts that the router chose. Models are small and random.
+alone, all of a batch with padding on the left, and its halves with padding on the right. Compared are the
+log-probabilities of the new tokens, and for each token and layer the experts that the router chose. Models are small
+and random.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from amoeba.decoding import Decoder, Sampling
 from amoeba.integrations.exact import exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 
-LENGTHS = (1,), (63,), (64,), (65,), (500,), (1, 64, 500), (63, 64, 65, 1, 500, 17, 300, 2)
+BATCH_OF_64 = tuple(1 + 37 * place % 67 for place in range(64))  # tokens of each prompt
+LENGTHS = (1,), (63,), (64,), (65,), (500,), (1, 64, 500), (63, 64, 65, 1, 500, 17, 300, 2), BATCH_OF_64
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096,
@@ -43,9 +45,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
-COST: dict[str, Any] = {
-    **SMALL, "hidden_size": 1024, "moe_intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384,
+COST: dict[str, Any] = {  # Qwen3-30B's layers, two of them
+    **SMALL, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 8192, "num_experts": 128, "num_experts_per_tok": 8,
 }  # fmt: skip
 
 
@@ -81,6 +83,7 @@ class Cost:
 
 def build(family: str, dtype: torch.dtype, sizes: dict[str, Any] = SMALL) -> Any:
     changes = {name: value for name, value in {**sizes, **FAMILIES[family]}.items() if value is not None}
+    amoeba.register()
     config = AutoConfig.for_model(family, **changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="amoeba").to(dtype).eval()
@@ -92,9 +95,12 @@ def gap_of(model: Any, lengths: Sequence[tuple[int, ...]], new_tokens: int) -> G
     gap, others = Gap(), 0
     for each in lengths:
         texts, rollout, chosen = _generated(model, each, new_tokens)
-        batches = [[place] for place in range(len(texts))] + ([list(range(len(texts)))] if len(texts) > 1 else [])
-        for places in batches:
-            read, records = _read([texts[place] for place in places], model, new_tokens)
+        everyone = list(range(len(texts)))
+        batches = [([place], "left") for place in everyone]
+        if len(texts) > 1:
+            batches += [(everyone, "left"), (everyone[::2], "right"), (everyone[1::2], "right")]
+        for places, side in batches:
+            read, records = _read([texts[place] for place in places], model, new_tokens, side)
             for place, found, record in zip(places, read, records, strict=True):
                 gap.log_probability = max(gap.log_probability, float((found - rollout[place]).abs().max()))
                 gap.tokens += new_tokens
@@ -129,25 +135,30 @@ def _generated(
     return texts, list(found), [record.expert_NLK for record in recorder.take(texts)]
 
 
-def _read(texts: list[list[int]], model: Any, new_tokens: int) -> tuple[list[Tensor], list[Tensor]]:
-    """A training pass over texts, padded on the left."""
+def _read(texts: list[list[int]], model: Any, new_tokens: int, side: str) -> tuple[list[Tensor], list[Tensor]]:
+    """A training pass over texts that are padded."""
     most = max(map(len, texts))
     ids, mask = torch.zeros(2, len(texts), most, dtype=torch.int64, device="cpu")
-    for row, text in enumerate(texts):
-        ids[row, most - len(text) :], mask[row, most - len(text) :] = torch.tensor(text), 1
+    ends = [most if side == "left" else len(text) for text in texts]
+    for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
+        ids[row, end - len(text) : end], mask[row, end - len(text) : end] = torch.tensor(text), 1
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     model.train()
     with replay.recording(model, rows=len(texts), length=most) as recorder:
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False).logits
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False).logits.detach()
     model.eval()
-    found = log_probabilities(logits[:, -1 - new_tokens : -1].detach(), ids[:, -new_tokens:])
+    last = [
+        (logits[row, end - 1 - new_tokens : end - 1], ids[row, end - new_tokens : end]) for row, end in enumerate(ends)
+    ]
+    found = log_probabilities(*(torch.stack(part) for part in zip(*last, strict=True)))
     return list(found), [record.expert_NLK for record in recorder.take(texts)]
 
 
-def with_lora(placement: str) -> Any:
-    model = build("qwen3_moe", torch.bfloat16)
-    place_experts(model, placement)
-    lora.attach(model, 8, 16, ["experts", "q_proj"])
+def with_lora(family: str, dtype: torch.dtype, placement: str, sizes: dict[str, Any] = SMALL) -> Any:
+    model = build(family, dtype, sizes)
+    if placement != "resident":
+        place_experts(model, placement)
+    lora.attach(model, 8, 16, ["experts", "o_proj"])
     generator = torch.Generator("cpu").manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -158,14 +169,15 @@ def with_lora(placement: str) -> Any:
 def models() -> Iterator[tuple[str, str, Callable[[], Any]]]:
     for family in FAMILIES:
         for dtype in (torch.float32, torch.bfloat16):
-            yield family, str(dtype).removeprefix("torch."), partial(build, family, dtype)
-    for placement in ("mxfp4-weights", "fp8-weights"):
-        yield f"qwen3_moe, {placement}, LoRA", "bfloat16", partial(with_lora, placement)
+            name = str(dtype).removeprefix("torch.")
+            yield family, name, partial(build, family, dtype)
+            for placement in ("mxfp4-weights", "fp8-weights"):
+                yield f"{family}, {placement}, LoRA", name, partial(with_lora, family, dtype, placement)
 
 
 def cost_of(dtype: torch.dtype, rounds: int, sizes: dict[str, Any] = COST) -> list[Cost]:
-    """Of a decode step behind 64 tokens and of a training step of 256, alternating."""
-    model = build("qwen3_moe", dtype, sizes)
+    """Of a decode step behind 64 tokens and of a LoRA step of 256, alternating."""
+    model = with_lora("qwen3_moe", dtype, "resident", sizes)
     ids = torch.randint(3, model.config.vocab_size, (1, 256), dtype=torch.int64, device="cpu")
 
     def decode() -> tuple[float, float]:
@@ -199,7 +211,6 @@ def cost_of(dtype: torch.dtype, rounds: int, sizes: dict[str, Any] = COST) -> li
 
 def run(new_tokens: int, rounds: int, path: Any, output: Output) -> tuple[dict[str, Any], bool]:
     """Prints two tables; returns the document, and False where exact mode is not exact."""
-    amoeba.register()
     command = f"python -m benchmarks exactness --new-tokens {new_tokens} --repeats {rounds}"
     measured, rows = BenchRun(command, "exactness", path, output), []
     for name, dtype, make in models():
