@@ -262,7 +262,7 @@ def test_every_tensor_of_every_placement(placement, backend, changes, monkeypatc
         stand_in(monkeypatch)  # for Hopper's products alone; what quantises are our kernels
     reasons = []
     for name, tokens, value, activation in changes:
-        cannot_hold_it = placement.name == "cpu-int8" and name in ("gate_up", "down")
+        cannot_hold_it = placement.name.startswith("cpu-int8") and name in ("gate_up", "down")
         refused = pytest.raises(ValueError, match="NaN or an infinity in expert") if cannot_hold_it else nullcontext()
         try:
             with refused:

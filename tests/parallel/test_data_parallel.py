@@ -97,7 +97,9 @@ def test_every_kind_of_run_is_that_of_one_process(processes, inputs, tmp_path, c
         sides = [losses(folder) for folder in (tmp_path / "run", expected)]
         torch.testing.assert_close(*sides, rtol=5e-3, atol=0)
     else:
-        check_same_run(tmp_path / "run", expected, KEPT[command])
+        # rows are rounded to int8, and one that is next to a middle moves where sums of ranks differ in their last bit
+        atol = 1e-4 if changes.get("experts") == "cpu-int8" else 1e-5
+        check_same_run(tmp_path / "run", expected, KEPT[command], atol)
 
 
 def losses(run: Path) -> torch.Tensor:

@@ -28,6 +28,8 @@ from tiny_models import EXPERTS, experts_classes
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "nemotron_h", "inkling", "granitemoe", "llama4")
 PART = reading.PART
 
+REFUSED = {"inkling2": "expected stacked experts whose activation aMoEba computes itself"}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -64,8 +66,10 @@ def flip(path: Path, place: int) -> None:
 @pytest.mark.parametrize("model_type", experts_classes())
 def test_experts_come_back_bit_for_bit(model_type, stacked, tmp_path):
     model = save(tmp_path / "model", model_type, stacked=stacked)
-    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        with pytest.raises(ValueError, match="for this kind of AutoModel"):
+    writes = type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING or model_type == "mistral4"  # its text is of that kind
+    reason = REFUSED.get(model_type) if writes else "expected a language model that writes one token after another"
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
             open_store(tmp_path / "model")
         return
     with open_store(tmp_path / "model") as of_folder:

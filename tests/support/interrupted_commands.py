@@ -89,7 +89,7 @@ JOBS: dict[str, Job] = {
     "finetune": Job(finetune, goes_on=True),
     "generate": Job(lambda inputs, out: ["generate", inputs / "base", "In one", "--max-new-tokens", 60]),
     "generate many": Job(generate_many, whole_lines, goes_on=True),
-    "pack": Job(lambda inputs, out: ["pack", inputs / "base", "--out", out / "packed.store", "--check"], goes_on=True),
+    "pack": Job(lambda inputs, out: ["pack", inputs / "base", "--out", out / "packed.store"], goes_on=True),
     "quantise": Job(
         lambda inputs, out: ["quantise", inputs / "base", "--format", "mxfp4", "--out", out / "quantised"], goes_on=True
     ),

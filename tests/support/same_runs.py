@@ -15,7 +15,7 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in found if line["kind"] == kind]
 
 
-def check_same_run(found: Path, expected: Path, kept: str) -> None:
+def check_same_run(found: Path, expected: Path, kept: str, atol: float = 1e-5) -> None:
     """Losses and norms of every step, held-out losses, loads and pairs of experts, and what was learnt."""
     for name in ("step_losses", "step_norms"):
         sides = [[number for line in lines(folder, "train") for number in line[name]] for folder in (found, expected)]
@@ -30,7 +30,7 @@ def check_same_run(found: Path, expected: Path, kept: str) -> None:
     ours, theirs = (weights(folder / kept) for folder in (found, expected))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=atol)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -356,7 +356,7 @@ class _Reader:
         if isinstance(weights, PackedExperts) and weights.nodes == 1:
             share = weights.shares[0]
             stored, biases = [share.gate_up, share.down], [share.gate_up_bias_EJ, share.down_bias_EH]
-            self.quantised |= weights.kind == "int8"
+            self.quantised = True  # as bf16, too, where the loop's products round rows of fp32
         elif isinstance(weights, QuantisedExperts) and read_quantised.why_not(weights) is None:
             stored = [read_quantised.scaled_codes(each) for each in (weights.gate_up_EJH, weights.down_EHI)]
             biases = [weights.gate_up_bias_EJ, weights.down_bias_EH]
