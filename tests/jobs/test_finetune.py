@@ -36,7 +36,7 @@ from amoeba.stream.store.packing import pack
 from called import call
 from selection import quick
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
-from tiny_runs import Quiet
+from tiny_runs import Quiet, step_losses
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -89,11 +89,6 @@ def settings(folder: Path, base: Path, data: str, **changes: Any) -> FinetuneSet
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def step_losses(folder: Path) -> list[float]:
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [loss for line in lines if line["kind"] == "train" for loss in line["step_losses"]]
 
 
 @pytest.fixture(scope="module")

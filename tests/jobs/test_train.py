@@ -12,7 +12,7 @@ from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train.train import train
 from amoeba.observe.run_log import read_run
-from tiny_runs import Quiet
+from tiny_runs import Quiet, step_losses
 
 TINY = {
     "steps": 12,
@@ -51,11 +51,6 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def settings(folder: Path, corpus_file: str, **changes: Any) -> TrainSettings:
     held_out = str(Path(corpus_file).with_name("held_out.txt"))
     return load_settings(None, TINY | {"data": corpus_file, "held_out": held_out, "out": str(folder)} | changes)
-
-
-def step_losses(folder: Path) -> list[float]:
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [loss for line in lines if line["kind"] == "train" for loss in line["step_losses"]]
 
 
 @pytest.fixture(scope="module")

@@ -78,3 +78,10 @@ def check_experts(store: Store, model: Any) -> None:
                 assert (view is None) == (whole is None)
                 if view is not None:
                     assert torch.equal(view, whole[expert]), f"{entry.name}, expert {expert}"
+
+
+def flip(path: Path, place: int) -> None:
+    """A bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from stored_models import check_experts, save
+from stored_models import check_experts, flip, save
 
 from amoeba.stream.store import StoreError, aligned_buffer, folder, is_store, open_store, packing
 from amoeba.stream.store.packing import pack
@@ -44,12 +44,6 @@ def undisturbed(model) -> dict[str, bytes]:
 
 def contents(store: Path) -> dict[str, bytes]:
     return {str(path.relative_to(store)): path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()}
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 def check_unfinished_or_whole(store: Path, undisturbed: dict[str, bytes]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stored_models import check_experts, expected_experts, save
+from stored_models import check_experts, expected_experts, flip, save
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from amoeba.jobs.convert.quantise import quantise_folder
@@ -52,12 +52,6 @@ def copied(packed, tmp_path) -> Path:
 
 def layer_of(store: Path) -> Path:
     return store / "experts" / "00000.bin"
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 @each_value_once()

@@ -78,3 +78,8 @@ def kept_weights(folder: Path, command: str) -> dict[str, Any]:
         begin, stop = entries[name].pop("data_offsets")
         entries[name]["bytes"] = content[end + begin : end + stop]
     return entries
+
+
+def step_losses(folder: Path) -> list[float]:
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [loss for line in lines if line["kind"] == "train" for loss in line["step_losses"]]
