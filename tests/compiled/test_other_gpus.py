@@ -31,10 +31,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 MOST_STACK = 128
 # In bf16 on a Hopper GPU products with codes and what writes codes have none at all, but for this one by Triton 3.6.
 OF_CODES = ("fp8", "mxfp", "nvfp", "quantise", "turn_", "activate_backward in fp8")
+BLOCKS = ("q8_0", "q4_k", "q6_k")  # of GGUF files
 SPILLED = {"fp8-128 8: multiply": 8}
 MOST_BYTES = 8  # that a thread reads one by one
 # Where each thread reads a quarter of a tile's scales, all for itself, by Triton 3.9 on sm_120. Codes are copied there.
-MOST_SCALES = {"mxfp8 transposed 2000: multiply": 32}
+MOST_SCALES = {"mxfp8 transposed 2000: multiply": 32} | {
+    f"{name} transposed 2000: multiply": most
+    for name, most in (("q8_0", 16), ("q6_k", 12))  # two bytes each
+}
 HOT = ("multiply 2000", "weight_gradient 2000", "decode 64", "decode mxfp4 64", "nvfp4 transposed 2000")
 
 
@@ -83,7 +87,7 @@ def check(capability: int, found: dict[str, dict[str, int]], exact: bool = False
         most = max(most, SPILLED.get(name, 0))
         assert figures["stack"] <= most, f"{name} does not keep all in registers on sm_{capability}"
         if (
-            name.startswith(("decode", "fp8", "mxfp", "nvfp")) and "attention" not in name
+            name.startswith(("decode", "fp8", "mxfp", "nvfp", *BLOCKS)) and "attention" not in name
         ):  # as many as there are scales
             most = MOST_SCALES.get(name, MOST_BYTES)
             assert figures["bytes"] <= most, f"{name} reads codes byte by byte on sm_{capability}"
@@ -117,6 +121,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.kernels.lora.epilogue import Addend
     from amoeba.kernels.weight_gradient import weight_gradient
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
+    from amoeba.precision.formats import OF_BLOCKS
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
     from amoeba.precision.quantised_experts import quantise_experts
     from amoeba.stream.store.layers import layer_entry
@@ -191,7 +196,8 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
             ways[" to numbers"] = lambda: dequantise(matrix, 8, 24, empty(16, 2 * I, H))
         return ways
 
-    for per_expert, format in itertools.product((8, 2000), (FP8_128, MXFP8, MXFP4, NVFP4)):
+    in_blocks = [(2000, OF_BLOCKS[name]) for name in BLOCKS]
+    for per_expert, format in (*itertools.product((8, 2000), (FP8_128, MXFP8, MXFP4, NVFP4)), *in_blocks):
         found |= {
             f"{format.name}{way} {per_expert}": launch for way, launch in block_scaled(per_expert, format).items()
         }

@@ -95,13 +95,13 @@ def load_blocks(rows, there, first, COLUMNS: tl.constexpr, MATRIX: tl.constexpr)
     HEIGHT: tl.constexpr = rows.shape[0]
     column = first + tl.arange(0, COLUMNS)
     inside = there & (column < MATRIX.BLOCKS * NUMBERS)[None, :]
-    block, inner = column // NUMBERS * MATRIX.BLOCK_BYTES, column % NUMBERS
-    q = _load_bits(rows, block, inner, inside, MATRIX.LOW, MATRIX.LOW_BITS, MATRIX.LOW_RUN)
+    block = rows + (column // NUMBERS * MATRIX.BLOCK_BYTES)[None, :]
+    q = _load_bits(block, column, inside, MATRIX.LOW, MATRIX.LOW_BITS, MATRIX.LOW_RUN, NUMBERS)
     if MATRIX.LOW_BITS == 8:
         number = q.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         if MATRIX.HIGH_BITS > 0:
-            high = _load_bits(rows, block, inner, inside, MATRIX.HIGH, MATRIX.HIGH_BITS, MATRIX.HIGH_RUN)
+            high = _load_bits(block, column, inside, MATRIX.HIGH, MATRIX.HIGH_BITS, MATRIX.HIGH_RUN, NUMBERS)
             q |= high << MATRIX.LOW_BITS
         number = (q.to(tl.int32) - MATRIX.ZERO).to(tl.float32)
     group = first // GROUP + tl.arange(0, GROUPS)
@@ -116,12 +116,21 @@ def load_blocks(rows, there, first, COLUMNS: tl.constexpr, MATRIX: tl.constexpr)
 
 
 @triton.jit
-def _load_bits(rows, block, inner, inside, PLACE: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr):
+def _load_bits(
+    block,
+    column,
+    inside,
+    PLACE: tl.constexpr,
+    BITS: tl.constexpr,
+    RUN: tl.constexpr,
+    NUMBERS: tl.constexpr,
+):
+    # written so that the compiler sees which bytes lie side by side: of remainders of remainders it does not
     PLANES: tl.constexpr = 8 // BITS
-    place = block + PLACE + inner // (RUN * PLANES) * RUN + inner % RUN
-    byte = tl.load(rows + place[None, :], mask=inside, other=0)
+    place = column // (RUN * PLANES) % (NUMBERS // (RUN * PLANES)) * RUN + column % RUN
+    byte = tl.load(block + (PLACE + place)[None, :], mask=inside, other=0)
     if BITS < 8:
-        shift = (inner // RUN % PLANES * BITS).to(tl.uint8)
+        shift = (column // RUN % PLANES * BITS).to(tl.uint8)
         byte = (byte >> shift[None, :]) & ((1 << BITS) - 1)
     return byte
 
