@@ -39,9 +39,15 @@ def compiled_by(program: str, cache: Path, *names: str) -> dict[str, Any]:
 
 
 def compile_for(
-    kernel: Any, arguments: Iterable[Any], constants: dict[str, Any], capability: int = 90, gluon: bool = False
+    kernel: Any,
+    arguments: Iterable[Any],
+    constants: dict[str, Any],
+    capability: int = 90,
+    gluon: bool = False,
+    divisible: bool = True,
 ) -> Any:
-    """For what it would be launched with. constants: those that are no arguments are options of the compiler."""
+    """For what it would be launched with. constants: those that are no arguments are options of the compiler.
+    divisible: pointers begin at multiples of 16 bytes, and what is a multiple of 16 is known to be one."""
     names, constants, types, aligned = kernel.arg_names, dict(constants), {}, []
     options = {name: constants.pop(name) for name in list(constants) if name not in names}
     for name, parameter, argument in zip(names, kernel.params, arguments, strict=False):
@@ -49,7 +55,7 @@ def compile_for(
             constants[name] = argument
             continue
         types[name] = _type_of(argument)
-        if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0):
+        if divisible and (isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0)):
             aligned.append(name)
     return compile_as(kernel, types, constants, aligned, capability, gluon, **options)
 
