@@ -318,8 +318,10 @@ def test_interrupted_the_command_keeps_what_is_whole(model, tmp_path, monkeypatc
         patched.setattr(command._Lines, "show", interrupt)
         done = call("pack", model, "--out", tmp_path / "store", code=130)
     assert "run the same command again" in done.stderr
+    first = tmp_path / "store" / "experts" / "00000.bin"
+    before = first.stat().st_mtime_ns
     done = call("pack", model, "--out", tmp_path / "store")
-    assert "1 of 2 layers were already packed" in done.stdout
+    assert "1 of 2 layers were already packed" in done.stdout and first.stat().st_mtime_ns == before
 
 
 def test_every_tensor_of_the_rest_begins_at_a_multiple_of_its_width(tmp_path: Path) -> None:
