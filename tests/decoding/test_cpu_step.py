@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_decoder import attach_random
 from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from amoeba import lora
 from amoeba.cpu.weights import PackedWeights
@@ -25,6 +26,7 @@ from amoeba.stream.store import StoreError
 from greedy_texts import decoded, endless, plain, prompts
 from model_kinds import build_kind
 from selection import each_value_once
+from tiny_models import needs
 
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "gpt_oss"]
 
@@ -117,8 +119,8 @@ def streamed(model, slots: int) -> list[ExpertMemory]:
 
 def logits_of(native, tokens=6) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shape = 2, native.key_heads, 40, native.head_size
-    stepper = native.stepper(*([torch.zeros(shape, dtype=native.dtype) for _ in native.layers] for _ in range(2)))
+    shapes = [(2, native.key_heads, 40, size) for size in native.cache_sizes]
+    stepper = native.stepper(*([torch.zeros(shape, dtype=native.dtype) for _ in native.layers] for shape in shapes))
     found = []
     for slot in range(tokens):
         token_B1 = torch.randint(native.vocabulary, (2, 1), generator=generator)
@@ -239,7 +241,6 @@ def test_the_beginning_of_a_conversation_is_read_once(monkeypatch):
 
 
 def test_what_is_not_recognised_says_why():
-    assert "DeepseekV3Attention has no q_proj" in native_model(endless("deepseek_v3"))
     model = endless("mixtral")
     model.model.layers[1].extra = nn.Parameter(torch.zeros(3))
     assert "unknown kind (model.layers.1.extra)" in native_model(model)
@@ -367,6 +368,98 @@ def test_biases_of_choices_pairs_of_rotated_numbers_and_multipliers(kind):
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) / 10)
     rows = prompts(9, 4)
     assert natively(model, rows, 12) == plain(model, rows, 12)
+
+
+LATENT = [
+    ("deepseek_v2", {}),
+    (
+        "deepseek_v2",
+        {
+            "q_lora_rank": None,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"rope_interleave": False, "attention_bias": True, "num_attention_heads": 6}),
+    ("glm4_moe_lite", {}),
+]
+caches_latents = pytest.mark.skipif(
+    not hasattr(DeepseekV3Attention, "expand_kv"), reason="this transformers caches what is computed of the latents"
+)
+
+
+def latent(kind: str, **changes):
+    model = build_kind(needs(kind), **changes)
+    model.set_experts_implementation("amoeba")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@caches_latents
+@each_value_once()
+@pytest.mark.parametrize("lengths", [(1,), (19, 3, 7)], ids=["one_token", "a_batch"])
+@pytest.mark.parametrize(("kind", "changes"), LATENT)
+def test_latent_attention_gives_the_tokens_of_plain_generate(kind, changes, lengths):
+    model, rows = latent(kind, **changes), prompts(*lengths)
+    assert natively(model, rows) == plain(model, rows)
+
+
+@caches_latents
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_adapters_of_latent_attention_take_part(q_lora_rank):
+    model, rows = latent("deepseek_v3", q_lora_rank=q_lora_rank), prompts(9, 4)
+    before = natively(model, rows, 8)
+    attach_random(model, "all-linear")
+    adapted = natively(model, rows, 8)
+    assert adapted == plain(model, rows, 8) != before
+    for layer in attached_to(model).linears.values():
+        layer.merge()
+    assert natively(model, rows, 8) == adapted
+
+
+@caches_latents
+@each_value_once()
+@pytest.mark.parametrize("kind", ["deepseek_v2", "glm4_moe_lite"])
+@pytest.mark.parametrize("placement", [None, "cpu-int8", "mxfp4-weights", "streamed"])
+@pytest.mark.parametrize("dense", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_attention_in_other_formats_and_for_any_number_of_threads(kind, placement, dense, dtype, threads):
+    """`native_steps` compares each layer and the logits."""
+    model, found = latent(kind).to(dtype), []
+    if placement == "streamed":
+        streamed(model, 2)
+    elif placement is not None:
+        place_experts(model, placement)
+    native = native_steps(model, dense)
+    assert isinstance(native, NativeModel), native
+    for count in (1, 2, 3, 5):
+        threads(count)
+        found.append(logits_of(native))
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
+
+@caches_latents
+@pytest.mark.parametrize("slots", [None, 2])
+def test_texts_of_different_lengths_share_a_step(slots):
+    """As in `serve`: of latent attention, and with streamed experts."""
+    model, rows = latent("deepseek_v3"), prompts(11, 3, 6)
+    expected = plain(model, rows, 9)
+    if slots is not None:
+        streamed(model, slots)
+    engine = Engine(model, slots=3, length=32)
+    heard = [[] for _ in rows]
+    for ids, tokens in zip(rows, heard, strict=True):
+        engine.submit(Request(ids, 9, tokens.append))
+    engine.finish_all()
+    assert engine.kind == "native" and [[token.id for token in tokens[:-1]] for tokens in heard] == expected
+
+
+@caches_latents
+def test_queries_that_are_scaled_by_their_position_are_refused():
+    assert "scaled by their position" in native_model(build_kind(needs("mistral4")))
 
 
 def test_rotary_embeddings_of_several_kinds_are_refused():

@@ -41,7 +41,7 @@ _TILES = {"bf16": 5, "int8": 6}
 _LORA_RANKS = 16  # `LORA_RANKS` in csrc/step_products.h
 # `enum HeadNorm`, `Rotation`, `Score` and `GroupScore` in csrc/step.cpp
 HEAD_NORMS = {None: 0, "heads": 1, "rows": 2}
-ROTATIONS = {None: 0, "halves": 1, "pairs": 2}
+ROTATIONS = {None: 0, "halves": 1, "pairs": 2, "pairs to halves": 3}
 SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 _GROUP_SCORES = {"top2_sum": 0, "max": 1}
 
@@ -84,6 +84,7 @@ class CStepLayer(Structure):
     _fields_ = [
         *((name, CStepNorm) for name in ("before_attention", "before_experts")),
         *((name, CStepMatrix) for name in ("queries", "keys", "values", "output")),
+        *((name, CStepMatrix) for name in ("low_queries", "to_latents", "from_latents")),
         *((name, CStepNorm) for name in ("query_norm", "key_norm")),
         ("head_norm", c_int64),
         *((name, c_double) for name in ("clip", "scale")),

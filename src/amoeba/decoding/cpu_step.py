@@ -7,10 +7,10 @@ B rows · C tokens · H hidden · Q query heads · G key and value heads · D of
     step()
 
 A model is recognised in two steps. Its modules have to be of known parts: root mean square norms, linear projections,
-rotary embeddings, one of our routers, experts that the core reads, shared experts; nothing else may have parameters.
-Then it is evaluated: for a few random tokens, what each layer adds to its input, and the logits, have to be what the
-core computes of the same input. Attention, masks and scales are compared that way, too. What is not recognised keeps
-transformers' loop, and the reason is reported.
+rotary embeddings, latent attention, one of our routers, experts that the core reads, shared experts; nothing else may
+have parameters. Then it is evaluated: for a few random tokens, what each layer adds to its input, and the logits, have
+to be what the core computes of the same input. Attention, masks and scales are compared that way, too. What is not
+recognised keeps transformers' loop, and the reason is reported.
 
 Between weights the core computes in fp32. Weights in fp32 that bf16 holds exactly, as those of a bf16 checkpoint on a
 CPU without bf16 instructions, are read from a copy in bf16.
@@ -72,6 +72,7 @@ class NativeModel:
     query_heads: int
     key_heads: int
     head_size: int
+    cache_sizes: tuple[int, int]  # of a key and a value of the cache; latent attention: of a latent and its rotated key
     hidden: int
     vocabulary: int
     dtype: torch.dtype
@@ -85,16 +86,20 @@ class NativeModel:
     rotation: str = "halves"
     kept: list[Any] = field(default_factory=list)
 
+    @property
+    def is_latent(self) -> bool:
+        return bool(self.layers[0].to_latents.data)
+
     def stepper(self, keys: list[Tensor], values: list[Tensor]) -> core.Stepper:
         """For these caches, each (B, G, L, D)."""
-        (rows, _, length, _), size = keys[0].shape, self.head_size
+        (rows, _, length, _), (key_size, value_size) = keys[0].shape, self.cache_sizes
         layers, kept = (core.CStepLayer * len(self.layers))(), [self, keys, values]
         streamed = {}
         for c, form, key, value in zip(layers, self.layers, keys, values, strict=True):
             ctypes.memmove(ctypes.byref(c), ctypes.byref(form), ctypes.sizeof(c))
-            shape = rows, self.key_heads, length, size
-            c.key_cache = address("keys", key, self.dtype, shape)
-            c.value_cache = address("values", value, self.dtype, shape)
+            shape = rows, self.key_heads, length
+            c.key_cache = address("keys", key, self.dtype, (*shape, key_size))
+            c.value_cache = address("values", value, self.dtype, (*shape, value_size))
             c.cache_bf16, c.cache_row, c.cache_head = self.dtype == torch.bfloat16, *key.stride()[:2]
         for index, layer in self.streamed.items():
             c, slot_of_E = layers[index], layer.slot_of_E
@@ -103,9 +108,11 @@ class NativeModel:
             c.chosen = address("chosen", chosen, torch.int64, (len(chosen),))
             streamed[index] = layer, chosen
         cos, sin = _rotations(self.rotary, length, self.embedding)
+        if self.is_latent and 2 * cos.shape[1] != value_size:
+            raise _Unknown(f"it rotates {2 * cos.shape[1]} of the {value_size} numbers of a rotated key")
         bf16, sizes = self.embedding.dtype == torch.bfloat16, tuple(self.embedding.shape)
         model = core.CStepModel(
-            rows, self.hidden, self.vocabulary, self.query_heads, self.key_heads, size, length,
+            rows, self.hidden, self.vocabulary, self.query_heads, self.key_heads, self.head_size, length,
             len(layers), ctypes.addressof(layers),
             address("embedding", self.embedding, self.embedding.dtype, sizes), bf16,
             address("cos", cos, torch.float32, tuple(cos.shape)), address("sin", sin, torch.float32, tuple(cos.shape)),
@@ -122,10 +129,11 @@ class CpuStep:
         self.native, self.rows, self.choose = native, rows, choose
         batch = rows.token_B1.shape[0]
         self._logits_BV = torch.empty(batch, native.vocabulary, dtype=torch.float32, device="cpu")
-        like = torch.empty(batch, native.key_heads, 1, native.head_size, dtype=native.dtype, device="cpu")
+        shapes = [(batch, native.key_heads, 1, size) for size in native.cache_sizes]
+        like = [torch.empty(shape, dtype=native.dtype, device="cpu") for shape in shapes]
         for layer in rows.cache.layers:
             if not layer.is_initialized:
-                layer.lazy_initialization(like, like)
+                layer.lazy_initialization(*like)
         self._stepper = self._new_stepper()
 
     def _new_stepper(self) -> core.Stepper:
@@ -196,21 +204,20 @@ def _recognised(model: Any, dense: str) -> NativeModel | str:
     try:
         core.load_step()
         native, tolerance = _Reader(model, dense).read()
-        try:
-            _check(model, native, tolerance)
-        except _Unknown:
-            native.rotation = "pairs"
+        reasons = []
+        for rotation in ("halves", "pairs", "pairs to halves")[: 3 if native.is_latent else 2]:
+            native.rotation = rotation
             try:
                 _check(model, native, tolerance)
-            except _Unknown:
-                native.rotation = "halves"
-            if native.rotation == "halves":
-                raise
+            except _Unknown as reason:
+                reasons.append(reason)
+            else:
+                return native
+        raise reasons[0]
     except CoreUnavailable as error:
         return str(error)
     except _Unknown as reason:
         return f"the core does not know this model: {reason}"
-    return native
 
 
 class _Reader:
@@ -220,6 +227,7 @@ class _Reader:
         self.read_parameters: set[int] = set()
         self.quantised = dense == "int8"
         self.size = 0
+        self.cache_sizes = (0, 0)
         self.streamed: dict[int, core.StreamedLayer] = {}
 
     @torch.no_grad()
@@ -237,8 +245,9 @@ class _Reader:
         native = NativeModel(
             layers=forms,
             query_heads=forms[0].queries.out // self.size,
-            key_heads=forms[0].keys.out // self.size,
+            key_heads=1 if forms[0].to_latents.data else forms[0].keys.out // self.size,
             head_size=self.size,
+            cache_sizes=self.cache_sizes,
             hidden=embedding.weight.shape[1],
             vocabulary=len(self._plain_linear(head)[0].weight),
             dtype=model.dtype,
@@ -273,14 +282,18 @@ class _Reader:
         return c
 
     def _attention(self, c: core.CStepLayer, attention: Any, index: int) -> None:
+        if getattr(attention, "kv_a_proj_with_mqa", None) is not None:
+            self._latent_attention(c, attention, index)
+            return
         names = "q_proj", "k_proj", "v_proj", "o_proj"
         if not all(isinstance(getattr(attention, name, None), nn.Module) for name in names):
             raise _Unknown(f"{type(attention).__name__} has no {', '.join(names)}")
         c.queries, c.keys, c.values, c.output = (self._linear(getattr(attention, name)) for name in names)
         size = getattr(attention, "head_dim", None)
-        if not isinstance(size, int) or self.size not in (0, size) or c.keys.out != c.values.out:
+        sizes = self.size, self.cache_sizes
+        if not isinstance(size, int) or sizes not in ((0, (0, 0)), (size, (size, size))) or c.keys.out != c.values.out:
             raise _Unknown(f"{type(attention).__name__} does not have one size of heads")
-        self.size = size
+        self.size, self.cache_sizes = size, (size, size)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         if norms[0] is not None and norms[1] is not None:
             c.query_norm, c.key_norm = (self._norm(each) for each in norms)
@@ -292,10 +305,58 @@ class _Reader:
         if isinstance(sinks, Tensor):
             c.sinks = self._vector("sinks", sinks)
         c.clip = getattr(self.config, "clip_qkv", None) or math.inf
+        c.scale, c.window = self._scale(attention), self._window(index)
+
+    def _scale(self, attention: Any) -> float:
         scale = getattr(attention, "scaling", None)
         if not isinstance(scale, float):
             raise _Unknown(f"{type(attention).__name__} does not tell its scale")
-        c.scale, c.window = scale, self._window(index)
+        return scale
+
+    def _latent_attention(self, c: core.CStepLayer, attention: Any, index: int) -> None:
+        names = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
+        sizes: list[Any] = [getattr(attention, name, None) for name in names]
+        parts = "kv_a_layernorm", "kv_b_proj", "o_proj"
+        if not all(isinstance(size, int) for size in sizes) or not all(hasattr(attention, part) for part in parts):
+            raise _Unknown(f"{type(attention).__name__} has no {', '.join((*names, *parts))}")
+        rank, turned, plain, of_value = sizes
+        found = plain + turned, (rank, turned)
+        if self.size and found != (self.size, self.cache_sizes):
+            raise _Unknown(f"{type(attention).__name__} does not have one size of heads")
+        if (getattr(self.config, "rope_parameters", None) or {}).get("llama_4_scaling_beta"):
+            raise _Unknown("its queries are scaled by their position")  # which a short evaluation would not show
+        self.size, self.cache_sizes = found
+        if (first := getattr(attention, "q_a_proj", None)) is not None:
+            c.low_queries, c.query_norm = self._linear(first), self._norm(attention.q_a_layernorm)
+        c.queries = self._linear(attention.q_proj if first is None else attention.q_b_proj)
+        c.keys, c.key_norm = self._linear(attention.kv_a_proj_with_mqa), self._norm(attention.kv_a_layernorm)
+        c.output, c.clip = self._linear(attention.o_proj), math.inf
+        if c.keys.out != rank + turned or of_value > plain + turned:
+            raise _Unknown(f"{type(attention).__name__} has other sizes than its names say")
+        to_latents, from_latents = self._expanding(attention.kv_b_proj, plain, of_value)
+        c.to_latents = core.matrix("to_latents", to_latents, None, self.kept)
+        c.from_latents = core.matrix("from_latents", from_latents, None, self.kept)
+        c.scale, c.window = self._scale(attention), self._window(index)
+
+    def _expanding(self, linear: Any, plain: int, of_value: int) -> Any:
+        """For each head (R, plain) and (of_value, R). LoRA factors are added to them, in fp32."""
+        base, factors = self._plain_linear(linear)
+        if base.bias is not None:
+            raise _Unknown("its kv_b_proj has a bias")
+        state, found = (self.dense, _state(base.weight), *getattr(linear, "merged_adapters", ())), None
+        if factors is None:
+            found = _packed.get(base.weight)
+        if found is None or found[0] != state:
+            weight = self._parameter(base.weight) if factors is None else self._merged(base, factors)
+            both = weight.unflatten(0, (-1, plain + of_value)).split((plain, of_value), 1)
+            pair = [self._stored(each.contiguous()) for each in (both[0].transpose(1, 2), both[1])]
+            if self.dense == "int8":
+                pair = [PackedWeights.pack(each, "int8") for each in pair]
+            found = state, pair
+            if factors is None:
+                _packed[base.weight] = found
+        self._parameter(base.weight)
+        return found[1]
 
     def _window(self, index: int) -> int:
         kinds = getattr(self.config, "layer_types", None)
@@ -332,11 +393,13 @@ class _Reader:
         router, factors = self._unwrapped(routers[0])
         bias = _selection_bias(router, block)
         linear = next((each for each in (getattr(router, name, None) for name in ("gate", "wg")) if each), router)
-        if bias is None:
-            found = recognise_router(router)
-            config = None if found is None else found.config
+        found = recognise_router(router) if bias is None else None
+        if found is not None:
+            config = found.config
+        elif bias is not None or hasattr(router, "routed_scaling_factor"):
+            config = _config_by_names(router, len(linear.weight), bias is not None)
         else:
-            config = _biased_config(router, len(linear.weight))
+            config = None
         if config is None or config.score not in core.SCORES:
             raise _Unknown(f"{type(router).__name__} is none of our routers")
         selection = None if bias is None else self._parameter(bias).float().flatten().contiguous()
@@ -501,6 +564,9 @@ def _rotations(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         tables = rotary(torch.zeros(1, 1, 1, dtype=like.dtype, device="cpu"), position)
     except TypeError as error:
         raise _Unknown(f"its rotary embedding takes other arguments ({error})") from error
+    if isinstance(tables, Tensor) and tables.is_complex():
+        tables = tables.real, tables.imag
+        return tables[0][0].float().contiguous(), tables[1][0].float().contiguous()
     if not isinstance(tables, tuple) or not all(isinstance(each, Tensor) and each.dim() == 3 for each in tables):
         raise _Unknown("its rotary embedding gives no tables of cosines and sines")
     found = []
@@ -520,8 +586,9 @@ def _selection_bias(router: Any, block: Any) -> Tensor | None:
     return None
 
 
-def _biased_config(router: Any, experts: int) -> RouterConfig:
-    """As DeepSeek-V3's, or ERNIE's; whether it is that shows when the model is evaluated."""
+def _config_by_names(router: Any, experts: int, biased: bool) -> RouterConfig:
+    """As DeepSeek-V3's, or ERNIE's; DeepSeek-V2's without a bias. Whether it is that shows when the model is
+    evaluated."""
 
     def given(default: Any, *names: str) -> Any:
         return next((getattr(router, name) for name in names if hasattr(router, name)), default)
@@ -529,12 +596,13 @@ def _biased_config(router: Any, experts: int) -> RouterConfig:
     return RouterConfig(
         experts,
         router.top_k,
-        score="softmax" if hasattr(router, "moe_statics") else "sigmoid",
-        renormalize=bool(given(True, "norm_topk_prob")),
+        score="sigmoid" if biased and not hasattr(router, "moe_statics") else "softmax",
+        renormalize=bool(given(biased, "norm_topk_prob")),
         scaling_factor=float(given(1.0, "routed_scaling_factor", "router_scaling_factor", "route_scale")),
-        n_group=given(1, "num_group", "n_group"),
-        topk_group=given(1, "topk_group"),
-        selection_bias=True,
+        n_group=1 if (greedy := given("", "topk_method") == "greedy") else given(1, "num_group", "n_group"),
+        topk_group=1 if greedy else given(1, "topk_group"),
+        group_score="top2_sum" if biased else "max",
+        selection_bias=biased,
     )
 
 
@@ -558,8 +626,8 @@ def _activation_kind(function: Any) -> Any:
 def _check(model: Any, native: NativeModel, tolerance: float) -> None:
     """_Unknown where a layer adds something else to its input than the core, or the logits are others."""
     rows, tokens = _SIZES_STREAMED if native.streamed else _SIZES
-    shape = rows, native.key_heads, tokens, native.head_size
-    caches = [[torch.zeros(shape, dtype=native.dtype, device="cpu") for _ in native.layers] for _ in range(2)]
+    shapes = [(rows, native.key_heads, tokens, size) for size in native.cache_sizes]
+    caches = [[torch.zeros(shape, dtype=native.dtype, device="cpu") for _ in native.layers] for shape in shapes]
     stepper = native.stepper(*caches)
     generator = torch.Generator("cpu").manual_seed(0)
     ids_BC = torch.randint(native.vocabulary, (rows, tokens), generator=generator, dtype=torch.int64, device="cpu")
@@ -586,9 +654,15 @@ def _check(model: Any, native: NativeModel, tolerance: float) -> None:
         compare("output head", own_BV, logits_BCV[:, token].float())
         embedded = native.embedding[ids_BC[:, token]].float() * native.embedding_scale
         compare("embedding", embedded, pairs[0][0][:, token].float())
-    if native.rotation == "pairs":  # a prompt's keys may lie in another order, with the same products
-        for index, (own, theirs) in enumerate(zip(caches[0], _keys(model, ids_BC), strict=True)):
-            compare(f"keys of layer {index}", own.float().flatten(2), theirs.float().flatten(2))
+    if native.rotation != "halves" or native.is_latent:
+        # a prompt's keys may lie in another order, with the same products
+        for name, own_of_layers, theirs_of_layers in zip(
+            ("keys", "values"), caches, _keys_and_values(model, ids_BC), strict=True
+        ):
+            for index, (own, theirs) in enumerate(zip(own_of_layers, theirs_of_layers, strict=True)):
+                if own.shape != theirs.shape:
+                    raise _Unknown(f"its cache has {name} of shape {tuple(theirs.shape)}")
+                compare(f"{name} of layer {index}", own.float().flatten(2), theirs.float().flatten(2))
     for what, found in errors.items():
         error = sorted(found)[len(found) // 2]
         if not error <= tolerance:
@@ -597,13 +671,14 @@ def _check(model: Any, native: NativeModel, tolerance: float) -> None:
     logger.info("the core computes %d layers; the largest difference to transformers is %.2g", last, worst)
 
 
-def _keys(model: Any, ids_BC: Tensor) -> list[Tensor]:
+def _keys_and_values(model: Any, ids_BC: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Of each layer (B, G, C, D), as its cache has them after a prompt."""
     cache = model.eval()(input_ids=ids_BC, use_cache=True).past_key_values
-    keys = [layer.keys for layer in getattr(cache, "layers", [])]
+    layers = getattr(cache, "layers", [])
+    keys = [layer.keys for layer in layers]
     if len(keys) != len(decoder_layers(model)) or any(each.shape[2] != ids_BC.shape[1] for each in keys):
         raise _Unknown("its cache is not one of keys and values")
-    return keys
+    return keys, [layer.values for layer in layers]
 
 
 def _hidden_states(model: Any, ids_BC: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:

@@ -8,6 +8,10 @@
 //   1 norm; queries, keys and values      3 output projection, added to x       5 experts: gate, up, activation
 //   2 head norms, rotation, attention     4 norm; logits of the router          6 experts: down, weighted, added to x
 //
+// Latent attention (MLA) caches a normed latent of R numbers and a rotated key of P, which all heads share. Queries are
+// multiplied into the latents' space, and what attention takes of the latents out of it (`attend_latent`); low-rank
+// queries are a phase between 1 and 2.
+//
 // Experts that are streamed lie in slots. Where some that a layer needs are in none, a call ends before its experts, the
 // caller brings some or all of them, and a call with `resumes` goes on from there.
 //
@@ -23,7 +27,7 @@ using namespace amoeba;
 namespace {
 
 enum HeadNorm : int64_t { NO_NORM, OF_HEADS, OF_ROWS };
-enum Rotation : int64_t { NO_ROTATION, HALVES, PAIRS };
+enum Rotation : int64_t { NO_ROTATION, HALVES, PAIRS, PAIRS_TO_HALVES };
 enum Score : int64_t { SOFTMAX, SIGMOID, TOPK_SOFTMAX };
 enum GroupScore : int64_t { TOP2_SUM, LARGEST };
 
@@ -48,6 +52,9 @@ struct StepRouter {
 struct StepLayer {  // the order of `CStepLayer`
   StepNorm before_attention, before_experts;
   StepMatrix queries, keys, values, output;
+  // Of latent attention: q_a, absent or before `queries`, with query_norm; keys are latent and rotated key; for each head
+  // what takes a query to the latents (R, head_size - P), and what takes these to its values.
+  StepMatrix low_queries, to_latents, from_latents;
   StepNorm query_norm, key_norm;
   int64_t head_norm;
   double clip, scale;
@@ -112,7 +119,7 @@ struct Slot {
 
 // What one thread has for itself.
 struct Private {
-  Buffer<float> normed, pairs, spread, sums, scores, head_values, low;
+  Buffer<float> normed, pairs, spread, sums, scores, head_values, low, latent;
   Buffer<int8_t> planes;
   Buffer<int16_t> whole;
   Buffer<int32_t> fixes;
@@ -142,9 +149,11 @@ class Stepper {
       const int64_t of_layer = m.rows * (top_k * padded(layer.experts.intermediate) + padded(layer.shared.intermediate));
       most_activations_ = std::max(most_activations_, of_layer);
       most_experts_ = std::max(most_experts_, layer.router.weight.out);
+      keys_ = std::max(keys_, layer.keys.out);
+      low_queries_ = std::max(low_queries_, layer.low_queries.out);
     }
     queries_ = padded(m.query_heads * m.head_size);
-    keys_ = m.key_heads * m.head_size;
+    low_.resize(size_t(m.rows * low_queries_));
     x_.resize(size_t(m.rows * m.hidden));
     projected_.resize(size_t(m.rows * (queries_ + 2 * keys_)));
     attended_.resize(size_t(m.rows * queries_));
@@ -178,6 +187,10 @@ class Stepper {
       if (!resumed) {
         project(layer, x, own, self, team);
         barrier_.wait(team);
+        if (layer.low_queries.data) {
+          project_low_queries(layer, own, self, team);
+          barrier_.wait(team);
+        }
         attend(layer, call, own, self, team);
         barrier_.wait(team);
         add_attended(layer, x, own, self, team);
@@ -316,9 +329,10 @@ class Stepper {
 
   void project(const StepLayer& layer, const float* x, Private& own, int self, int team) {
     StepRows normed = norm_rows(x, layer.before_attention, own);
-    prepare(normed, {&layer.queries, &layer.keys, &layer.values}, own);
+    const bool low = layer.low_queries.data;
+    const StepMatrix* parts[3] = {low ? &layer.low_queries : &layer.queries, &layer.keys, &layer.values};
+    prepare(normed, {parts[0], parts[1], parts[2]}, own);
     const int64_t stride = queries_ + 2 * keys_;
-    const StepMatrix* parts[3] = {&layer.queries, &layer.keys, &layer.values};
     const int64_t starts[3] = {0, queries_, queries_ + keys_};
     int64_t units[4] = {0};
     for (int i = 0; i < 3; ++i) units[i + 1] = units[i] + ceil_div(parts[i]->out, UNIT);
@@ -327,12 +341,32 @@ class Stepper {
       const int64_t from = std::max(begin, units[i]) - units[i], to = std::min(end, units[i + 1]) - units[i];
       if (from >= to) continue;
       const auto take = [&](int64_t j, int64_t r, float value) {
+        if (low && i == 0) {
+          low_[size_t(r * low_queries_ + j)] = value;
+          return;
+        }
         const float clipped = std::min(std::max(value, float(-layer.clip)), float(layer.clip));
         // behind a norm it is clipped there
         projected_[size_t(r * stride + starts[i] + j)] = i < 2 && layer.head_norm ? value : clipped;
       };
       of_all_rows(*parts[i], from * UNIT, std::min(to * UNIT, parts[i]->out), normed, own, take);
     }
+  }
+
+  void project_low_queries(const StepLayer& layer, Private& own, int self, int team) {
+    const int64_t length = layer.low_queries.out, stride = padded(length);
+    float* out = own.normed.get(size_t(m.rows * stride));
+    for (int64_t r = 0; r < m.rows; ++r) {
+      normalise(low_.data() + r * low_queries_, length, layer.query_norm, out + r * stride);
+      std::fill(out + r * stride + length, out + (r + 1) * stride, 0.0f);
+    }
+    StepRows rows = rows_of(out, stride, m.rows, length);
+    prepare(rows, {&layer.queries}, own);
+    each_unit(layer.queries.out, self, team, [&](int64_t from, int64_t to) {
+      of_all_rows(layer.queries, from, to, rows, own, [&](int64_t j, int64_t r, float value) {
+        projected_[size_t(r * (queries_ + 2 * keys_) + j)] = value;
+      });
+    });
   }
 
   // One head: normed, clipped, rotated. all: of the row, for a norm over it.
@@ -355,27 +389,31 @@ class Stepper {
     }
     if (layer.head_norm && std::isfinite(layer.clip))
       for (int64_t i = 0; i < size; ++i) out[i] = std::min(std::max(out[i], float(-layer.clip)), float(layer.clip));
+    rotate(out, position, out);
+  }
+
+  // In place, but for PAIRS_TO_HALVES.
+  void rotate(const float* in, int64_t position, float* out) const {
     const int64_t half = m.rotated / 2;
     const float *cos = m.cos + position * half, *sin = m.sin + position * half;
-    if (m.rotation == HALVES) {
-      for (int64_t i = 0; i < half; ++i) {
-        const float a = out[i], b = out[i + half];
-        out[i] = a * cos[i] - b * sin[i];
-        out[i + half] = b * cos[i] + a * sin[i];
-      }
-    } else if (m.rotation == PAIRS) {
-      for (int64_t i = 0; i < half; ++i) {
-        const float a = out[2 * i], b = out[2 * i + 1];
-        out[2 * i] = a * cos[i] - b * sin[i];
-        out[2 * i + 1] = b * cos[i] + a * sin[i];
-      }
+    const bool pairs = m.rotation != HALVES, to_pairs = m.rotation == PAIRS;
+    for (int64_t i = 0; i < (m.rotation ? half : 0); ++i) {
+      const float a = in[pairs ? 2 * i : i], b = in[pairs ? 2 * i + 1 : i + half];
+      out[to_pairs ? 2 * i : i] = a * cos[i] - b * sin[i];
+      out[to_pairs ? 2 * i + 1 : i + half] = b * cos[i] + a * sin[i];
     }
   }
 
   void attend(const StepLayer& layer, const StepCall& call, Private& own, int self, int team) {
-    const int64_t of_group = m.query_heads / m.key_heads, groups = m.rows * m.key_heads;
+    const bool latent = layer.to_latents.data;
+    const int64_t of_group = m.query_heads / m.key_heads, groups = latent ? 1 : m.rows * m.key_heads;
     int64_t at_once = std::min(of_group, MOST_HEADS);
     while (at_once > 1 && groups * ceil_div(of_group, at_once) < 2 * team) --at_once;
+    if (latent) {
+      layer.cache_bf16 ? attend_latent<uint16_t>(layer, call, own, at_once, self, team)
+                       : attend_latent<float>(layer, call, own, at_once, self, team);
+      return;
+    }
     const int64_t parts = ceil_div(of_group, at_once), tasks = groups * parts;
     for (int64_t task = self; task < tasks; task += team) {
       const int64_t r = task / parts / m.key_heads, g = task / parts % m.key_heads, part = task % parts;
@@ -404,78 +442,166 @@ class Stepper {
     const int64_t start = r * layer.cache_row + g * layer.cache_head;
     auto *keys = static_cast<Number*>(layer.key_cache) + start, *cached = static_cast<Number*>(layer.value_cache) + start;
     const float* value = row + queries_ + keys_ + g * size;
-    const auto rounded = [](float number) {
-      if constexpr (std::is_same_v<Number, float>) return number;
-      else return round_to_bf16(number);
-    };
-    for (int64_t i = 0; i < size; ++i) own_key[i] = rounded(key[i]);
+    for (int64_t i = 0; i < size; ++i) own_key[i] = rounded<Number>(key[i]);
     if (writes)
       for (int64_t i = 0; i < size; ++i) {
         keys[slot * size + i] = own_key[i];
-        cached[slot * size + i] = rounded(value[i]);
+        cached[slot * size + i] = rounded<Number>(value[i]);
       }
     const int64_t room = round_up(seen + 1, 16);
     float* scores = own.scores.get(size_t(MOST_HEADS * room));
+    score<false>(keys + oldest * size, own_key, seen, size, queries, heads, scores, room);
+    for (int64_t h = 0; h < heads; ++h) {
+      float* mine = scores + h * room;
+      const float factor = shares(layer, head + h, seen, room, mine);
+      weigh(mine, factor, cached + oldest * size, seen, size, value, attended_.data() + r * queries_ + (head + h) * size);
+    }
+  }
+
+  template <class Number>
+  static Number rounded(float number) {
+    if constexpr (std::is_same_v<Number, float>) return number;
+    else return round_to_bf16(number);
+  }
+
+  // <key, query> of the cached keys and the token's own, for each head, or added to what there is.
+  template <bool ADD, class Number>
+  static void score(const Number* keys, const Number* own_key, int64_t seen, int64_t size, const float* const* queries,
+                    int64_t heads, float* scores, int64_t room) {
     float found[WEIGHT_ROWS][4];
     with_count(heads, [&](auto count) {
+      const auto take = [&](int64_t s, int i) {
+        for (int h = 0; h < count; ++h) {
+          float& at = scores[h * room + s + i];
+          at = ADD ? at + found[i][h] : found[i][h];
+        }
+      };
       int64_t s = 0;
-      const Number* from = keys + oldest * size;
+      const Number* from = keys;
       for (; s + WEIGHT_ROWS <= seen; s += WEIGHT_ROWS) {
         const Number* next = s + 2 * WEIGHT_ROWS <= seen ? from + WEIGHT_ROWS * size : from;
         dots<WEIGHT_ROWS, count>(from, next, size, queries, size, found);
         from = from + WEIGHT_ROWS * size;
-        for (int i = 0; i < WEIGHT_ROWS; ++i)
-          for (int h = 0; h < count; ++h) scores[h * room + s + i] = found[i][h];
+        for (int i = 0; i < WEIGHT_ROWS; ++i) take(s, i);
       }
       for (; s <= seen; ++s, from += size) {
         const Number* each = s == seen ? own_key : from;
         dots<1, count>(each, each, size, queries, size, found);
-        for (int h = 0; h < count; ++h) scores[h * room + s] = found[0][h];
+        take(s, 0);
       }
     });
-    for (int64_t h = 0; h < heads; ++h) {
-      float* mine = scores + h * room;
-      const float scale = float(layer.scale), sink = layer.sinks ? layer.sinks[head + h] : 0;
-      float largest = layer.sinks ? sink : -std::numeric_limits<float>::infinity();
-      for (int64_t s = 0; s <= seen; ++s) {
-        mine[s] *= scale;
-        largest = std::max(largest, mine[s]);
+  }
+
+  // exp(score - the largest), and by what that is to be multiplied.
+  static float shares(const StepLayer& layer, int64_t head, int64_t seen, int64_t room, float* mine) {
+    const float scale = float(layer.scale), sink = layer.sinks ? layer.sinks[head] : 0;
+    float largest = layer.sinks ? sink : -std::numeric_limits<float>::infinity();
+    for (int64_t s = 0; s <= seen; ++s) {
+      mine[s] *= scale;
+      largest = std::max(largest, mine[s]);
+    }
+    for (int64_t s = seen + 1; s < room; ++s) mine[s] = -std::numeric_limits<float>::infinity();
+    Floats sums{};
+    for (int64_t s = 0; s < room; s += LANES) {
+      Floats share = exponential(load<LANES>(mine + s) - largest);
+      if (s + LANES > seen + 1)
+        for (int i = 0; i < LANES; ++i)
+          if (s + i > seen) share[i] = 0;
+      store(mine + s, share);
+      sums += share;
+    }
+    return 1.0f / (total(sums) + (layer.sinks ? std::exp(sink - largest) : 0));
+  }
+
+  // Some heads at a time, each with the latents of all rows: the two matrices of a head are read by one thread, once.
+  template <class Number>
+  void attend_latent(const StepLayer& layer, const StepCall& call, Private& own, int64_t at_once, int self, int team) {
+    const int64_t rank = layer.to_latents.out, plain = layer.to_latents.in, turned = layer.keys.out - rank;
+    const int64_t tasks = ceil_div(m.query_heads, at_once), stride = queries_ + 2 * keys_, wide = padded(rank);
+    if (self >= tasks) return;
+    float* plain_queries = own.latent.get(size_t(m.rows * (padded(plain) + 2 * (rank + turned) + at_once * (rank + wide)) +
+                                                 at_once * turned));
+    float *key = plain_queries + m.rows * padded(plain), *queries = key + m.rows * (rank + turned);
+    float *found = queries + m.rows * at_once * rank, *turned_queries = found + m.rows * at_once * wide;
+    auto* own_key = reinterpret_cast<Number*>(turned_queries + at_once * turned);  // as the cache has it
+    for (int64_t r = 0; r < m.rows; ++r) {
+      const float* row = projected_.data() + r * stride + queries_;
+      const int64_t at = r * (rank + turned), slot = call.first[r] + call.position[r];
+      normalise(row, rank, layer.key_norm, key + at);
+      rotate(row + rank, call.position[r], key + at + rank);
+      for (int64_t i = 0; i < rank + turned; ++i) own_key[at + i] = rounded<Number>(key[at + i]);
+      if (self == 0) {
+        std::copy(own_key + at, own_key + at + rank, static_cast<Number*>(layer.key_cache) + r * layer.cache_row + slot * rank);
+        std::copy(own_key + at + rank, own_key + at + rank + turned, turned_keys<Number>(layer, r, rank, turned) + slot * turned);
       }
-      for (int64_t s = seen + 1; s < room; ++s) mine[s] = -std::numeric_limits<float>::infinity();
-      Floats sums{};
-      for (int64_t s = 0; s < room; s += LANES) {
-        Floats share = exponential(load<LANES>(mine + s) - largest);
-        if (s + LANES > seen + 1)
-          for (int i = 0; i < LANES; ++i)
-            if (s + i > seen) share[i] = 0;
-        store(mine + s, share);
-        sums += share;
+    }
+    each_row_list(own, m.rows);
+    for (int64_t task = self; task < tasks; task += team) {
+      const int64_t head = task * at_once, heads = std::min(at_once, m.query_heads - head);
+      for (int64_t h = 0; h < heads; ++h) {
+        std::fill(plain_queries, plain_queries + m.rows * padded(plain), 0.0f);
+        for (int64_t r = 0; r < m.rows; ++r)
+          std::copy_n(projected_.data() + r * stride + (head + h) * m.head_size, plain, plain_queries + r * padded(plain));
+        StepRows rows = rows_of(plain_queries, padded(plain), m.rows, plain);
+        prepare(rows, {&layer.to_latents}, own);
+        products(layer.to_latents, head + h, 0, rank, rows, own.which.data(), m.rows,
+                 [&](int64_t j, int64_t r, float value) { queries[(r * at_once + h) * rank + j] = value; });
       }
-      const float factor = 1.0f / (total(sums) + (layer.sinks ? std::exp(sink - largest) : 0));
-      float* out = attended_.data() + r * queries_ + (head + h) * size;
-      weigh(mine, factor, cached + oldest * size, seen, value, out, rounded);
+      for (int64_t r = 0; r < m.rows; ++r) {
+        const int64_t slot = call.first[r] + call.position[r];
+        const int64_t oldest = layer.window ? std::max(call.first[r], slot - layer.window + 1) : call.first[r];
+        const int64_t seen = slot - oldest, room = round_up(seen + 1, 16), at = r * (rank + turned);
+        const float *to_latents[MOST_HEADS], *to_turned[MOST_HEADS];
+        for (int64_t h = 0; h < heads; ++h) {
+          to_latents[h] = queries + (r * at_once + h) * rank;
+          to_turned[h] = turned_queries + h * turned;
+          rotate(projected_.data() + r * stride + (head + h) * m.head_size + plain, call.position[r],
+                 turned_queries + h * turned);
+        }
+        float* scores = own.scores.get(size_t(MOST_HEADS * room));
+        const Number* latents = static_cast<Number*>(layer.key_cache) + r * layer.cache_row + oldest * rank;
+        const Number* turned_from = turned_keys<Number>(layer, r, rank, turned) + oldest * turned;
+        score<false>(latents, own_key + at, seen, rank, to_latents, heads, scores, room);
+        score<true>(turned_from, own_key + at + rank, seen, turned, to_turned, heads, scores, room);
+        for (int64_t h = 0; h < heads; ++h) {
+          const float factor = shares(layer, head + h, seen, room, scores + h * room);
+          float* out = found + (h * m.rows + r) * wide;
+          weigh(scores + h * room, factor, latents, seen, rank, key + at, out);
+          std::fill(out + rank, out + wide, 0.0f);
+        }
+      }
+      for (int64_t h = 0; h < heads; ++h) {
+        StepRows rows = rows_of(found + h * m.rows * wide, wide, m.rows, rank);
+        prepare(rows, {&layer.from_latents}, own);
+        const int64_t size = layer.from_latents.out;
+        products(layer.from_latents, head + h, 0, size, rows, own.which.data(), m.rows,
+                 [&](int64_t j, int64_t r, float value) { attended_[size_t(r * queries_ + (head + h) * size + j)] = value; });
+      }
     }
   }
 
+  template <class Number>
+  static Number* turned_keys(const StepLayer& layer, int64_t row, int64_t rank, int64_t turned) {
+    return static_cast<Number*>(layer.value_cache) + row * (layer.cache_row / rank * turned);
+  }
+
   // out = factor . (sum of share . cached value, and the last share . the token's own)
-  template <class Number, class Rounded>
-  void weigh(const float* share, float factor, const Number* cached, int64_t seen, const float* value, float* out,
-             const Rounded& rounded) const {
-    const int64_t size = m.head_size;
+  template <class Number>
+  static void weigh(const float* share, float factor, const Number* cached, int64_t seen, int64_t size,
+                    const float* value, float* out) {
     constexpr int AT_ONCE = 8;
     int64_t i = 0;
-    for (; i + AT_ONCE * LANES <= size; i += AT_ONCE * LANES) weigh_some<AT_ONCE>(share, factor, cached, seen, value, out, i, rounded);
-    for (; i + LANES <= size; i += LANES) weigh_some<1>(share, factor, cached, seen, value, out, i, rounded);
+    for (; i + AT_ONCE * LANES <= size; i += AT_ONCE * LANES) weigh_some<AT_ONCE>(share, factor, cached, seen, size, value, out, i);
+    for (; i + LANES <= size; i += LANES) weigh_some<1>(share, factor, cached, seen, size, value, out, i);
     for (; i < size; ++i) {
       float sum = 0;
       for (int64_t s = 0; s < seen; ++s) sum += share[s] * widen(cached[s * size + i]);
-      out[i] = (sum + share[seen] * widen(rounded(value[i]))) * factor;
+      out[i] = (sum + share[seen] * widen(rounded<Number>(value[i]))) * factor;
     }
   }
-  template <int COUNT, class Number, class Rounded>
-  void weigh_some(const float* share, float factor, const Number* cached, int64_t seen, const float* value, float* out,
-                  int64_t first, const Rounded& rounded) const {
-    const int64_t size = m.head_size;
+  template <int COUNT, class Number>
+  static void weigh_some(const float* share, float factor, const Number* cached, int64_t seen, int64_t size,
+                         const float* value, float* out, int64_t first) {
     Floats sum[COUNT] = {};
     for (int64_t s = 0; s < seen; ++s) {
       const Number* row = cached + s * size + first;
@@ -484,13 +610,13 @@ class Stepper {
     }
     for (int v = 0; v < COUNT; ++v) {
       Floats mine;
-      for (int i = 0; i < LANES; ++i) mine[i] = widen(rounded(value[first + v * LANES + i]));
+      for (int i = 0; i < LANES; ++i) mine[i] = widen(rounded<Number>(value[first + v * LANES + i]));
       store(out + first + v * LANES, (sum[v] + mine * share[seen]) * factor);
     }
   }
 
   void add_attended(const StepLayer& layer, float* x, Private& own, int self, int team) {
-    StepRows rows = rows_of(attended_.data(), queries_, m.rows, m.query_heads * m.head_size);
+    StepRows rows = rows_of(attended_.data(), queries_, m.rows, layer.output.in);
     prepare(rows, {&layer.output}, own);
     each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
       of_all_rows(layer.output, from, to, rows, own, [&](int64_t j, int64_t r, float value) {
@@ -729,10 +855,10 @@ class Stepper {
 
   const StepModel m;
   const int threads_;
-  int64_t most_activations_ = 1, most_experts_ = 0, queries_ = 0, keys_ = 0;
+  int64_t most_activations_ = 1, most_experts_ = 0, queries_ = 0, keys_ = 0, low_queries_ = 0;
   int64_t stopped_ = 0;
   std::vector<bool> computed_;  // of a layer that waits for experts: whether parts_ has the result of a slot
-  std::vector<float> x_, parts_, projected_, attended_, logits_, activations_;
+  std::vector<float> x_, parts_, low_, projected_, attended_, logits_, activations_;
   std::vector<Private> own_;
   Barrier barrier_;
 };
