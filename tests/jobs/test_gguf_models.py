@@ -1,5 +1,7 @@
 """Commands take a GGUF file: the tokens of the safetensors it was made of, fine-tuning, streaming, merging."""
 
+import ctypes
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import rank_jobs
 from amoeba import lora
 from amoeba.decoding.cpu_step import NativeModel, native_model
 from amoeba.decoding.decoder import Decoder
@@ -123,6 +126,55 @@ def test_every_quantised_type_is_the_dequantised_model(kind, tmp_path):
     tokens = [token for (token,) in decoder.generate(prompt.tolist(), max_new_tokens=8)]
     stored.generation_config.eos_token_id = None
     assert tokens == stored.generate(prompt, do_sample=False, max_new_tokens=8)[0, 12:].tolist()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+@pytest.mark.thorough
+def test_memory_holds_hardly_more_than_the_file(tmp_path):
+    small, large = (write_large(tmp_path / f"{layers}.gguf", layers) for layers in (1, 3))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "hello hello hello world"}\n' * 20)
+    training = ["--data", str(data), "--steps", "2", "--sequence-length", "32", "--batch-size", "2", "--r", "1"]
+    runs = [("generate", "Once", "--max-new-tokens", "6"), ("finetune", *training)]
+    with rank_jobs.started(1) as process:
+        (peaks,) = process.run(peaks_of, [(str(small), str(large), str(tmp_path), runs)])
+    size = large.stat().st_size
+    assert size > 300e6
+    for (command, *_), peak in zip(runs, peaks, strict=True):
+        assert peak < 1.3 * size, f"{command}: {peak / 1e6:.0f} MB for a file of {size / 1e6:.0f} MB"
+
+
+def write_large(path: Path, layers: int) -> Path:
+    """113 MB for each layer."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 2, "num_hidden_layers": layers}
+    model = build("qwen3_moe", norm_topk_prob=True, **SIZES, **sizes)
+    model.config.num_experts = count = 128
+    for module in experts_modules(model).values():
+        for name, stack in list(module.named_parameters()):
+            setattr(module, name, torch.nn.Parameter(stack[:1].expand(count, -1, -1)))
+    for name, weight in list(model.named_parameters()):
+        if name.endswith("mlp.gate.weight"):
+            model.get_submodule(name.removesuffix(".weight")).weight = torch.nn.Parameter(torch.randn(count, 1024))
+    return write_gguf(path, model, dict.fromkeys(("gate", "up", "down", "rest"), "Q4_K") | {"rest": "Q6_K"})
+
+
+def peaks_of(small: str, large: str, folder: str, runs: list[list[str]]) -> list[int]:
+    """In a process of its own: beyond what was there before, when the commands had run with the small file."""
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+    found = []
+    for command, *options in runs:
+        for number, file in enumerate((small, large)):
+            gc.collect(), ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            before = status("VmRSS")
+            out = ["--out", f"{folder}/{command}{number}"] if command == "finetune" else []
+            call(command, file, *options, *out)
+        found.append(status("VmHWM") - before)
+    return found
 
 
 def unquantised(path: Path, config: Any) -> Any:

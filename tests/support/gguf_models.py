@@ -51,7 +51,10 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str] | None = None, *, p
             if tensor.dim() > 1 and name.endswith(".weight") and "gate_inp" not in name
             else "F32"
         )
-        _write(writer, name, tensor.detach().float().contiguous(), kind)
+        same = tensor.dim() == 3 and tensor.stride(0) == 0  # experts that are one and the same are made once
+        data = _data((tensor[:1] if same else tensor).detach().float().contiguous(), kind)
+        raw = None if kind in ("F32", "F16") else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, data.repeat(len(tensor), 0) if same else data, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -59,15 +62,12 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str] | None = None, *, p
     return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
 
 
-def _write(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
-    number = gguf.GGMLQuantizationType[kind]
+def _data(tensor: Tensor, kind: str) -> np.ndarray:
     if kind in OURS:
-        data = quantise_blocks(tensor, kind.lower()).numpy()
-    elif kind == "BF16":
-        data = tensor.to(torch.bfloat16).view(torch.uint8).numpy()
-    else:
-        data = gguf.quantize(tensor.numpy(), number)
-    writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=None if kind in ("F32", "F16") else number)
+        return np.ascontiguousarray(quantise_blocks(tensor, kind.lower()).numpy())
+    if kind == "BF16":
+        return tensor.to(torch.bfloat16).view(torch.uint8).numpy()
+    return np.ascontiguousarray(gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
 def _tensors(model: Any, architecture: str) -> Any:

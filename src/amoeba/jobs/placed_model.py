@@ -131,11 +131,11 @@ def _as_stored(model: Any, store: Store, placement: str) -> Placed:
 
 
 def _unread(store: Store) -> dict[str, UnreadTensor]:
-    # a tensor of its own memory: that which it is read into has blocks around it
-    return {
-        name: UnreadTensor(lambda name=name: store.read_rest(name).clone(), entry.dtype)  # type: ignore[misc]
-        for name, entry in store.rest.items()
-    }
+    def read(name: str) -> Tensor:
+        found = store.read_rest(name)  # which may have blocks around it
+        return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
+
+    return {name: UnreadTensor(functools.partial(read, name), entry.dtype) for name, entry in store.rest.items()}
 
 
 class _ExpertsOfStore:

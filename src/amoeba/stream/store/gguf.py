@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
+from amoeba.cpu.core import load_core, why_no_core
+from amoeba.cpu.weights import ScaledCodes
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import described, experts_modules, layout_of
 from amoeba.integrations.gguf_files import (
@@ -41,7 +43,7 @@ from amoeba.stream.store.layers import BIASES, CODES, SCALES, Part, layer_entry
 from amoeba.stream.store.reading import THREADS, Reader
 from amoeba.stream.store.tensor_files import Piece, TensorEntry
 
-_AT_ONCE = 2**22  # numbers that are dequantised together
+_AT_ONCE = 2**18  # numbers that are dequantised together
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,17 @@ class GgufStore(FolderStore):
             return (
                 (source.clone() if source.storage_offset() % 4 else source).view(PLAIN[tensor.kind]).view(tensor.shape)
             )
-        numbers, width, _ = BLOCK_KINDS[tensor.kind.lower()]
+        kind, columns = tensor.kind.lower(), tensor.shape[-1]
+        numbers, width, _ = BLOCK_KINDS[kind]
         found = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        if kind in OF_BLOCKS and dtype != torch.float16 and why_no_core() is None:
+            rows = source.view(1, -1, columns // numbers * width)
+            codes = ScaledCodes(rows, rows, (1, numbers), element=kind, columns=columns)
+            load_core().dequantise(codes, 0, out=found.view(-1, columns))
+            return found
         step = _AT_ONCE // numbers
         for blocks, into in zip(source.view(-1, width).split(step), found.view(-1, numbers).split(step), strict=True):
-            into.copy_(dequantise_blocks(blocks, tensor.kind.lower()))
+            into.copy_(dequantise_blocks(blocks, kind))
         return found
 
     def _check_rest(self, shapes: dict[str, tuple[int, ...]]) -> None:
