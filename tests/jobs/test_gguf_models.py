@@ -152,7 +152,7 @@ def write_large(path: Path, layers: int) -> Path:
     for module in experts_modules(model).values():
         for name, stack in list(module.named_parameters()):
             setattr(module, name, torch.nn.Parameter(stack[:1].expand(count, -1, -1)))
-    for name, weight in list(model.named_parameters()):
+    for name, _ in list(model.named_parameters()):
         if name.endswith("mlp.gate.weight"):
             model.get_submodule(name.removesuffix(".weight")).weight = torch.nn.Parameter(torch.randn(count, 1024))
     return write_gguf(path, model, dict.fromkeys(("gate", "up", "down", "rest"), "Q4_K") | {"rest": "Q6_K"})

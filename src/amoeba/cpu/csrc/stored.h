@@ -95,11 +95,16 @@ class CodedPanels {
     alignas(64) uint16_t lines[TILE][256];
     with_blocks(coding_.element, [&](auto block) {
       using Block = typename decltype(block)::Type;
-      const int64_t start = t * PANEL / (Block::COLUMNS == 64 ? 32 : 256) * Block::BYTES;
+      constexpr int64_t STEP = 256 / (Block::COLUMNS == 64 ? 32 : 256) * Block::BYTES;
+      const int64_t start = t / AT_ONCE * STEP;
+      // what comes next of a row, or of the one in its place in the panels that come next
+      const int64_t next = (t + 2 * AT_ONCE) * PANEL > depth_ ? panels_ * PANEL * row_ - start : STEP;
       for (int64_t half = 0; half < 2; ++half) {
-        for (int64_t c = 0, row = panel * PANEL + half * TILE; c < TILE; ++c, ++row)
-          row < columns_ ? unpack_256<Block>(codes_ + row * row_ + start, lines[c])
-                         : (void)std::memset(lines[c], 0, sizeof(lines[c]));
+        for (int64_t c = 0, row = panel * PANEL + half * TILE; c < TILE; ++c, ++row) {
+          const uint8_t* p = codes_ + row * row_ + start;
+          for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(p + next + line);
+          row < columns_ ? unpack_256<Block>(p, lines[c]) : (void)std::memset(lines[c], 0, sizeof(lines[c]));
+        }
         for (int64_t i = 0; i < AT_ONCE; ++i)
           transpose_tile([&](int64_t c) { return lines[c] + i * PANEL; }, out + (2 * i + half) * TILE_WORDS);
       }
