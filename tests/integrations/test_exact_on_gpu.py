@@ -11,6 +11,7 @@ from amoeba import ExpertWeights, LoraFactors, Routing
 from amoeba.core.errors import BadValue
 from amoeba.decoding import Decoder
 from amoeba.decoding.step import Step
+from amoeba.decoding.trial import host_decision
 from amoeba.integrations.exact import exact
 from amoeba.kernels import exact as kernels
 from amoeba.ops import exact as ops
@@ -62,6 +63,17 @@ def test_a_token_of_experts_is_the_same_among_others(quantised: bool, device: to
     whole = run(slice(tokens))
     for first, count in ((0, 1), (1, 3), (4, 66)):
         assert torch.equal(run(slice(first, first + count)), whole[first : first + count])
+
+
+@quick(lambda family: family == "gpt_oss")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_waits_for_no_number_of_a_step(family: str, device: torch.device) -> None:
+    model = made(family).to(device)
+    with exact(model):
+        decoder = Decoder(model, batch=2, length=40, capture=False, return_logprobs=True)
+        list(decoder.generate(prompts(3, 2), 1))
+        for tokens in (1, 16):
+            assert host_decision(Step(model, decoder._rows, decoder._choose, tokens=tokens)) is None
 
 
 @pytest.mark.thorough
