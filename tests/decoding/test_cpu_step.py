@@ -391,7 +391,7 @@ caches_latents = pytest.mark.skipif(
 )
 
 
-def latent(kind: str, **changes):
+def of_kind(kind: str, **changes):
     model = build_kind(needs(kind), **changes)
     model.set_experts_implementation("amoeba")
     model.generation_config.eos_token_id = None
@@ -403,14 +403,14 @@ def latent(kind: str, **changes):
 @pytest.mark.parametrize("lengths", [(1,), (19, 3, 7)], ids=["one_token", "a_batch"])
 @pytest.mark.parametrize(("kind", "changes"), LATENT)
 def test_latent_attention_gives_the_tokens_of_plain_generate(kind, changes, lengths):
-    model, rows = latent(kind, **changes), prompts(*lengths)
+    model, rows = of_kind(kind, **changes), prompts(*lengths)
     assert natively(model, rows) == plain(model, rows)
 
 
 @caches_latents
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
 def test_adapters_of_latent_attention_take_part(q_lora_rank):
-    model, rows = latent("deepseek_v3", q_lora_rank=q_lora_rank), prompts(9, 4)
+    model, rows = of_kind("deepseek_v3", q_lora_rank=q_lora_rank), prompts(9, 4)
     before = natively(model, rows, 8)
     attach_random(model, "all-linear")
     adapted = natively(model, rows, 8)
@@ -428,7 +428,7 @@ def test_adapters_of_latent_attention_take_part(q_lora_rank):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latent_attention_in_other_formats_and_for_any_number_of_threads(kind, placement, dense, dtype, threads):
     """`native_steps` compares each layer and the logits."""
-    model, found = latent(kind).to(dtype), []
+    model, found = of_kind(kind).to(dtype), []
     if placement == "streamed":
         streamed(model, 2)
     elif placement is not None:
@@ -445,7 +445,7 @@ def test_latent_attention_in_other_formats_and_for_any_number_of_threads(kind, p
 @pytest.mark.parametrize("slots", [None, 2])
 def test_texts_of_different_lengths_share_a_step(slots):
     """As in `serve`: of latent attention, and with streamed experts."""
-    model, rows = latent("deepseek_v3"), prompts(11, 3, 6)
+    model, rows = of_kind("deepseek_v3"), prompts(11, 3, 6)
     expected = plain(model, rows, 9)
     if slots is not None:
         streamed(model, slots)
@@ -462,5 +462,12 @@ def test_queries_that_are_scaled_by_their_position_are_refused():
     assert "scaled by their position" in native_model(build_kind(needs("mistral4")))
 
 
-def test_rotary_embeddings_of_several_kinds_are_refused():
-    assert "rotary embedding takes other arguments" in native_model(build_kind("mellum"))
+def test_each_layer_has_its_own_rotary_embedding():
+    rope = {
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+    kinds = ["sliding_attention", "full_attention"]
+    model = of_kind("mellum", layer_types=kinds, rope_parameters=rope, sliding_window=16)
+    rows = prompts(19, 3, 7)
+    assert natively(model, rows) == plain(model, rows)

@@ -19,6 +19,7 @@ CPU without bf16 instructions, are read from a copy in bf16.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 import logging
 import math
@@ -80,6 +81,7 @@ class NativeModel:
     norm: core.CStepNorm
     head: core.CStepMatrix
     rotary: Any
+    rotary_kinds: list[str | None]  # of each layer, where its rotary embedding has several
     embedding_scale: float
     logits_scale: float
     streamed: dict[int, core.StreamedLayer]
@@ -107,19 +109,24 @@ class NativeModel:
             c.slot_of = address("slot_of_E", slot_of_E, torch.int64, (c.router.weight.out,))
             c.chosen = address("chosen", chosen, torch.int64, (len(chosen),))
             streamed[index] = layer, chosen
-        cos, sin = _rotations(self.rotary, length, self.embedding)
-        if self.is_latent and 2 * cos.shape[1] != value_size:
-            raise _Unknown(f"it rotates {2 * cos.shape[1]} of the {value_size} numbers of a rotated key")
+        tables = {kind: _rotations(self.rotary, length, self.embedding, kind) for kind in {*self.rotary_kinds}}
+        for c, kind in zip(layers, self.rotary_kinds, strict=True):
+            cos, sin = tables[kind]
+            c.cos, c.sin = (
+                address(name, each, torch.float32, tuple(cos.shape)) for name, each in (("cos", cos), ("sin", sin))
+            )
+            c.rotated, of = 2 * cos.shape[1], value_size if self.is_latent else self.head_size
+            if c.rotated > of or (self.is_latent and c.rotated < of):
+                raise _Unknown(f"it rotates {c.rotated} of {of} numbers")
         bf16, sizes = self.embedding.dtype == torch.bfloat16, tuple(self.embedding.shape)
         model = core.CStepModel(
             rows, self.hidden, self.vocabulary, self.query_heads, self.key_heads, self.head_size, length,
             len(layers), ctypes.addressof(layers),
             address("embedding", self.embedding, self.embedding.dtype, sizes), bf16,
-            address("cos", cos, torch.float32, tuple(cos.shape)), address("sin", sin, torch.float32, tuple(cos.shape)),
-            core.ROTATIONS[self.rotation], 2 * cos.shape[1], self.norm, self.head,
+            core.ROTATIONS[self.rotation], self.norm, self.head,
             self.embedding_scale, self.logits_scale,
         )  # fmt: skip
-        return core.Stepper(model, [*kept, layers, cos, sin], streamed)
+        return core.Stepper(model, [*kept, layers, tables], streamed)
 
 
 class CpuStep:
@@ -255,6 +262,7 @@ class _Reader:
             norm=self._norm(norms[0]),
             head=self._linear(head),
             rotary=rotary,
+            rotary_kinds=self._rotary_kinds(rotary, len(forms)),
             embedding_scale=float(getattr(self.config, "embedding_multiplier", None) or 1.0),
             logits_scale=1.0 / (getattr(self.config, "logits_scaling", None) or 1.0),
             streamed=self.streamed,
@@ -266,6 +274,11 @@ class _Reader:
         if others:
             raise _Unknown(f"it has parameters of an unknown kind ({others[0]})")
         return native, _QUANTISED_TOLERANCE if self.quantised else _TOLERANCES[model.dtype]
+
+    def _rotary_kinds(self, rotary: Any, layers: int) -> list[str | None]:
+        if "layer_type" not in inspect.signature(rotary.forward).parameters:
+            return [None] * layers
+        return list(self.config.layer_types)
 
     def _layer(self, layer: Any, index: int) -> core.CStepLayer:
         c, attention = core.CStepLayer(), getattr(layer, "self_attn", None)
@@ -557,11 +570,11 @@ def _rotary(model: Any) -> Any:
 
 
 @torch.no_grad()
-def _rotations(rotary: Any, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _rotations(rotary: Any, length: int, like: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     """cos and sin (L, half of what is rotated), in fp32, as the model has them."""
     position = torch.arange(length, dtype=torch.int64, device="cpu")[None]
     try:
-        tables = rotary(torch.zeros(1, 1, 1, dtype=like.dtype, device="cpu"), position)
+        tables = rotary(torch.zeros(1, 1, 1, dtype=like.dtype, device="cpu"), position, *([kind] if kind else []))
     except TypeError as error:
         raise _Unknown(f"its rotary embedding takes other arguments ({error})") from error
     if isinstance(tables, Tensor) and tables.is_complex():

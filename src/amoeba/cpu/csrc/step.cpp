@@ -58,6 +58,8 @@ struct StepLayer {  // the order of `CStepLayer`
   StepNorm query_norm, key_norm;
   int64_t head_norm;
   double clip, scale;
+  const float *cos, *sin;  // (positions, rotated / 2)
+  int64_t rotated;
   int64_t window;      // 0: none
   const float* sinks;  // (Q), may be null
   void *key_cache, *value_cache;
@@ -76,8 +78,7 @@ struct StepModel {  // the order of `CStepModel`
   const StepLayer* layers;
   const void* embedding;
   int64_t embedding_bf16;
-  const float *cos, *sin;  // (positions, rotated / 2)
-  int64_t rotation, rotated;
+  int64_t rotation;
   StepNorm norm;
   StepMatrix head;
   double embedding_scale, logits_scale;
@@ -389,13 +390,13 @@ class Stepper {
     }
     if (layer.head_norm && std::isfinite(layer.clip))
       for (int64_t i = 0; i < size; ++i) out[i] = std::min(std::max(out[i], float(-layer.clip)), float(layer.clip));
-    rotate(out, position, out);
+    rotate(layer, out, position, out);
   }
 
   // In place, but for PAIRS_TO_HALVES.
-  void rotate(const float* in, int64_t position, float* out) const {
-    const int64_t half = m.rotated / 2;
-    const float *cos = m.cos + position * half, *sin = m.sin + position * half;
+  void rotate(const StepLayer& layer, const float* in, int64_t position, float* out) const {
+    const int64_t half = layer.rotated / 2;
+    const float *cos = layer.cos + position * half, *sin = layer.sin + position * half;
     const bool pairs = m.rotation != HALVES, to_pairs = m.rotation == PAIRS;
     for (int64_t i = 0; i < (m.rotation ? half : 0); ++i) {
       const float a = in[pairs ? 2 * i : i], b = in[pairs ? 2 * i + 1 : i + half];
@@ -528,7 +529,7 @@ class Stepper {
       const float* row = projected_.data() + r * stride + queries_;
       const int64_t at = r * (rank + turned), slot = call.first[r] + call.position[r];
       normalise(row, rank, layer.key_norm, key + at);
-      rotate(row + rank, call.position[r], key + at + rank);
+      rotate(layer, row + rank, call.position[r], key + at + rank);
       for (int64_t i = 0; i < rank + turned; ++i) own_key[at + i] = rounded<Number>(key[at + i]);
       if (self == 0) {
         std::copy(own_key + at, own_key + at + rank, static_cast<Number*>(layer.key_cache) + r * layer.cache_row + slot * rank);
@@ -555,7 +556,7 @@ class Stepper {
         for (int64_t h = 0; h < heads; ++h) {
           to_latents[h] = queries + (r * at_once + h) * rank;
           to_turned[h] = turned_queries + h * turned;
-          rotate(projected_.data() + r * stride + (head + h) * m.head_size + plain, call.position[r],
+          rotate(layer, projected_.data() + r * stride + (head + h) * m.head_size + plain, call.position[r],
                  turned_queries + h * turned);
         }
         float* scores = own.scores.get(size_t(MOST_HEADS * room));
