@@ -56,10 +56,10 @@ def products(weight: Tensor | PackedWeights | ScaledCodes, outputs: int, x_BH: T
     ones = torch.ones(inputs)
     model = step.CStepModel(
         rows, inputs, outputs, 1, 1, 2, 1, 0, None, address("x", x_BH, torch.float32, tuple(x_BH.shape)), 0,
-        None, None, 0, 0, step.norm("norm", ones, 0.0, kept), step.matrix("head", weight, None, kept), 1.0, 1.0,
+        0, step.norm("norm", ones, 0.0, kept), step.matrix("head", weight, None, kept), 1.0, 1.0,
     )  # fmt: skip
     out_BV, zeros = torch.full((rows, outputs), torch.nan), torch.zeros(rows, 1, dtype=torch.int64)
-    stepper = step.Stepper(ctypes.pointer(model).contents, kept)
+    stepper = step.Stepper(ctypes.pointer(model).contents, kept, {})
     stepper.run(zeros, zeros[:, 0].contiguous(), slot=0, x_BH=x_BH.clone(), layers=(0, 0), logits_BV=out_BV)
     return out_BV
 

@@ -1,9 +1,9 @@
-// Products of ggml's blocks with rows in planes of bytes, by AVX-512: of 64 columns at once the whole numbers, without
+// Products of ggml's blocks with rows in planes of bytes, by AVX-512 with VNNI: of 64 columns at once the whole numbers, without
 // sign, of which a lane of 32 bits holds four with one scale. A number is scale . (q - ZERO), or scale . q + offset.
 #pragma once
 #include "codes.h"
 
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
 namespace [[gnu::visibility("hidden")]] amoeba {
 
 struct Codes64 {

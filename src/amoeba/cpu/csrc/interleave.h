@@ -24,7 +24,7 @@ struct WideRows {
 
 // Columns 0-15 and 16-31 of two rows, in pairs.
 inline void pack_pair(const uint16_t* even, const uint16_t* odd, uint32_t* left, uint32_t* right) {
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
   alignas(64) static constexpr uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
@@ -77,7 +77,7 @@ inline void put_column(const void* line, int64_t c, uint32_t* tile) {
   for (int w = 0; w < TILE; ++w) tile[w * TILE + c] = words[w];
 }
 
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
 // Sixteen lines of sixteen words, transposed in registers.
 inline void transpose_lines(__m512i line[TILE]) {
   __m512i t[TILE];
@@ -111,7 +111,7 @@ inline void transpose_lines(__m512i line[TILE]) {
 // out[w][c] = word w of line(c), which are sixteen words that lie together.
 template <class Line>
 inline void transpose_tile(const Line& line, uint32_t* out) {
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
   __m512i words[TILE];
 #pragma GCC unroll 16
   for (int c = 0; c < TILE; ++c) words[c] = _mm512_loadu_si512(line(c));

@@ -12,13 +12,13 @@
 #include "core_decode.h"
 #include "packed_layout.h"
 
-#if defined(AMOEBA_AVX512)
+#if defined(AMOEBA_AVX512_VNNI)
 #define AMOEBA_BYTE_DOTS 1
 #elif defined(AMOEBA_SDOT)
 #define AMOEBA_BYTE_DOTS 1
 #endif
 
-#if defined(AMOEBA_AVX512) && defined(__AVX512VBMI__)
+#if defined(AMOEBA_AVX512_VNNI) && defined(__AVX512VBMI__)
 #define AMOEBA_E4M3_PAIRS 1
 #endif
 
@@ -66,7 +66,7 @@ constexpr int64_t AHEAD = 8192;
 inline bool powers_of_two(const Coding& coding) { return coding.scale_values[127] == 1.0f; }
 
 inline bool by_blocks([[maybe_unused]] const StepMatrix& m) {
-#if defined(AMOEBA_AVX512)
+#if defined(AMOEBA_AVX512_VNNI)
   const int64_t shift = m.coding.column.shift;
   return m.kind == ROWS_E2M1 && m.coding.scale_values && shift == (powers_of_two(m.coding) ? 5 : 4);
 #elif defined(AMOEBA_BYTE_DOTS)
@@ -76,7 +76,7 @@ inline bool by_blocks([[maybe_unused]] const StepMatrix& m) {
 #endif
 }
 inline bool by_ggml([[maybe_unused]] const StepMatrix& m) {
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
   return m.kind == ROWS_BLOCKS;
 #else
   return false;
@@ -189,7 +189,7 @@ inline void split(const int16_t* whole, int64_t padded, int8_t offset, int8_t* h
 
 // For 128 columns the even ones, then the odd ones; NEON: for each 32.
 inline void in_order_of_nibbles(const int16_t* whole, int64_t padded, int16_t* out) {
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
   for (int64_t k = 0; k < padded; k += 128)
     for (int64_t i = 0; i < 64; ++i) {
       out[k + i] = whole[k + 2 * i];
@@ -226,7 +226,7 @@ inline void prepare_blocks([[maybe_unused]] StepRows& rows, [[maybe_unused]] int
     rows.blocks.scale[r] = to_planes(rows.x + r * rows.stride, rows.length, padded, whole);
     in_order_of_nibbles(whole, padded, ordered);
     split(ordered, padded, 0, rows.blocks.high + r * padded, rows.blocks.low + r * padded);
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
     for (int64_t i = 0; i < padded / 8; ++i) {  // weights are read with 12 added
       int32_t sum = 0;
       for (int64_t k = 8 * i; k < 8 * i + 8; ++k) sum += whole[k];
@@ -237,7 +237,7 @@ inline void prepare_blocks([[maybe_unused]] StepRows& rows, [[maybe_unused]] int
 #endif
 }
 inline void prepare_ggml([[maybe_unused]] StepRows& rows, [[maybe_unused]] int16_t* whole) {
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
   for (int64_t r = 0; r < rows.count; ++r) {
     const int64_t padded = rows.plane_stride;
     rows.ggml.scale[r] = to_planes(rows.x + r * rows.stride, rows.length, padded, whole);
@@ -281,7 +281,7 @@ inline void panel_bf16(const uint32_t* words, int64_t tiles, const float* x, flo
   }
 }
 
-#if defined(AMOEBA_AVX512)
+#if defined(AMOEBA_AVX512_VNNI)
 // Both planes of a row with one panel of int8 tiles; the offset of the rows is still in the sums.
 inline void panel_int8(const uint32_t* words, int64_t tiles, const int8_t* high, const int8_t* low, int32_t* upper,
                        int32_t* lower) {
@@ -361,7 +361,7 @@ inline void panel_int8_in_floats(const uint32_t* words, int64_t tiles, const flo
 
 #ifdef AMOEBA_BYTE_DOTS
 // out[j][r] = <w_j, row which[r]> without the row's scale, for W rows of a weight. Codes stand for twice what they mean.
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
 // The scales of 128 columns, each in the lanes whose sums it multiplies. e4m3: 2^-8 of it.
 template <bool POWERS>
 inline __m512 scales_of(const uint8_t* p, __mmask16& invalid) {
@@ -485,7 +485,7 @@ inline void block_dots(const uint8_t* w, int64_t w_row, const RowScales* scales,
 }
 #endif
 
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
 constexpr int64_t BLOCK_ROWS = 4;  // rows that meet a weight's codes at once
 #else
 constexpr int64_t BLOCK_ROWS = 1;
@@ -630,7 +630,7 @@ void each_pair_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, con
   });
 }
 
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
 template <class Take>
 void each_ggml_row(const StepMatrix& m, int64_t e, int64_t from, int64_t to, const StepRows& rows,
                    const int64_t* which, int64_t count, const Take& take) {
@@ -738,7 +738,7 @@ inline void products(const StepMatrix& m, int64_t e, int64_t from, int64_t to, c
 #endif
       return each_plain_row<CodedMatrix<E2m1>>(m, e, from, to, rows, which, count, take);
     case ROWS_BLOCKS:
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
       if (by_ggml(m)) return each_ggml_row(m, e, from, to, rows, which, count, take);
 #endif
       return each_plain_row<BlocksMatrix>(m, e, from, to, rows, which, count, take);

@@ -73,7 +73,7 @@ class CodedPanels {
 
   void pack(int64_t first, int64_t tiles, uint32_t* out, int64_t panel_words) const {
     for (int64_t t = first; t < first + tiles; ++t, out += 2 * TILE_WORDS) {
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
       if (coding_.element >= Q8_0_ && !turned_ && t % AT_ONCE == 0 &&
           std::min((first + tiles) * PANEL, depth_) >= (t + AT_ONCE) * PANEL) {
         for (int64_t i = 0; i < panels_; ++i) by_blocks(t, panel_ + i, out + i * panel_words);
@@ -87,7 +87,7 @@ class CodedPanels {
   }
 
  private:
-#ifdef AMOEBA_AVX512
+#ifdef AMOEBA_AVX512_VNNI
   static constexpr int64_t AT_ONCE = 256 / PANEL;  // tiles
 
   // As `by_columns`, of 256 numbers of each row.

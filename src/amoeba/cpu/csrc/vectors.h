@@ -10,7 +10,11 @@
 #include <arm_neon.h>
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+// Dot products of bytes, and then of bf16, in 512 bits.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define AMOEBA_AVX512_VNNI 1
+#endif
+#if defined(AMOEBA_AVX512_VNNI) && defined(__AVX512BF16__)
 #define AMOEBA_AVX512 1
 #endif
 
