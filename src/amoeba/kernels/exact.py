@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from amoeba.kernels.constants import Group
 from amoeba.kernels.grouped_gemm import multiply_rows
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.tile_sizes import Product, for_any_rows
@@ -99,9 +100,10 @@ def attention(
     seen = (seen if seen.stride(-1) == 1 else seen.contiguous()).view(torch.uint8)
     splits, of_group = cdiv(keys, SPLIT), heads // groups
     at_once = max(1, PARTS // (batch * heads * splits * width))
-    constants = {"HEADS": of_group, "V": width, "V_BLOCK": max(16, next_power_of_2(width))}
     kind = "fp32" if q.dtype == torch.float32 else "half" if size <= WIDE else "half, wide heads"
     pairs, block, warps, stages = TILES[kind]
+    tile = {"M": pairs, "N": block, "SPLIT": SPLIT, "D": size, "D_BLOCK": max(16, next_power_of_2(size))}
+    of_head = {"V": width, "V_BLOCK": max(16, next_power_of_2(width)), "HEADS": of_group}
     for first in range(0, tokens, at_once):
         count = min(at_once, tokens - first)
         q_part, seen_part, y_part = (each[:, :, first : first + count] for each in (q, seen, y))
@@ -115,12 +117,11 @@ def attention(
         _attend[(cdiv(count * of_group, pairs), batch * groups, splits)](
             q_part, k, v, seen_part, first_BT, end_BT, part_SRV, most_SR, total_SR, count, keys, scale, groups,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], seen.stride(0), seen.stride(2),
-            SOFTCAP=softcap, D=size, D_BLOCK=max(16, next_power_of_2(size)), M=pairs, N=block, SPLIT=SPLIT,
-            **constants, num_warps=warps, num_stages=stages,
+            TILE=Group(**tile, **of_head, SOFTCAP=softcap), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         _combine[(count * of_group, batch * groups)](
             part_SRV, most_SR, total_SR, None if sink_Q is None else sink_Q.contiguous(), y_part, count, splits,
-            groups, *y.stride()[:3], **constants, num_warps=1,
+            groups, *y.stride()[:3], **of_head, num_warps=1,
         )  # fmt: skip
     return y
 
@@ -152,24 +153,22 @@ def _rescale(most, new):
 def _attend(
     q, k, v, seen, first_BT, end_BT, part_SRV, most_SR, total_SR, tokens, keys, scale, groups,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, seen_batch, seen_token,
-    SOFTCAP: tl.constexpr,
-    D: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HEADS: tl.constexpr,
-    V: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One piece of the keys for M pairs of a query and one of the heads that share their keys."""
+    HEADS: tl.constexpr = TILE.HEADS
+    SPLIT: tl.constexpr = TILE.SPLIT
+    M: tl.constexpr = TILE.M
+    N: tl.constexpr = TILE.N
+    D: tl.constexpr = TILE.D
+    V: tl.constexpr = TILE.V
     pair_M = tl.program_id(0) * M + tl.arange(0, M)
     batch, group, split = tl.program_id(1) // groups, tl.program_id(1) % groups, tl.program_id(2)
     inside_M = pair_M < tokens * HEADS
     token_M, head_M = pair_M // HEADS, group * HEADS + pair_M % HEADS
     first_M = tl.load(first_BT + batch * tokens + token_M, mask=inside_M, other=keys)
     end_M = tl.load(end_BT + batch * tokens + token_M, mask=inside_M, other=0)
-    inner_D, inner_V, inner_N = tl.arange(0, D_BLOCK), tl.arange(0, V_BLOCK), tl.arange(0, N)
+    inner_D, inner_V, inner_N = tl.arange(0, TILE.D_BLOCK), tl.arange(0, TILE.V_BLOCK), tl.arange(0, N)
     q += batch.to(tl.int64) * q_batch
     q_MD = head_M.to(tl.int64)[:, None] * q_head + token_M.to(tl.int64)[:, None] * q_token + inner_D[None, :]
     q_tile = tl.load(q + q_MD, mask=inside_M[:, None] & (inner_D < D)[None, :], other=0.0)
@@ -183,7 +182,7 @@ def _attend(
     v_NV = (inner_N * v_token)[:, None] + inner_V[None, :]
     most_M = tl.full((M,), float("-inf"), tl.float32)
     total_M = tl.zeros((M,), tl.float32)
-    part = tl.zeros((M, V_BLOCK), tl.float32)
+    part = tl.zeros((M, TILE.V_BLOCK), tl.float32)
     begin, zero = tl.min(first_M, 0), tl.zeros((), tl.int64)
     while begin < keys:  # once for each first key
         own_M = first_M == begin
@@ -194,8 +193,8 @@ def _attend(
             k_at, v_at = k + wide_at * k_token, v + wide_at * v_token
             k_tile = tl.load(k_at + k_DN, mask=there_N[None, :] & (inner_D < D)[:, None], other=0.0)
             s = tl.dot(q_tile, k_tile, input_precision="ieee") * scale
-            if SOFTCAP > 0.0:
-                s = SOFTCAP - 2.0 * SOFTCAP / (1.0 + tl.exp(s * (2.0 / SOFTCAP)))  # of tanh
+            if TILE.SOFTCAP > 0.0:
+                s = TILE.SOFTCAP - 2.0 * TILE.SOFTCAP / (1.0 + tl.exp(s * (2.0 / TILE.SOFTCAP)))  # of tanh
             looks = tl.load(seen + at + seen_MN, mask=own_M[:, None] & there_N[None, :], other=0) != 0
             s = tl.where(looks, s, float("-inf"))
             new_M = tl.maximum(most_M, tl.max(s, 1))
