@@ -55,23 +55,23 @@ def _every_command(
     speak_up(say_more)
 
 
-for command in (
-    verify,
+for command in (  # in the order of `amoeba --help`
     doctor,
     plan,
-    bench,
-    train,
-    tune,
-    finetune,
     generate,
     chat,
     serve,
-    merge,
-    pack,
+    finetune,
+    train,
+    report,
     quantise,
+    pack,
+    merge,
+    verify,
+    bench,
+    tune,
     warm,
     trace,
-    report,
 ):
     app.command()(command)
 

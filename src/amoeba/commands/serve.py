@@ -47,8 +47,7 @@ def serve(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP in OpenAI's protocol, with a page at /. SIGTERM or Ctrl-C ends it when the
-    current answers are complete."""
+    """Serve a model over HTTP in OpenAI's protocol, with a page at /. SIGTERM and Ctrl-C let it finish."""
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")
