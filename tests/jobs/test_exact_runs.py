@@ -21,7 +21,11 @@ from called import call
 from tiny_runs import KEPT, TOLD, kept_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-RUNS = [("train", "float32"), ("finetune", "float32"), ("finetune", "bfloat16")]
+RUNS = [
+    ("train", "float32"),
+    ("finetune", "bfloat16"),
+    pytest.param(("finetune", "float32"), marks=pytest.mark.thorough),
+]
 Pass = tuple[dict[str, Tensor], Tensor]  # inputs, and logits (B, N, V)
 
 

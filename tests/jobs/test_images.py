@@ -18,12 +18,14 @@ from amoeba.jobs.convert.merge import merge
 from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.settings import FinetuneSettings
 from called import call
+from selection import quick
 from tiny_runs import Quiet
 
 PIL = pytest.importorskip("PIL", reason="images need Pillow")
 vision = pytest.importorskip("tiny_vision")
 KINDS = ["qwen3_5_moe", "glm4v_moe"]
 QUESTION, ANSWER = "What is it?", "a cat"
+GREEDY = ("--temperature", 0, "--dtype", "float32", "--json")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -66,7 +68,7 @@ def test_one_image_gives_the_tokens_of_transformers(folder: Path) -> None:
     expected = of_transformers(folder).generate(**given, max_new_tokens=8, do_sample=False)[
         0, given["input_ids"].shape[1] :
     ]
-    options = ("--max-new-tokens", 8, "--temperature", 0, "--device", "cpu", "--dtype", "float32", "--json")
+    options = ("--max-new-tokens", 8, "--device", "cpu", *GREEDY)
     document = call("generate", folder, QUESTION, "--image", image, *options).document
     assert document["generated_ids"] == expected.tolist()
     assert document["prompt_tokens"] == given["input_ids"].shape[1]
@@ -130,20 +132,11 @@ def test_a_step_on_rows_with_and_without_images_has_the_loss_of_transformers(fol
     assert report.start_loss == pytest.approx(loss / count, rel=1e-4)
 
 
+@quick(lambda folder: folder == KINDS[0])
 def test_stores_and_merged_and_quantised_folders_read_images(folder: Path, tmp_path: Path) -> None:
     write_rows(folder)
     finetune(settings_for(folder, tmp_path / "run", steps=2), Quiet())
-    options = (
-        "--image",
-        folder.parent / "cat.png",
-        "--max-new-tokens",
-        5,
-        "--temperature",
-        0,
-        "--dtype",
-        "float32",
-        "--json",
-    )
+    options = ("--image", folder.parent / "cat.png", "--max-new-tokens", 5, *GREEDY)
     call("pack", folder, "--out", tmp_path / "store")
     call("quantise", folder, "--format", "mxfp8", "--out", tmp_path / "codes")
     merge(folder, tmp_path / "run", tmp_path / "merged")
