@@ -56,8 +56,10 @@ def test_verify_over_ranks_starts_its_own_processes_and_compares_bits():
     assert {"inference", "output", "x", "weight", "gate_up", "down_bias", "gate_lora_a"} <= set(row["worst"])
     recipes = SUMMARIES.keys() - {OF_ALL_TOKENS}
     assert {each["backend"] for each in in_fp8} == {f"2 ranks, {recipe}" for recipe in recipes}
-    tolerances = {each["tolerance"]["gradients"] for each in in_fp8}
-    assert tolerances == {3e-3} and all(each["cases_checked"] for each in in_fp8)  # those of the recipes
+    for each in in_fp8:  # with the tolerance of its recipe
+        assert each["cases_checked"] and each["tolerance"]["gradients"] == (
+            1e-2 if "nvfp4" in each["backend"] else 3e-3
+        )
     assert "bitwise identical to one process" in result.stdout
 
 
