@@ -59,11 +59,6 @@ def _same(sentence: str, page: str) -> Documented:
 
 DOCUMENTED = (
     # a slower path, and why
-    Documented(
-        "the core does not know this model: its experts are streamed",
-        "generate.md",
-        "Not yet: latent attention (DeepSeek), streamed experts",
-    ),
     _same("its experts are computed on the CPU, and the host waits for their rows in every layer", "generate.md"),
     _same("its experts are on several ranks, and the host watches over each exchange between them", "generate.md"),
     Documented(

@@ -87,12 +87,14 @@ def call(target: Target, path: str, body: Any = None, key: str | None = "right")
 
 def soak(target: Target, seconds: float, clients: int, kinds: dict[str, float] = KINDS) -> Found:
     """Threads with one client after another, until the time is over."""
-    found, until = Found(), time.monotonic() + seconds
+    found = Found()
     bodies = [_body(target, seed) for seed in range(_SEEDS)]
     texts = [call(target, "/v1/completions", body)[1]["choices"][0]["text"] for body in bodies]
     said = [{"role": "user", "content": "Once"}]
     chat = {**{name: value for name, value in bodies[1].items() if name != "prompt"}, "messages": said, "n": 2}
     answers = [choice["message"]["content"] for choice in call(target, "/v1/chat/completions", chat)[1]["choices"]]
+
+    until = time.monotonic() + seconds
 
     def wrong(kind: str, what: object) -> None:
         found.wrong.append(f"{kind}: {str(what)[:200]}")
@@ -142,12 +144,13 @@ def soak(target: Target, seconds: float, clients: int, kinds: dict[str, float] =
     def client(number: int) -> None:
         chance = random.Random(number)
         names = [name for name in kinds if target.key or name != "no key"]
+        kind = names[number % len(names)]  # with enough clients each kind comes, however slow the machine
         while time.monotonic() < until:
-            kind = chance.choices(names, [kinds[name] for name in names])[0]
             try:
                 one(kind, chance)
             except Exception as error:  # a connection that breaks is wrong, too
                 wrong(kind, repr(error))
+            kind = chance.choices(names, [kinds[name] for name in names])[0]
 
     _all([lambda number=number: client(number) for number in range(clients)])  # type: ignore[misc]
     found.stuck = _left(target)

@@ -1,4 +1,6 @@
-"""A server of a tiny random model, for all tests of this folder, and what they need to talk to it."""
+"""A server of a tiny random model, for all tests of this folder, and what they need to talk to it.
+
+What imports kernels is imported inside: `pytest tests/serve` reads this file before Triton's interpreter is chosen."""
 
 from __future__ import annotations
 
@@ -12,11 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
-
-from amoeba import lora
-from amoeba.jobs.generate.options import GenerationOptions
-from tiny_models import build, save_byte_tokenizer
 
 if TYPE_CHECKING:
     from amoeba.serve.served_model import ServedModel
@@ -38,6 +35,10 @@ def packages() -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
+    from transformers import AutoTokenizer
+
+    from tiny_models import build, save_byte_tokenizer
+
     folder = tmp_path_factory.mktemp("served") / NAME
     build("qwen3_moe", vocab_size=257, max_position_embeddings=600, eos_token_id=256).save_pretrained(folder)
     save_byte_tokenizer(folder)
@@ -50,6 +51,11 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory) -> dict[str, str]:
     """Two that change the text; the second has a chat template of its own."""
+    from transformers import AutoTokenizer
+
+    from amoeba import lora
+    from tiny_models import build, save_byte_tokenizer
+
     found = {}
     for seed, name in enumerate(("first", "second")):
         model = build("qwen3_moe", vocab_size=257, max_position_embeddings=600, eos_token_id=256)
@@ -90,6 +96,7 @@ def running(
 ) -> Iterator[Running]:
     import uvicorn
 
+    from amoeba.jobs.generate.options import GenerationOptions
     from amoeba.serve.served_model import open_model
     from amoeba.serve.server import Limits, _Uvicorn, make_app
 

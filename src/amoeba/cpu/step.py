@@ -3,7 +3,7 @@
 B rows · H hidden · Q query heads · G key and value heads · D of a head · L slots of the cache · V vocabulary
 
     model = CStepModel(...)                       # filled in by decoding/cpu_step.py
-    step = Stepper(model, kept)                   # kept: all tensors and structures that it points to
+    step = Stepper(model, kept, streamed)         # kept: all tensors and structures that it points to
     step.run(position_B1, first_B, slot=17, tokens_B1=token_B1, logits_BV=logits_BV)
 
 Streamed experts are read where they lie in their slots. A call ends before a layer some of whose experts are in none;
