@@ -17,6 +17,7 @@ from test_decode_compiles import CompileOnly
 pytestmark = pytest.mark.thorough  # compiles for half a minute
 
 
+IN_BLOCKS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "nf4")
 # Bytes of a thread's stack and accesses to it that a version of Triton leaves.
 SPILLED = {"3.6": {"down_by_expert mxfp4": (8, 4)}, "3.9": {"down_by_expert q6_k many": (8, 2)}}
 
@@ -114,7 +115,7 @@ def main() -> dict[str, dict[str, int]]:
         (MXFP8, "many"),
         (MXFP4, "many"),
         (NVFP4, "many"),
-        *((OF_BLOCKS[kind], way) for kind in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k") for way in ("listed", "one")),
+        *((OF_BLOCKS[kind], way) for kind in IN_BLOCKS for way in ("listed", "one")),
         (OF_BLOCKS["q4_k"], "early"),
         (OF_BLOCKS["q6_k"], "many"),
     ):

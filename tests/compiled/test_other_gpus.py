@@ -31,7 +31,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 MOST_STACK = 128
 # In bf16 on a Hopper GPU products with codes and what writes codes have none at all, but for this one by Triton 3.6.
 OF_CODES = ("fp8", "mxfp", "nvfp", "quantise", "turn_", "activate_backward in fp8")
-BLOCKS = ("q8_0", "q4_k", "q6_k")  # of GGUF files
+BLOCKS = ("q8_0", "q4_k", "q6_k", "nf4")
 SPILLED = {"fp8-128 8: multiply": 8}
 MOST_BYTES = 8  # that a thread reads one by one
 # Where each thread reads a quarter of a tile's scales, all for itself, by Triton 3.9 on sm_120. Codes are copied there.

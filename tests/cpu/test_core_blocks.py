@@ -1,4 +1,4 @@
-"""The C++ core reads ggml's blocks: the bits of the definition, and products with one format for gate_up and another
+"""The C++ core reads blocks: the bits of the definition, and products with one format for gate_up and another
 for down."""
 
 import pytest
@@ -15,7 +15,7 @@ from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks, dequantise_experts
 
 pytestmark = pytest.mark.skipif(why_no_core() is not None, reason=str(why_no_core()))
-HALVES = {"q6_k": [208], "q3_k": [108], "q2_k": [80, 82], "q8_0": [0], "q5_0": [0], "q4_0": [0]}
+HALVES = {"q6_k": [208], "q3_k": [108], "q2_k": [80, 82], "q8_0": [0], "q5_0": [0], "q4_0": [0], "nf4": []}
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 608, 280  # blocks of 256, of which the last is cut
 
 
@@ -28,6 +28,9 @@ def random_matrix(
     data = torch.randint(0, 256, stored, dtype=torch.uint8, generator=generator)
     for place in HALVES.get(format.name, [0, 2]):
         data.unflatten(-1, (-1, kind.bytes))[..., place + 1] &= size
+    if format.name == "nf4":
+        blocks = data.unflatten(-1, (-1, kind.bytes))
+        blocks[..., :4] = (torch.rand(*blocks.shape[:-1], 1, generator=generator) / 64).view(torch.uint8)
     return QuantisedMatrix(data, torch.empty((experts, 0, 0), dtype=torch.uint8), format, columns)
 
 
@@ -54,7 +57,7 @@ def outcome(weights: AnyExperts, tokens: int, dtype: torch.dtype, backend: str =
 @pytest.mark.parametrize("tokens", [1, 3, 300])
 @pytest.mark.parametrize(
     ("up", "down"),
-    [("q4_k", "q6_k"), ("q8_0", "q5_0"), ("q2_k", "q3_k"), ("q5_1", "q4_1"), ("q5_k", "q4_0")],
+    [("q4_k", "q6_k"), ("q8_0", "q5_0"), ("q2_k", "q3_k"), ("q5_1", "q4_1"), ("q5_k", "q4_0"), ("nf4", "q8_0")],
 )
 def test_products_of_two_formats_are_those_of_the_dequantised_experts(up, down, tokens):
     shapes = {"experts": EXPERTS, "rows": 2 * INTERMEDIATE, "columns": HIDDEN}

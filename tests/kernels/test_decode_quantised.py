@@ -19,7 +19,8 @@ from amoeba.proof.reference import experts as reference
 from selection import quick
 from small_layer import SCALING, E, Layer
 
-FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4, *(OF_BLOCKS[name] for name in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")))
+BLOCKS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "nf4")
+FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4, *(OF_BLOCKS[name] for name in BLOCKS))
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 # several steps with a rest of blocks; no whole block; several steps of down; nothing but whole steps
 SIZES = [(160, 24), (31, 23), (32, 272), (128, 64)]  # H, I

@@ -105,11 +105,13 @@ def test_any_bits_of_a_block_give_the_numbers_of_the_definition(kind, columns, d
 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_the_ends_of_a_block_s_scales(kind: str, device: torch.device) -> None:
-    """In fp16: zeros, a subnormal number, the largest one, infinities and NaN, for scale and offset alike."""
+    """In fp16, or the upper half of fp32: zeros, a subnormal number, the largest one, infinities and NaN, for scale and
+    offset alike."""
     matrix = blocks_of(kind, 1536, device)
     places = HALVES.get(kind, [0, 2])
     blocks = matrix.data.view(37, -1, BLOCK_KINDS[kind].bytes)
-    for number, end in enumerate((0x0000, 0x8000, 0x0001, 0x7BFF, 0x7C00, 0xFC00, 0x7E00)):
+    wide = (0x7F7F, 0x7F80, 0xFF80, 0x7FC0) if kind == "nf4" else (0x7BFF, 0x7C00, 0xFC00, 0x7E00)
+    for number, end in enumerate((0x0000, 0x8000, 0x0001, *wide)):
         for row, place in enumerate(places):
             blocks[row + 2 * number, :, place], blocks[row + 2 * number, :, place + 1] = end & 255, end >> 8
     expected = matrix.dequantise()

@@ -35,7 +35,7 @@ FORMATS = {"fp8": FP8_128, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
 BF16, GATED = torch.bfloat16, Activation()
 UNTOUCHED = -7.0  # no NaN, which rows of nobody would become as well
 by_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-BLOCKS = tuple(OF_BLOCKS[name] for name in ("q8_0", "q4_k", "q6_k"))  # of GGUF files
+BLOCKS = tuple(OF_BLOCKS[name] for name in ("q8_0", "q4_k", "q6_k", "nf4"))
 
 
 def on_hopper(test: Callable) -> Callable:

@@ -28,7 +28,7 @@ from random_blocks import HALVES, random_rows
 from selection import each_value_once, quick
 from small_layer import SCALING, E, Layer, kernel_device
 
-Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = BLOCKS = tuple(OF_BLOCKS[name] for name in PACKED_KINDS)
+Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, NF4 = BLOCKS = tuple(OF_BLOCKS[name] for name in PACKED_KINDS)
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4, *BLOCKS)
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ ROUTINGS = {
 }
 
 
-@quick(lambda format, routing: format in (FP8_128, MXFP4, Q5_K))
+@quick(lambda format, routing: format in (FP8_128, MXFP4, Q5_K, NF4))
 @pytest.mark.parametrize("routing", ROUTINGS)
 @by_format
 def test_the_kernels_take_any_routing(format: Format, routing: str) -> None:

@@ -289,8 +289,8 @@ class StoredWeights:
 
 LEAST_COLUMNS = 16  # of a block: this many numbers are read at once
 
-# `enum ElementKind` in csrc/codes.h: codes, and ggml's blocks, which have their scales among their numbers.
-_BLOCKS = ("q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k")
+# `enum ElementKind` in csrc/codes.h: codes, and blocks, which have their scales among their numbers.
+_BLOCKS = ("q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "nf4")
 ELEMENTS = {name: number for number, name in enumerate(("e4m3", "e2m1", *_BLOCKS))}
 _ONE = torch.ones((1, 1, 1), dtype=torch.float32, device=CPU)  # the scale of what has its own
 

@@ -8,8 +8,8 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I
 
 Layouts: DeepSeek-V3's and Qwen3-FP8's (`experts.3.up_proj.weight` in e4m3 with `weight_scale_inv`), Qwen3-VL's (all
 experts in one tensor, (E, in, out) or (E, out, in)), gpt-oss's (`experts.down_proj_blocks` and `_scales`), those of
-`amoeba quantise`, and of compressed-tensors and ModelOpt what has floating point codes (`_foreign_format`). Names go
-through transformers' own table of renamings and conversions, as in loading.
+`amoeba quantise`, of compressed-tensors and ModelOpt what has floating point codes (`_foreign_format`), and NF4 of
+bitsandbytes (`nf4_files`). Names go through transformers' own table of renamings and conversions, as in loading.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from torch import Tensor
 from amoeba.core.errors import bad_value, one_line
 from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
-from amoeba.precision.formats import E8M0, FP8_128, MXFP4, MXFP8, NVFP4, Format, format_named, fp8_blocks
+from amoeba.integrations.nf4_files import ABSMAX, read_nf4, state_of
+from amoeba.integrations.nf4_files import SUFFIXES as NF4_SUFFIXES
+from amoeba.precision.formats import E8M0, FP8_128, MXFP4, MXFP8, NVFP4, OF_BLOCKS, Format, format_named, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
 from amoeba.precision.quantised_experts import Products, QuantisedExperts
 
 # What follows the name of a quantised tensor's weight; "" is the weight itself.
 BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE = "_blocks", "_scales", "_scale_inv", "_matrix_scale"
 MATRIX_DIVISOR = "_global_scale"  # the reciprocal of a matrix's scale
-SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE, MATRIX_DIVISOR)
+SUFFIXES = (BLOCKS, SCALES, SCALE_INV, MATRIX_SCALE, MATRIX_DIVISOR, *NF4_SUFFIXES)
 # What other files call `weight_scale_inv`: DeepSeek-V4's, Mistral Large 4's.
 _OTHER_SCALES = (".scale", ".qscale_weight")
 # And names of compressed-tensors and ModelOpt.
@@ -50,7 +52,7 @@ _NAMED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # of sa
 _WIDE_SCALES, _SCALE_CODES = (torch.float32, torch.bfloat16, torch.float16), (torch.uint8, torch.float8_e8m0fnu)
 # quant_method of what transformers does not know. It would read the codes as numbers and leave out the scales, with a
 # warning: so these codes have a dimension more than the weight, of length 1, at which it raises.
-OURS = "amoeba"
+OURS, BITSANDBYTES = "amoeba", "bitsandbytes"
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 REMEDY = "load it dequantised with transformers and save that, or take its unquantised checkpoint"
 OTHERWISE = "take its unquantised checkpoint, or its FP8 one with blocks of scales (weight_scale_inv)"
@@ -71,6 +73,8 @@ def format_of(facts: Mapping[str, Any]) -> Format | None:
         if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int | float) for n in block)):
             raise bad_value("weight_block_size in config.json", "two numbers, such as [128, 128]", repr(block), AGAIN)
         return fp8_blocks(int(block[0]), int(block[1]))
+    if method == BITSANDBYTES:
+        return OF_BLOCKS["nf4"] if facts.get("load_in_4bit") and facts.get("bnb_4bit_quant_type") == "nf4" else None
     return _foreign_format(facts)
 
 
@@ -147,6 +151,11 @@ class QuantisedFiles:
                 check_scaled(name, found[name].dtype, self._file_of)
         return found
 
+    def plain_experts(self) -> dict[str, Tensor]:
+        """Of experts that are no codes."""
+        found = self._names.of_experts.values()
+        return {name: self._read(name) for sources in found for names in sources.values() for name in names}
+
     def experts(self, name: str, module: Any, dtype: torch.dtype) -> QuantisedExperts:
         found = described(module)
         if found.fused is None:
@@ -186,7 +195,7 @@ class QuantisedFiles:
 
     def _stack(self, parameter: str, name: str, found: ExpertsModule, shape: tuple[int, int, int]) -> QuantisedMatrix:
         may_be = name in self._file_of and not self._is_ours  # blocks of MXFP4 and our own files are (E, out, in)
-        there = tuple(self._header(name).get_shape()) if may_be else ()
+        there = self._shape(name) if may_be else ()
         if not (may_be and is_transposed(self._names, parameter, found, there, shape)):
             return self._quantised(name, shape[2])
         check_square(name, self.format)
@@ -210,7 +219,7 @@ class QuantisedFiles:
             torch.stack([torch.cat([part.scales for part in each]) for each in joined]),
             self.format,
             joined[0][0].columns,
-            len(sources),
+            1 if self.format.scale == "inside" else len(sources),
             scale,
         )
 
@@ -220,6 +229,11 @@ class QuantisedFiles:
     def _read(self, name: str) -> Tensor:
         found = self._file(name).get_tensor(self._name_in_file[name])
         return found.reshape(foreign_shape(name, tuple(found.shape))) if self._is_foreign else found
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name + ABSMAX in self._file_of:
+            return state_of(name, self._file_of, self._read).shape
+        return tuple(self._header(name).get_shape())
 
     def _header(self, name: str) -> Any:
         """Of a tensor, its shape and dtype without its data."""
@@ -243,7 +257,7 @@ def check_readable(folder: Path, model: Any, facts: Mapping[str, Any]) -> None:
     if method == "fp8":
         return  # one scale for a matrix, or experts in FP4: transformers dequantises them
     got = f"{model.config.model_type} quantised by {described_method(facts)}"
-    expected = "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp4)"
+    expected = "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp4, nf4)"
     if method is not None and not AutoHfQuantizer.supports_quant_method(dict(facts)):
         raise bad_value("MODEL", expected, f"{got}, which transformers does not know either", OTHERWISE)
     files = _files(folder)
@@ -275,7 +289,7 @@ def check_no_codes(folder: Path) -> None:
 
 def is_quantised(name: str, names: Container[str]) -> bool:
     """Whether a weight has scales among these."""
-    return any(name + suffix in names for suffix in (BLOCKS, SCALE_INV))
+    return any(name + suffix in names for suffix in (BLOCKS, SCALE_INV, ABSMAX))
 
 
 def check_scaled(name: str, dtype: torch.dtype, names: Container[str]) -> None:
@@ -330,6 +344,10 @@ def read_quantised(
     """One tensor with its scales, a matrix or a stack of them. columns: where the last block may be cut short."""
     if not is_quantised(name, names):
         raise bad_value("MODEL", f"{name} in {format.name}", "a tensor without scales", REMEDY)
+    if name + ABSMAX in names:
+        rows = read_nf4(name, names, read)
+        numbers = rows.shape[-1] * format.block[1] // format.stored_columns(format.block[1])
+        return QuantisedMatrix(rows, rows.new_empty((*rows.shape[:-2], 0, 0)), format, numbers)
     of_blocks = (name + SCALES,) if name + BLOCKS in names else ()
     divides = name + MATRIX_DIVISOR in names
     of_matrix = (name + (MATRIX_DIVISOR if divides else MATRIX_SCALE),) if format.has_matrix_scale else ()

@@ -9,6 +9,7 @@ handed quantised ones, frozen. The model counts as unquantised afterwards: any t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -20,6 +21,7 @@ import torch
 
 from amoeba.integrations.experts_module import described, experts_left_out, experts_modules, hand_over
 from amoeba.integrations.quantised_files import (
+    BITSANDBYTES,
     QuantisedFiles,
     check_no_codes,
     check_readable,
@@ -111,7 +113,7 @@ def _folder(model: Any, options: Mapping[str, Any]) -> Path:
 
 
 def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, Any], implementation: str) -> Any:
-    """None where the experts are not quantised, but other parts of the model are."""
+    """None where the experts are not quantised, but other parts of the model are, which transformers dequantises."""
     from transformers import GenerationConfig
 
     options = {
@@ -127,23 +129,25 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
     with QuantisedFiles(folder, empty, facts) as files:
-        if not files.has_quantised_experts():
+        quantised = files.has_quantised_experts()
+        if not quantised and facts["quant_method"] != BITSANDBYTES:
             return None
-        with experts_left_out():
+        with experts_left_out() if quantised else contextlib.nullcontext():
             model, told = kind.from_pretrained(
                 None,
                 config=config,
-                state_dict=files.rest(dtype),
+                state_dict=files.rest(dtype) if quantised else files.rest(dtype) | files.plain_experts(),
                 dtype=dtype,
                 trust_remote_code=False,  # its class is there already
                 output_loading_info=True,
                 **options,
             )
-        for name, module in experts_modules(model).items():
+        for name, module in experts_modules(model).items() if quantised else ():
             experts = files.experts(name, module, dtype)
             hand_over(module, experts, placement_of(experts.format))
             module.to(_device_beside(model, name))
-    logger.info("experts: %s, as in the checkpoint; the rest in %s", files.format.name, dtype)
+    kept = files.format.name if quantised else "numbers"
+    logger.info("experts: %s, as in the checkpoint; the rest in %s", kept, dtype)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
     model.name_or_path = str(folder)

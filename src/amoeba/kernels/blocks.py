@@ -1,4 +1,4 @@
-"""ggml's blocks in kernels: numbers of rows that are stored as `amoeba.precision.blocks` describes.
+"""Blocks in kernels, ggml's and nf4: numbers of rows that are stored as `amoeba.precision.blocks` describes.
 
 R rows · C columns · G groups of columns, each with a scale
 
@@ -8,7 +8,7 @@ MATRIX has the constants of `layout_of`. A number's bits lie in one or two field
 for its first numbers' bits, and above these bits those of the next `run` numbers, until the bytes are full.
 
 Values have the bits of `dequantise_blocks`, however the compiler fuses operations: scale · q is exact in fp32, because
-a scale has at most 18 bits and q 6.
+a scale has at most 18 bits and q 6. nf4 has no offsets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from amoeba.core.errors import bad_value
 from amoeba.kernels.launch import cdiv
-from amoeba.precision.blocks import BLOCK_KINDS
+from amoeba.precision.blocks import BLOCK_KINDS, NF4
 from amoeba.precision.quantised import QuantisedMatrix
 
 # Columns of a tile, at least: those that one scale of any kind belongs to.
@@ -55,7 +55,9 @@ _LAYOUTS = {
     "q4_k": _Layout(_Field(16, 4, 32), None, 0, 32, "six bits, offset", 4),
     "q3_k": _Layout(_Field(32, 2, 32), _Field(0, 1, 32), 4, 16, "six bits", 96),
     "q2_k": _Layout(_Field(16, 2, 32), None, 0, 16, "four bits, offset", 0),
+    "nf4": _Layout(_Field(4, 4, 32), None, 0, 32, "float"),
 }
+_NF4 = tl.constexpr(NF4)
 # Where the scale of a whole block is, in fp16; that of its offsets follows.
 _HALF = {"q6_k": 208, "q3_k": 108, "q2_k": 80}
 
@@ -99,6 +101,8 @@ def load_blocks(rows, there, first, COLUMNS: tl.constexpr, MATRIX: tl.constexpr)
     q = _load_bits(block, column, inside, MATRIX.LOW, MATRIX.LOW_BITS, MATRIX.LOW_RUN, NUMBERS)
     if MATRIX.LOW_BITS == 8:
         number = q.to(tl.int8, bitcast=True).to(tl.float32)
+    elif MATRIX.SCALES == "float":
+        number = _nf4(q, 0, 8)
     else:
         if MATRIX.HIGH_BITS > 0:
             high = _load_bits(block, column, inside, MATRIX.HIGH, MATRIX.HIGH_BITS, MATRIX.HIGH_RUN, NUMBERS)
@@ -113,6 +117,19 @@ def load_blocks(rows, there, first, COLUMNS: tl.constexpr, MATRIX: tl.constexpr)
     if MATRIX.HAS_OFFSETS:
         value += offset[:, :, None]
     return tl.reshape(value, (HEIGHT, COLUMNS))
+
+
+@triton.jit
+def _nf4(code, FIRST: tl.constexpr, HALF: tl.constexpr):
+    """Of codes that begin with FIRST, of which there are 2 · HALF: chosen bit by bit."""
+    upper = (code & HALF) != 0
+    if HALF == 1:
+        low: tl.constexpr = _NF4[FIRST]
+        high: tl.constexpr = _NF4[FIRST + 1]
+        found = tl.where(upper, high, low)
+    else:
+        found = tl.where(upper, _nf4(code, FIRST + HALF, HALF // 2), _nf4(code, FIRST, HALF // 2))
+    return found
 
 
 @triton.jit
@@ -145,7 +162,10 @@ def _load_half(pointers, there):
 @triton.jit
 def _load_scales(blocks, group, there, MATRIX: tl.constexpr):
     """Of groups: their scales, and what is added to their numbers where they have offsets. blocks: pointers (R, G)."""
-    scale = _load_half(blocks + MATRIX.HALF, there)
+    if MATRIX.SCALES == "float":
+        scale = tl.load(blocks.to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
+    else:
+        scale = _load_half(blocks + MATRIX.HALF, there)
     offset = scale
     at = blocks + MATRIX.SCALES_AT
     if MATRIX.SCALES == "half, offset":

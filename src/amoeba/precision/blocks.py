@@ -1,9 +1,11 @@
-"""ggml's blocks: numbers of a row in one run of bytes, with their scales among them, as GGUF files have them.
+"""Blocks: numbers of a row in one run of bytes, with their scales among them, as GGUF files have ggml's. NF4 of
+bitsandbytes is kept so as well.
 
     values = dequantise_blocks(data, "q4_k", columns)       # fp32; data: uint8 (..., bytes of a row)
     data = quantise_blocks(values, "q4_k")                  # a plain rounding, without llama.cpp's search for scales
 
-A number is scale · q, or scale · q + offset, each operation rounded in fp32: the bits of `gguf.dequantize`.
+A number is scale · q, or scale · q + offset, each operation rounded in fp32: the bits of `gguf.dequantize`, and of
+`bitsandbytes.functional.dequantize_4bit`.
 
 | kind | numbers, bytes | q | scale | offset |
 |---|---|---|---|---|
@@ -13,6 +15,7 @@ A number is scale · q, or scale · q + offset, each operation rounded in fp32: 
 | q2_k | 256: 84 | unsigned | of 16: 4 bits x fp16 | of 16: 4 bits x fp16 |
 | q6_k, q3_k | 256: 210, 110 | signed | of 16: 8 or 6 bits x fp16 | - |
 | mxfp4 | 32: 17 | e2m1 | e8m0 | - |
+| nf4 | 64: 36 | one of 16 numbers | fp32 | - |
 """
 
 from __future__ import annotations
@@ -143,6 +146,24 @@ def _mxfp4(blocks: Tensor) -> Parts:
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
+# Quantiles of the normal distribution, as bitsandbytes has them, with a zero.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def _nf4(blocks: Tensor) -> Parts:
+    """A scale, then low nibbles of the first half of the numbers, and high ones of the second."""
+    numbers = torch.tensor(NF4, dtype=torch.float32, device=blocks.device)
+    return (
+        numbers[_halves(blocks[:, 4:]).to(torch.int32)][:, None],
+        blocks[:, :4].contiguous().view(torch.float32),
+        None,
+    )
+
+
 BLOCK_KINDS = {
     "q8_0": BlockKind(32, 34, _q8_0),
     "q5_0": BlockKind(32, 22, _q5_0),
@@ -155,6 +176,7 @@ BLOCK_KINDS = {
     "q3_k": BlockKind(256, 110, _q3_k),
     "q2_k": BlockKind(256, 84, _q2_k),
     "mxfp4": BlockKind(32, 17, _mxfp4),
+    "nf4": BlockKind(64, 36, _nf4),
 }
 
 
@@ -239,4 +261,15 @@ def _pack_q6_k(values: Tensor, whole: Tensor) -> Tensor:
     return torch.cat((low, high, of_scale.to(torch.uint8), _halfs(scale * whole)), 1)
 
 
-PACKED_KINDS = {"q8_0": _pack_q8_0, "q4_0": _pack_q4_0, "q4_k": _pack_q4_k, "q5_k": _pack_q5_k, "q6_k": _pack_q6_k}
+def _pack_nf4(values: Tensor, whole: Tensor) -> Tensor:
+    scale = values.abs().amax(1, keepdim=True)
+    numbers = torch.tensor(NF4, dtype=torch.float32, device=values.device)
+    codes = torch.bucketize(values / torch.where(scale == 0, 1, scale), (numbers[1:] + numbers[:-1]) / 2)
+    codes = codes.to(torch.uint8)
+    return torch.cat(((scale * whole).view(torch.uint8), codes[:, :32] | codes[:, 32:] << 4), 1)
+
+
+PACKED_KINDS = {
+    **{"q8_0": _pack_q8_0, "q4_0": _pack_q4_0, "q4_k": _pack_q4_k, "q5_k": _pack_q5_k, "q6_k": _pack_q6_k},
+    "nf4": _pack_nf4,
+}

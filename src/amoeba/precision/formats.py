@@ -14,8 +14,8 @@ Plain torch on any device. These are the definitions: kernels are compared with 
 | mxfp4   | e2m1    | 1 x 32            | e8m0, the same                            |
 | nvfp4   | e2m1    | 1 x 16            | e4m3, times one fp32 number of the matrix |
 
-Blocks of GGUF files (`q8_0`, `q4_k` and so on; `amoeba.precision.blocks`) are formats as well: their scales are among
-the numbers of a row.
+Blocks of GGUF files (`q8_0`, `q4_k` and so on) and `nf4` of bitsandbytes are formats as well: their scales are among
+the numbers of a row (`amoeba.precision.blocks`).
 
 Experts that train (`amoeba.precision.recipes`) have square blocks, so that a transposed weight is the same numbers, and
 rows with a block of a row. Their e8m0 scales are rounded up, and each nvfp4 row has an fp32 number of its own.

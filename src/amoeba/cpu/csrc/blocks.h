@@ -1,5 +1,5 @@
-// ggml's blocks, as GGUF files have them (precision/blocks.py): a row is a run of blocks, each with its scales among its
-// numbers. 32 numbers are made at once, a group: scale . q, or scale . q + offset.
+// Blocks (precision/blocks.py): a row is a run of them, each with its scales among its numbers, as GGUF files have ggml's.
+// 32 numbers are made at once, a group: scale . q, or scale . q + offset.
 #pragma once
 #include "vectors.h"
 
@@ -145,6 +145,34 @@ struct Q2_K {
       for (int i = 16 * half; i < 16 * half + 16; i += LANES)
         store(out + i, numbers_in(load_bytes(low + i) >> group % 4 * 2 & 3) * scale + offset);
     }
+  }
+};
+
+// The numbers of codes in words, of which the upper bits may be any.
+inline Floats nf4_of(Words codes) {
+  alignas(64) static constexpr float NUMBERS[16] = {
+      -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+      -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+      0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+#if defined(__AVX512F__)
+  return (Floats)_mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(NUMBERS));
+#elif defined(__AVX2__)
+  const __m256 below = _mm256_permutevar8x32_ps(_mm256_load_ps(NUMBERS), (__m256i)codes);
+  const __m256 above = _mm256_permutevar8x32_ps(_mm256_load_ps(NUMBERS + 8), (__m256i)codes);
+  return (Floats)_mm256_blendv_ps(below, above, _mm256_castsi256_ps((__m256i)(codes << 28)));
+#else
+  Floats found;
+  for (int lane = 0; lane < LANES; ++lane) found[lane] = NUMBERS[codes[lane] & 15];
+  return found;
+#endif
+}
+
+struct Nf4 {  // a scale, then low nibbles of the first group and high ones of the second
+  static constexpr int64_t NUMBERS = 64, BYTES = 36;
+  static void group(const uint8_t* block, int group, float* out) {
+    float scale;
+    std::memcpy(&scale, block, sizeof(scale));
+    for (int i = 0; i < GROUP; i += LANES) store(out + i, nf4_of(load_bytes(block + 4 + i) >> 4 * group) * scale);
   }
 };
 

@@ -26,11 +26,11 @@ struct RowScales {
 };
 
 // From Q8_0 on, blocks that have their scales among their numbers.
-enum ElementKind : int64_t { E4M3, E2M1, Q8_0_, Q5_0_, Q5_1_, Q4_0_, Q4_1_, Q6_K_, Q5_K_, Q4_K_, Q3_K_, Q2_K_ };
+enum ElementKind : int64_t { E4M3, E2M1, Q8_0_, Q5_0_, Q5_1_, Q4_0_, Q4_1_, Q6_K_, Q5_K_, Q4_K_, Q3_K_, Q2_K_, NF4_ };
 
 inline Unpack unpack_of(int64_t kind) {
-  constexpr Unpack ALL[] = {unpack<Q8_0>, unpack<Q5_0>, unpack<Q5_1>, unpack<Q4_0>, unpack<Q4_1>,
-                            unpack<Q6_K>, unpack<Q5_K>, unpack<Q4_K>, unpack<Q3_K>, unpack<Q2_K>};
+  constexpr Unpack ALL[] = {unpack<Q8_0>, unpack<Q5_0>, unpack<Q5_1>, unpack<Q4_0>, unpack<Q4_1>, unpack<Q6_K>,
+                            unpack<Q5_K>, unpack<Q4_K>, unpack<Q3_K>, unpack<Q2_K>, unpack<Nf4>};
   return kind < Q8_0_ ? nullptr : ALL[kind - Q8_0_];
 }
 

@@ -77,7 +77,7 @@ inline bool by_blocks([[maybe_unused]] const StepMatrix& m) {
 }
 inline bool by_ggml([[maybe_unused]] const StepMatrix& m) {
 #ifdef AMOEBA_AVX512_VNNI
-  return m.kind == ROWS_BLOCKS;
+  return m.kind == ROWS_BLOCKS && m.coding.element != NF4_;  // whose numbers are no whole ones
 #else
   return false;
 #endif

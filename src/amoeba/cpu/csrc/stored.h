@@ -74,7 +74,7 @@ class CodedPanels {
   void pack(int64_t first, int64_t tiles, uint32_t* out, int64_t panel_words) const {
     for (int64_t t = first; t < first + tiles; ++t, out += 2 * TILE_WORDS) {
 #ifdef AMOEBA_AVX512_VNNI
-      if (coding_.element >= Q8_0_ && !turned_ && t % AT_ONCE == 0 &&
+      if (coding_.element >= Q8_0_ && coding_.element != NF4_ && !turned_ && t % AT_ONCE == 0 &&
           std::min((first + tiles) * PANEL, depth_) >= (t + AT_ONCE) * PANEL) {
         for (int64_t i = 0; i < panels_; ++i) by_blocks(t, panel_ + i, out + i * panel_words);
         t += AT_ONCE - 1, out += (AT_ONCE - 1) * 2 * TILE_WORDS;

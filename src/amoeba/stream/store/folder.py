@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from amoeba.integrations.quantised_files import weight_of
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.layers import BLOCK, LayerEntry
 from amoeba.stream.store.mapping import map_experts
@@ -57,7 +58,7 @@ class FolderStore(Store):
             for begin, end in entry.gaps():
                 blob[begin:end] = 0
             for piece, source in zip(pieces, found, strict=True):
-                piece.put(source, blob)
+                piece.put(expert, source, blob)
         finally:
             self._scratch.append(scratch)
 
@@ -75,7 +76,7 @@ class FolderStore(Store):
                 buffer = aligned_buffer(_blocks(sample.size))
                 memory = Memory(buffer, len(buffer))
                 self._reader.file(path).read(memory, 0, sample.size, begin, sample.size)
-                if not sample.is_in(blob, buffer[: sample.size]):
+                if not sample.is_in(blob, expert, buffer[: sample.size]):
                     return False
         return True
 
@@ -105,9 +106,10 @@ def _headers(folder: Path, stamps: tuple, trust_remote_code: bool) -> _Headers:
     tensors = checkpoint_tensors(folder)
     mapped, rest = map_experts(folder, tensors, trust_remote_code=trust_remote_code)
     pieces = tuple(tuple(layer.pieces) for layer in mapped)
-    taken = {id(tensor) for each in pieces for piece in each for tensor in piece.tensors}
-    taken |= {id(tensor) for tensor in rest.values()}
-    left_out = tuple(name for name, tensor in tensors.items() if id(tensor) not in taken)
+    taken = {(tensor.file, tensor.start) for each in pieces for piece in each for tensor in piece.tensors}
+    taken |= {(tensor.file, tensor.start) for tensor in rest.values()}
+    weights = {name: tensors.get(weight_of(name), tensor) for name, tensor in tensors.items()}  # tables of scales, too
+    left_out = tuple(name for name, tensor in weights.items() if (tensor.file, tensor.start) not in taken)
     return _Headers(tuple(layer.entry for layer in mapped), pieces, MappingProxyType(rest), left_out)
 
 

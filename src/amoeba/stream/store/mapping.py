@@ -36,6 +36,7 @@ from amoeba.integrations.checkpoint_names import sort_names
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import ExpertsLayout, ExpertsModule, described, experts_modules, layout_of
 from amoeba.integrations.model_folder import load_config, load_without_weights
+from amoeba.integrations.nf4_files import ABSMAX, state_of
 from amoeba.integrations.quantised_files import (
     BLOCKS,
     CODE_DTYPES,
@@ -63,6 +64,7 @@ from amoeba.integrations.quantised_files import MATRIX_SCALE as FILE_MATRIX_SCAL
 from amoeba.integrations.quantised_files import SCALES as FILE_SCALES
 from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
 from amoeba.stream.store.layers import BIASES, CODES, DTYPES, MATRIX_SCALE, SCALES, LayerEntry, Part, layer_entry
+from amoeba.stream.store.nf4 import SmallReads, nf4_pieces
 from amoeba.stream.store.tensor_files import MappedLayer, Piece, TensorEntry
 
 _BESIDE = "keep its experts resident, or convert it to a checkpoint with one tensor per expert and projection"
@@ -78,7 +80,7 @@ def map_experts(
     if facts is not None and format_of(facts) is None:
         raise bad_value(
             "MODEL",
-            "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp8, mxfp4, nvfp4)",
+            "experts in bfloat16, float16 or float32, or quantised (fp8, mxfp8, mxfp4, nvfp4, nf4)",
             f"{config.model_type} quantised by {described_method(facts)}, in a way that aMoEba does not know",
             REMEDY,
         )
@@ -276,6 +278,7 @@ class CodedCheckpoint:
         found = format_of(facts)
         assert found is not None
         self._format, self._is_ours = found, facts["quant_method"] == OURS
+        self._small = SmallReads(tensors)
         self._names = sort_names(model, {weight_of(name) for name in tensors})
         self.rest = {
             name: tensors[name]
@@ -295,7 +298,8 @@ class CodedCheckpoint:
         up, down = f"{name}.{found.up_name}", f"{name}.down_proj"
         sources = {"gate_up": matrices_of(self._names, up, found), "down": matrices_of(self._names, down, found)}
         sizes = layout.num_experts, layout.hidden, layout.intermediate
-        row_parts = len(sources["gate_up"])
+        in_blocks = self._format.scale == "inside"
+        row_parts = 1 if in_blocks else len(sources["gate_up"])
         entry = layer_entry(name, *sizes, found.fused, self._dtype, found.has_bias, self._format, row_parts)
         parts = {part.name: part for part in entry.parts}
         pieces: list[Piece] = []
@@ -304,6 +308,10 @@ class CodedCheckpoint:
             swapped = self._is_transposed(parameter, found, of_parts[0][0], (layout.num_experts, rows, columns))
             for number, names in enumerate(of_parts):
                 place = number, len(of_parts)
+                if in_blocks:
+                    self._check_quantised(names)
+                    pieces += nf4_pieces(names, self._small, entry, parts[matrix + CODES], place)
+                    continue
                 pieces.append(self._codes(entry, parts[matrix + CODES], place, names, swapped))
                 pieces.append(self._scales(entry, parts[matrix + SCALES], place, names, swapped))
                 if self._format.has_matrix_scale:
@@ -316,19 +324,25 @@ class CodedCheckpoint:
     def _is_transposed(self, parameter: str, found: ExpertsModule, name: str, shape: tuple[int, int, int]) -> bool:
         if self._is_ours or name not in self._tensors or not is_stack(self._names, parameter):
             return False
-        if not is_transposed(self._names, parameter, found, self._tensors[name].shape, shape):
+        there = self._tensors[name].shape
+        if name + ABSMAX in self._tensors:
+            there = state_of(name, self._tensors, self._small).shape
+        if not is_transposed(self._names, parameter, found, there, shape):
             return False
         check_square(name, self._format)
         return True
 
     def _codes(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str], swapped: bool) -> Piece:
-        for name in names:
-            if not is_quantised(name, self._tensors):
-                raise bad_value("MODEL", f"{name} in {self._format.name}", "a tensor without scales", REMEDY)
+        self._check_quantised(names)
         (rows, columns), in_blocks = part.shape, names[0] + BLOCKS in self._tensors
         shape = rows // place[1], *((columns // 16, 16) if in_blocks else (columns, 1) if self._is_ours else (columns,))
         names = [name + BLOCKS if in_blocks else name for name in names]
         return self._piece(entry, part, place, names, shape, CODE_DTYPES, swapped)
+
+    def _check_quantised(self, names: list[str]) -> None:
+        for name in names:
+            if not is_quantised(name, self._tensors):
+                raise bad_value("MODEL", f"{name} in {self._format.name}", "a tensor without scales", REMEDY)
 
     def _scales(self, entry: LayerEntry, part: Part, place: tuple[int, int], names: list[str], swapped: bool) -> Piece:
         suffix = FILE_SCALES if names[0] + BLOCKS in self._tensors else SCALE_INV

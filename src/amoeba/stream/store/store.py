@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.integrations.quantised_files import BLOCKS, is_quantised, read_quantised, weight_of
-from amoeba.precision.formats import Format
+from amoeba.precision.formats import OF_BLOCKS, Format
 from amoeba.stream.store.buffers import Memory, aligned_buffer
 from amoeba.stream.store.compiled_reads import CompiledLoads, Onward
 from amoeba.stream.store.error import StoreError
@@ -115,7 +115,8 @@ class Store(ABC):
         sizes = {name: entry.size for name, entry in self.rest.items()}
         if self.format is None:
             return sum(sizes.values())
-        weights, bits = self._rest_weights(), self.format.element.bits
+        weights = self._rest_weights()
+        bits = 4 if self.format is OF_BLOCKS["nf4"] else self.format.element.bits
         widths = {name: 8 * self.layers[0].dtype.itemsize // bits for name in weights if is_quantised(name, self.rest)}
         codes = {name: name + BLOCKS if name + BLOCKS in sizes else name for name in weights}
         return sum(sizes[codes[name]] * widths.get(name, 1) for name in weights)

@@ -175,8 +175,11 @@ class Piece(NamedTuple):
     dtype: torch.dtype  # in the blob
     again: bool = False  # the same numbers are there already, from another tensor
 
+    def tensor_of(self, expert: int) -> TensorEntry:
+        return self.tensors[0 if self.stacked else expert]
+
     def range_of(self, expert: int) -> tuple[Path, int]:
-        tensor = self.tensors[0 if self.stacked else expert]
+        tensor = self.tensor_of(expert)
         return tensor.file, tensor.start + (expert * self.size if self.stacked else 0)
 
     def numbers(self, blob: Tensor) -> Tensor:
@@ -184,19 +187,19 @@ class Piece(NamedTuple):
         all_of_it = blob.view(self.dtype)
         return torch.as_strided(all_of_it, self.shape, self.stride, all_of_it.storage_offset() + self.offset)
 
-    def put(self, source: Tensor, blob: Tensor) -> None:
-        """source: the bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob.
+    def put(self, expert: int, source: Tensor, blob: Tensor) -> None:
+        """source: its bytes that were read; both are uint8. Codes stay as they are; scales may be wider in the blob.
         StoreError where what is there already differs."""
-        there, found = self.numbers(blob), self._read(source)
+        there, found = self.numbers(blob), self._read(expert, source)
         if self.again and not torch.equal(there, found):
             expected, got = "one scale for gate and up of an expert", f"two, {there.tolist()} and {found.tolist()}"
             raise StoreError(self.tensors[0].file, expected, got, "quantise the model with amoeba quantise")
         there.copy_(found)
 
-    def is_in(self, blob: Tensor, source: Tensor) -> bool:
+    def is_in(self, blob: Tensor, expert: int, source: Tensor) -> bool:
         """Whether `put` would leave this blob as it is, bit for bit."""
-        there, found = (_as_bytes(each) for each in (self.numbers(blob), self._read(source).to(self.dtype)))
-        return torch.equal(there, found)
+        there, found = self.numbers(blob), self._read(expert, source).to(self.dtype)
+        return torch.equal(_as_bytes(there), _as_bytes(found))
 
     def rows(self, begin: int, count: int) -> Piece:
         """Some of the first dimension alone; in the file they follow each other."""
@@ -204,8 +207,8 @@ class Piece(NamedTuple):
         shape, offset = (count, *self.shape[1:]), self.offset + begin * self.stride[0]
         return self._replace(size=size, shape=shape, offset=offset)
 
-    def _read(self, source: Tensor) -> Tensor:
-        return self.tensors[0].values(source, self.dtype).view(self.shape)
+    def _read(self, expert: int, source: Tensor) -> Tensor:
+        return self.tensor_of(expert).values(source, self.dtype).view(self.shape)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
