@@ -17,6 +17,7 @@ ROOMS = ("backends", "cpu", "kernels")
 FOLDERS = ("", "src", "src/amoeba", *(f"src/amoeba/{room}" for room in ROOMS), "tests", "tests/fuzz")
 LINK = re.compile(r"\]\(([^)#\s]+)")
 COMMAND = re.compile(r"(?:^|[`( ])(amoeba|python -m benchmarks) ([a-z][^`#|\n]*)", re.MULTILINE)
+CODE_COMMAND = re.compile(r"(?:^    |`)(amoeba|python -m benchmarks)\s([a-z][\w-]*)(?![\w.-])", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^ *from (amoeba[\w.]*) import (.+)$", re.MULTILINE)
@@ -52,6 +53,12 @@ def test_a_page_shows_options_that_its_commands_have(page: Path, commands: dict[
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
             unknown += [f"{program} {name} {option}" for option in OPTION.findall(line) if option not in known]
     assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_shows_commands_that_exist(page: Path, commands: dict[str, Any]) -> None:
+    found = CODE_COMMAND.findall(page.read_text())
+    assert not [f"{program} {name}" for program, name in found if name not in commands[program]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

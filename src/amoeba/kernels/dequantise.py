@@ -5,7 +5,7 @@ E experts · O rows of a matrix · I columns
     dequantise(matrix, 8, 16, out_EOI)                          # of the experts 8 to 15; out: bf16 (8, O, I)
 
 One pass over memory. A number is its bits' one times its scale in fp32, rounded to the dtype of `out`: what
-`QuantisedMatrix.dequantise` gives. Blocks of GGUF files are read by `amoeba.kernels.blocks`.
+`QuantisedMatrix.dequantise` gives. Blocks (GGUF, NF4) are read by `amoeba.kernels.blocks`.
 
 `unpack_e4m3`, `unpack_e2m1` and `load_scales` serve other kernels as well. Numbers are unpacked by their bits, through
 fp16, which every GPU converts: bits put where fp16 has them are the number times a power of two, subnormal ones too.
