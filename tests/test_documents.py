@@ -57,8 +57,9 @@ def test_a_page_shows_options_that_its_commands_have(page: Path, commands: dict[
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_shows_commands_that_exist(page: Path, commands: dict[str, Any]) -> None:
+    known = {program: {*found, "hello"} for program, found in commands.items()}  # which a page shows how to add
     found = CODE_COMMAND.findall(page.read_text())
-    assert not [f"{program} {name}" for program, name in found if name not in commands[program]]
+    assert not [f"{program} {name}" for program, name in found if name not in known[program]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
