@@ -68,7 +68,8 @@ def scales_of(state: Nf4State, absmax: Tensor, nested: tuple[Tensor, Tensor] | N
     if nested is None:
         return absmax.view(torch.float32)
     table, of_scales = nested
-    place = torch.arange(first, first + absmax.numel(), device=absmax.device) // state.nested
+    last = first + absmax.numel()
+    place = torch.arange(first, last, dtype=torch.int64, device=absmax.device) // state.nested
     return table[absmax.view(torch.uint8).to(torch.int64)] * of_scales[place] + state.offset
 
 
