@@ -29,7 +29,7 @@ def prepared(monkeypatch) -> list[bool]:
 
 
 def choose(model, **changes):
-    return choose_steps(model, GREEDY, **{"batch": 1, "prompt_tokens": 5, "new_tokens": 20, **changes})
+    return choose_steps(model, GREEDY, **{"prompt_tokens": 5, "new_tokens": 20, **changes})
 
 
 def test_on_the_cpu_they_are_native_or_plain_with_the_reason():
@@ -50,20 +50,19 @@ def test_few_steps_are_captured_and_not_compiled(model, prepared):
 def test_many_steps_are_compiled_and_fewer_where_the_code_is_there(model, prepared, monkeypatch):
     monkeypatch.setattr(token_steps, "STEPS_WORTH_COMPILING", 300)
     monkeypatch.setattr(token_steps, "STEPS_WORTH_LOADING", 30)
-    assert choose(model, steps=299).kind == "captured"
-    assert choose(model, steps=300).kind == "compiled"
-    assert choose(model, steps=30).reason == "30 steps are worth loading compiled code"
-    assert choose(model, steps=29).kind == "captured"
-    assert choose(model, steps=30, batch=2).kind == "captured"  # no code for two rows
-    assert prepared == [False, True, True, False, False]
+    assert choose(model, new_tokens=299).kind == "captured"
+    assert choose(model, new_tokens=300).kind == "compiled"
+    assert choose(model, new_tokens=30).reason == "30 steps are worth loading compiled code"
+    assert choose(model, new_tokens=29).kind == "captured"
+    assert prepared == [False, True, True, False]
 
 
 def test_code_of_another_model_is_not_taken_for_this_ones(model):
-    compiled_layers.note(model, 1, 512)
-    assert compiled_layers.is_there(model, 1, 512)
-    assert not compiled_layers.is_there(model, 1, 1024)
-    assert not compiled_layers.is_there(build("qwen3_moe", num_experts_per_tok=1), 1, 512)
-    assert not compiled_layers.is_there(model.double(), 1, 512)
+    compiled_layers.note(model, 512)
+    assert compiled_layers.is_there(model, 512)
+    assert not compiled_layers.is_there(model, 1024)
+    assert not compiled_layers.is_there(build("qwen3_moe", num_experts_per_tok=1), 512)
+    assert not compiled_layers.is_there(model.double(), 512)
 
 
 def test_what_is_asked_for_is_done(model, prepared):

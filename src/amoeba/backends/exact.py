@@ -44,7 +44,7 @@ class ExactBackend(cpu.CpuBackend):
 
     @staticmethod
     def kernel_rows() -> type[SortedRows]:
-        from amoeba.backends.exact_kernel_rows import ExactKernelRows
+        from amoeba.backends.triton_rows import ExactKernelRows
 
         return ExactKernelRows
 
@@ -85,7 +85,7 @@ class QuantisedExactBackend(ExactBackend):
 
     @staticmethod
     def kernel_rows() -> type[SortedRows]:
-        from amoeba.backends.exact_kernel_rows import QuantisedExactKernelRows
+        from amoeba.backends.quantised_rows import QuantisedExactKernelRows
 
         return QuantisedExactKernelRows
 

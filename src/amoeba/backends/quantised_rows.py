@@ -15,6 +15,7 @@ from torch import Tensor
 from amoeba.backends.low_rank import Rows
 from amoeba.backends.sorted_rows import ActivationGradients
 from amoeba.backends.triton_rows import (
+    ExactKernelRows,
     HopperRows,
     TritonRows,
     in_whole_pieces,
@@ -70,6 +71,10 @@ class QuantisedRows(TritonRows):
 
     def _activation_backward(self, dy_TH: Tensor, h_NJ: Tensor, dh_NJ: Tensor, needs: Needs) -> ActivationGradients:
         return self._activation_backward_in_steps(dy_TH, h_NJ, dh_NJ, needs)
+
+
+class QuantisedExactKernelRows(ExactKernelRows, QuantisedRows):
+    pass
 
 
 class HopperQuantisedRows(HopperRows):

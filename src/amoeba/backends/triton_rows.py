@@ -40,11 +40,7 @@ class TritonRows(SortedRows):
     ) -> None:
         """of_lora: what forward saved of it, see `LowRank`."""
         self.problem = problem
-        self.order_N, self.slot_row_N, self.offs_E = (
-            order_N,
-            slot_row_N,
-            offs_E,
-        )  # int32, see `core.layout.Layout`
+        self.order_N, self.slot_row_N, self.offs_E = order_N, slot_row_N, offs_E  # int32, see `core.layout.Layout`
         self.low_rank = None if problem.lora is None else LowRank(self, problem.lora, *of_lora)
 
     @classmethod
@@ -279,6 +275,22 @@ class TritonRows(SortedRows):
     @cached_property
     def heaviest_E(self) -> Tensor:
         return weight_gradient.heaviest_first(self.offs_E)
+
+
+class ExactKernelRows(TritonRows):
+    """Whose numbers do not depend on one another: the rows of `exact` on a GPU.
+
+    Within `tile_sizes.any_rows` products have one tile size for all numbers of rows. Left out is what differs between
+    passes: Hopper's kernels, and an activation in the epilogue, which sees h before it is rounded."""
+
+    @classmethod
+    def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
+        problem = with_plain_rows(problem)
+        kept: Sequence[Tensor] = saved[1:] if saved else sorted_maps(problem)
+        return cls(problem, *kept)
+
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
+        return self._multiply_x_then_activate(h_NJ, a_NI, addend)
 
 
 class HopperRows(TritonRows):

@@ -78,7 +78,7 @@ class Quantise:
                 bits, _SCALES[scale], parts, block[0],
                 address("data", data, torch.uint8, (rows, stored)), stored,
                 address("scales", scales, kind, (down, across)), across,
-                optional_address("matrix_scale", matrix_scale, torch.float32, ()), closest, torch.get_num_threads(),
+                optional_address("matrix_scale", matrix_scale, torch.float32, ()), closest, threads,
             )
         )  # fmt: skip
 
