@@ -20,6 +20,7 @@ from amoeba.precision import (
     NVFP4,
     Format,
     quantise,
+    quantised,
 )
 from amoeba.precision.formats import (
     E8M0,
@@ -220,13 +221,15 @@ def test_nan_or_an_infinity_becomes_nan_or_makes_its_block_nan(format: Format, v
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_a_stack_is_its_matrices_and_parts_have_blocks_of_their_own(format: Format) -> None:
-    stack = (
-        torch.randn(3, 150, 40, generator=torch.Generator().manual_seed(1))
-        * torch.tensor([1.0, 30.0, 0.01])[:, None, None]
-    )
+def test_a_stack_is_its_matrices_and_parts_have_blocks_of_their_own(format: Format, monkeypatch) -> None:
+    stack = torch.randn(3, 150, 40, generator=torch.Generator().manual_seed(1))
+    stack *= torch.tensor([1.0, 30.0, 0.01])[:, None, None]
     stack[:, 75:] *= 100
     whole = quantise(stack, format, parts=2)
+    with monkeypatch.context() as patched:  # one after the other
+        patched.setattr(quantised, "AT_ONCE", 0)
+        apart = quantise(stack, format, parts=2)
+    assert torch.equal(apart.data, whole.data) and torch.equal(apart.scales, whole.scales)
     for e in range(3):
         halves = [quantise(half, format).dequantise() for half in (stack[e, :75], stack[e, 75:])]
         if not format.has_matrix_scale:

@@ -25,6 +25,8 @@ _SMALLEST_NORMAL = 2.0**-126
 # Codes of e4m3 below and above the usual scale that `closest` tries. More bring nothing: 8.142 % error of the weights
 # with these and with 4 and 8, 8.17 with 2 and 5, 9.53 with none (normally distributed numbers).
 CLOSEST = (2, 6)
+# Numbers of a stack whose matrices are quantised together; larger ones one after the other, for the memory it takes.
+AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +153,7 @@ def block_counts(rows: int, columns: int, format: Format, parts: int = 1) -> tup
 
 
 def quantise(matrix: Tensor, format: Format, *, parts: int = 1, closest: bool = False) -> QuantisedMatrix:
-    """matrix: (rows, columns), or a stack of such, which is quantised one after the other.
+    """matrix: (rows, columns), or a stack of such, each quantised by itself.
     closest: of the scales around the usual one, each block of four-bit numbers takes that with the least squared error.
 
     Scales come from the largest finite number of a block. NaN and infinities become NaN, as products with them would
@@ -180,6 +182,11 @@ def empty_quantised(
 
 def quantise_again(matrix: Tensor, into: QuantisedMatrix, closest: bool = False) -> None:
     """Other numbers where those of a matrix of the same shape were."""
+    in_one_piece = into.data.is_contiguous() and into.scales.is_contiguous() and into.matrix_scale is None
+    if in_one_piece and 0 < matrix.numel() <= AT_ONCE:
+        parts = into.parts * matrix.shape[:-2].numel()
+        into = replace(into, data=into.data.flatten(0, -2), scales=into.scales.flatten(0, -2), parts=parts)
+        matrix = matrix.flatten(0, -2)
     *leading, rows, columns = matrix.shape
     for place in itertools.product(*map(range, leading)) if rows and columns else ():
         its_scale = None if into.matrix_scale is None else into.matrix_scale[place]
