@@ -225,11 +225,14 @@ def test_a_stack_is_its_matrices_and_parts_have_blocks_of_their_own(format: Form
     stack = torch.randn(3, 150, 40, generator=torch.Generator().manual_seed(1))
     stack *= torch.tensor([1.0, 30.0, 0.01])[:, None, None]
     stack[:, 75:] *= 100
-    whole = quantise(stack, format, parts=2)
-    with monkeypatch.context() as patched:  # one after the other
-        patched.setattr(quantised, "AT_ONCE", 0)
-        apart = quantise(stack, format, parts=2)
-    assert torch.equal(apart.data, whole.data) and torch.equal(apart.scales, whole.scales)
+    whole, closest = quantise(stack, format, parts=2), quantise(stack, format, parts=2, closest=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(quantised, "AT_ONCE", 0)  # one after the other
+        apart, closest_apart = quantise(stack, format, parts=2), quantise(stack, format, parts=2, closest=True)
+    for found, expected in ((whole, apart), (closest, closest_apart)):
+        assert torch.equal(found.data, expected.data) and torch.equal(found.scales, expected.scales)
+        if format.has_matrix_scale:
+            assert torch.equal(found.matrix_scale, expected.matrix_scale)
     for e in range(3):
         halves = [quantise(half, format).dequantise() for half in (stack[e, :75], stack[e, 75:])]
         if not format.has_matrix_scale:

@@ -289,7 +289,7 @@ class ExactKernelRows(TritonRows):
         kept: Sequence[Tensor] = saved[1:] if saved else sorted_maps(problem)
         return cls(problem, *kept)
 
-    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor:
         return self._multiply_x_then_activate(h_NJ, a_NI, addend)
 
 

@@ -182,22 +182,20 @@ def empty_quantised(
 
 def quantise_again(matrix: Tensor, into: QuantisedMatrix, closest: bool = False) -> None:
     """Other numbers where those of a matrix of the same shape were."""
-    in_one_piece = into.data.is_contiguous() and into.scales.is_contiguous() and into.matrix_scale is None
-    if in_one_piece and 0 < matrix.numel() <= AT_ONCE:
-        parts = into.parts * matrix.shape[:-2].numel()
-        into = replace(into, data=into.data.flatten(0, -2), scales=into.scales.flatten(0, -2), parts=parts)
-        matrix = matrix.flatten(0, -2)
-    *leading, rows, columns = matrix.shape
-    for place in itertools.product(*map(range, leading)) if rows and columns else ():
+    leading = matrix.shape[:-2]
+    tensors = [tensor for tensor in (into.data, into.scales, into.matrix_scale) if tensor is not None]
+    if matrix.numel() <= AT_ONCE and all(tensor.is_contiguous() for tensor in tensors):
+        parts, scales = into.parts * leading.numel(), into.scales.flatten(0, -2)
+        _quantise(
+            matrix.flatten(0, -2), into.format, parts, into.data.flatten(0, -2), scales, into.matrix_scale, closest
+        )
+        return
+    for place in itertools.product(*map(range, leading)):
         its_scale = None if into.matrix_scale is None else into.matrix_scale[place]
-        if into.format.scale == "inside":
-            into.data[place].copy_(quantise_blocks(matrix[place], into.format.name))
-            continue
-        wide = matrix.detach()[place].to(torch.float32)
-        _quantise_one(wide, into.format, into.parts, into.data[place], into.scales[place], its_scale, closest)
+        _quantise(matrix[place], into.format, into.parts, into.data[place], into.scales[place], its_scale, closest)
 
 
-def _quantise_one(
+def _quantise(
     matrix: Tensor,
     format: Format,
     parts: int,
@@ -206,7 +204,13 @@ def _quantise_one(
     matrix_scale: Tensor | None,
     closest: bool,
 ) -> None:
-    """Into data, scales and matrix_scale."""
+    """Into data, scales and matrix_scale: of one matrix, or of as many below each other as there are of these."""
+    if matrix.numel() == 0:
+        return
+    if format.scale == "inside":
+        data.copy_(quantise_blocks(matrix, format.name))
+        return
+    matrix = matrix.detach().to(torch.float32)
     (rows, columns), (block_rows, block_columns) = matrix.shape, format.block
     down, across = scales.shape[0] // parts, scales.shape[1]
     of_part = rows // parts
@@ -218,9 +222,10 @@ def _quantise_one(
     blocks = padded.view(parts, down, block_rows, across, block_columns)
     finite = blocks.abs().masked_fill(~blocks.isfinite(), 0)
     largest = finite.amax(dim=(2, 4))
-    codes, values = _scales(largest, format, matrix_scale)
+    of_matrix = None if matrix_scale is None else _of_matrix(largest, format, matrix_scale)
+    codes, values = _scales(largest, format, of_matrix)
     if closest and block_rows == 1 and format.element.bits == 4:
-        codes, values = _closest(blocks, format, codes, values, matrix_scale)
+        codes, values = _closest(blocks, format, codes, values, of_matrix)
     quotients = blocks / values[:, :, None, :, None]
     encoded = format.element.encode(quotients).view(parts, down * block_rows, -1)[:, :of_part].reshape(rows, -1)
     if format.element.bits == 4:
@@ -231,7 +236,18 @@ def _quantise_one(
     scales.copy_(codes.view_as(scales))
 
 
-def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _of_matrix(largest: Tensor, format: Format, matrix_scale: Tensor) -> Tensor:
+    """Writes the numbers that matrices or rows have of their own; as they multiply the scales of the blocks."""
+    of_all = largest.amax(dim=2).flatten() if format.by_row else largest.view(matrix_scale.numel(), -1).amax(dim=1)
+    of_all = of_all.view_as(matrix_scale)
+    matrix_scale.copy_(_divided(of_all, format.element.largest * E4M3.largest).clamp(min=_SMALLEST_NORMAL))
+    matrix_scale.masked_fill_(of_all == 0, 1)
+    if format.by_row:
+        return matrix_scale.view(*largest.shape[:2], 1)
+    return matrix_scale.flatten().repeat_interleave(largest.shape[0] // matrix_scale.numel())[:, None, None]
+
+
+def _scales(largest: Tensor, format: Format, of_matrix: Tensor | None) -> tuple[Tensor, Tensor]:
     """As they are stored, and as numbers to divide by, of which none is 0."""
     element = format.element
     if format.scale == "fp32" or format.power_of_two:
@@ -247,18 +263,14 @@ def _scales(largest: Tensor, format: Format, matrix_scale: Tensor | None) -> tup
         exponent = exponent.masked_fill(largest == 0, -E8M0.bias).clamp(-E8M0.bias, E8M0.bias)
         codes = (exponent + E8M0.bias).to(torch.uint8)
         return codes, E8M0.decode(codes)
-    assert matrix_scale is not None
-    of_all = largest.amax(dim=2).flatten() if format.by_row else largest.amax()
-    matrix_scale.copy_(_divided(of_all, element.largest * E4M3.largest).clamp(min=_SMALLEST_NORMAL))
-    matrix_scale.masked_fill_(of_all == 0, 1)
-    wide = matrix_scale.view(*largest.shape[:2], 1) if format.by_row else matrix_scale
-    codes = E4M3.encode(_divided(largest, element.largest) / wide)
-    values = E4M3.decode(codes) * wide
+    assert of_matrix is not None
+    codes = E4M3.encode(_divided(largest, element.largest) / of_matrix)
+    values = E4M3.decode(codes) * of_matrix
     return codes, values.masked_fill(values == 0, torch.inf)  # such a block is zeros, whatever its codes
 
 
 def _closest(
-    blocks: Tensor, format: Format, first: Tensor, values: Tensor, matrix_scale: Tensor | None
+    blocks: Tensor, format: Format, first: Tensor, values: Tensor, of_matrix: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Other scales and their values, of those near by. Errors are compared in units that cost no rounding, and added up
     by halves, so that every device chooses the same."""
@@ -272,10 +284,10 @@ def _closest(
             value = E8M0.decode(other)
             size = value / values  # 1 or 2
         else:
-            assert matrix_scale is not None
+            assert of_matrix is not None
             other = (first.to(torch.int16) + step).clamp(1, 126).masked_fill(first == 0, 0).to(torch.uint8)
             size = E4M3.decode(other)
-            value = (size * matrix_scale).masked_fill(first == 0, torch.inf)
+            value = (size * of_matrix).masked_fill(first == 0, torch.inf)
         error = _error(blocks, format, value, size)
         better = error < least
         codes, found = torch.where(better, other, codes), torch.where(better, value, found)
