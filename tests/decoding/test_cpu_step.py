@@ -350,10 +350,10 @@ def test_adapters_in_lanes_share_what_is_packed(monkeypatch):
 
 def test_generation_on_a_cpu_uses_it(monkeypatch):
     model = endless("qwen3_moe")
-    steps = choose_steps(model, {}, prompt_tokens=3, new_tokens=5)
+    steps = choose_steps(model, {}, batch=1, prompt_tokens=3, new_tokens=5)
     assert steps.kind == "native" and isinstance(steps.decoder, Decoder)
     monkeypatch.setattr(cpu_step, "_TOLERANCES", {torch.float32: 0.0})
-    steps = choose_steps(endless("qwen3_moe"), {}, prompt_tokens=3, new_tokens=5)
+    steps = choose_steps(endless("qwen3_moe"), {}, batch=1, prompt_tokens=3, new_tokens=5)
     assert (steps.kind, steps.decoder) == ("plain", None) and "something else" in steps.reason
 
 

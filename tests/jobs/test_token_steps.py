@@ -29,7 +29,7 @@ def prepared(monkeypatch) -> list[bool]:
 
 
 def choose(model, **changes):
-    return choose_steps(model, GREEDY, **{"prompt_tokens": 5, "new_tokens": 20, **changes})
+    return choose_steps(model, GREEDY, **{"batch": 1, "prompt_tokens": 5, "new_tokens": 20, **changes})
 
 
 def test_on_the_cpu_they_are_native_or_plain_with_the_reason():
@@ -54,15 +54,16 @@ def test_many_steps_are_compiled_and_fewer_where_the_code_is_there(model, prepar
     assert choose(model, new_tokens=300).kind == "compiled"
     assert choose(model, new_tokens=30).reason == "30 steps are worth loading compiled code"
     assert choose(model, new_tokens=29).kind == "captured"
-    assert prepared == [False, True, True, False]
+    assert choose(model, new_tokens=30, batch=2).kind == "captured"  # no code for two rows
+    assert prepared == [False, True, True, False, False]
 
 
 def test_code_of_another_model_is_not_taken_for_this_ones(model):
-    compiled_layers.note(model, 512)
-    assert compiled_layers.is_there(model, 512)
-    assert not compiled_layers.is_there(model, 1024)
-    assert not compiled_layers.is_there(build("qwen3_moe", num_experts_per_tok=1), 512)
-    assert not compiled_layers.is_there(model.double(), 512)
+    compiled_layers.note(model, 1, 512)
+    assert compiled_layers.is_there(model, 1, 512)
+    assert not compiled_layers.is_there(model, 1, 1024)
+    assert not compiled_layers.is_there(build("qwen3_moe", num_experts_per_tok=1), 1, 512)
+    assert not compiled_layers.is_there(model.double(), 1, 512)
 
 
 def test_what_is_asked_for_is_done(model, prepared):

@@ -2,11 +2,10 @@
 
 with compiled_layers(model, cache):
     model(input_ids, past_key_values=cache, ...)
-if is_there(model, length): ...                 # the code is on disk already: the next run only has to load it
-note(model, length)                             # after it was compiled
+if is_there(model, batch, length): ...          # the code is on disk already: the next run only has to load it
+note(model, batch, length)                      # after it was compiled
 
-Of steps of one text. Inductor keeps the code in its cache (`integrations.compiled_layers`); here is only noted for
-which steps it was made.
+Inductor keeps the code in its cache (`integrations.compiled_layers`); here is only noted for which steps it was made.
 """
 
 from __future__ import annotations
@@ -65,23 +64,23 @@ def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def is_there(model: Any, length: int) -> bool:
+def is_there(model: Any, batch: int, length: int) -> bool:
     try:
-        return _mark(model, length).exists()
+        return _mark(model, batch, length).exists()
     except OSError:
         return False
 
 
-def note(model: Any, length: int) -> None:
+def note(model: Any, batch: int, length: int) -> None:
     with contextlib.suppress(OSError):  # then it is compiled again
-        mark = _mark(model, length)
+        mark = _mark(model, batch, length)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
 
 
-def _mark(model: Any, length: int) -> Path:
+def _mark(model: Any, batch: int, length: int) -> Path:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     adapted = sum(parameter.numel() for parameter in model.parameters())  # factors count, and change the code
-    known = (__version__, torch.__version__, device, str(model.dtype), length, adapted)
+    known = (__version__, torch.__version__, device, str(model.dtype), batch, length, adapted)
     text = json.dumps([*known, model.config.to_json_string()])
     return folder() / "amoeba_steps" / hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -163,6 +163,7 @@ class Chat:
             self._steps = choose_steps(
                 self.loaded.model,
                 self._sampling,
+                batch=1,
                 prompt_tokens=prompt_tokens,
                 new_tokens=self.context - prompt_tokens,
                 compile=self._options.compile,

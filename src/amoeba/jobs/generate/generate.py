@@ -96,6 +96,7 @@ def _generate(
             steps = choose_steps(
                 model,
                 sampling,
+                batch=1,
                 prompt_tokens=len(prompt_ids),
                 new_tokens=most,
                 compile=options.compile,

@@ -1,6 +1,6 @@
 """Generates tokens step by step: our Decoder with captured or native steps, or transformers' own loop.
 
-    steps = choose_steps(model, sampling, prompt_tokens=17, new_tokens=200)
+    steps = choose_steps(model, sampling, batch=1, prompt_tokens=17, new_tokens=200)
     steps.kind, steps.reason            # "captured", "compiled", "native" or "plain", and why
     steps.decoder                       # None where plain
 
@@ -43,22 +43,24 @@ def choose_steps(
     model: Any,
     sampling: dict[str, Any],
     *,
+    batch: int,
     prompt_tokens: int,
     new_tokens: int,
     compile: bool | None = None,
     dense: str = "auto",
 ) -> Steps:
-    """Of one text. new_tokens: at most. compile: None for compiled where it pays. The model has its generation_config.
+    """prompt_tokens: of the longest prompt. new_tokens: at most, after each prompt.
+    compile: None for compiled where it pays. The model has its generation_config already.
     dense: "int8": native steps read weights that are not experts in int8."""
     started = time.perf_counter()
     reason = why_plain(model)
     if reason is not None and why_no_graphs(model.device) is not None:
-        return _native(model, sampling, prompt_tokens + new_tokens, dense, started)
+        return _native(model, sampling, batch, prompt_tokens + new_tokens, dense, started)
     if reason is None:
         length = prompt_tokens + new_tokens
-        for compiled, why in _ways(model, length, new_tokens, compile):
+        for compiled, why in _ways(model, batch, length, new_tokens, compile):
             try:
-                decoder = _prepared(model, sampling, length, prompt_tokens, compiled)
+                decoder = _prepared(model, sampling, batch, length, prompt_tokens, compiled)
             except CannotCapture as refused:
                 reason = str(refused)
                 _free_memory()
@@ -73,14 +75,14 @@ def choose_steps(
     return Steps("plain", reason, None, time.perf_counter() - started)
 
 
-def _native(model: Any, sampling: dict[str, Any], length: int, dense: str, started: float) -> Steps:
+def _native(model: Any, sampling: dict[str, Any], batch: int, length: int, dense: str, started: float) -> Steps:
     from amoeba.decoding.decoder import Decoder, native_steps, why_not_chosen
     from amoeba.decoding.sampling import Sampling
 
     native = why_not_chosen(model, model.generation_config) or native_steps(model, dense)
     if isinstance(native, str):
         return Steps("plain", native, None, time.perf_counter() - started)
-    decoder = Decoder(model, length=length, sampling=Sampling(**sampling), native=native)
+    decoder = Decoder(model, batch=batch, length=length, sampling=Sampling(**sampling), native=native)
     reason = "the C++ core computes all layers of a step in one call"
     return Steps("native", reason, decoder, time.perf_counter() - started)
 
@@ -95,7 +97,7 @@ def why_no_graphs(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"CUDA graphs hold steps on an NVIDIA GPU, the model is on {device.type}"
 
 
-def _ways(model: Any, length: int, steps: int, asked: bool | None) -> list[tuple[bool, str]]:
+def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -> list[tuple[bool, str]]:
     """Compiled or not with the reason, the first choice first."""
     from amoeba.decoding import compiled_layers
     from amoeba.decoding.cache import why_more_than_keys
@@ -106,22 +108,22 @@ def _ways(model: Any, length: int, steps: int, asked: bool | None) -> list[tuple
         return [(False, f"not compiled: {refused}")]
     if asked is not None:
         return [(True, "as requested"), (False, "")] if asked else [(False, "not compiled: as requested")]
-    known = compiled_layers.is_there(model, cache_length(length))
+    known = compiled_layers.is_there(model, batch, cache_length(length))
     least = STEPS_WORTH_LOADING if known else STEPS_WORTH_COMPILING
     if steps >= least:
         return [(True, f"{steps} steps are worth {'loading compiled code' if known else 'compiling'}"), (False, "")]
     return [(False, f"not compiled: that pays from {least} steps on, and there are {steps} at most")]
 
 
-def _prepared(model: Any, sampling: dict[str, Any], length: int, prompt_tokens: int, compiled: bool) -> Any:
+def _prepared(model: Any, sampling: dict[str, Any], batch: int, length: int, prompt_tokens: int, compiled: bool) -> Any:
     from amoeba.decoding import compiled_layers
     from amoeba.decoding.decoder import Decoder
     from amoeba.decoding.sampling import Sampling
 
-    decoder = Decoder(model, length=length, sampling=Sampling(**sampling), compiled=compiled)
+    decoder = Decoder(model, batch=batch, length=length, sampling=Sampling(**sampling), compiled=compiled)
     decoder.prepare(prompt_tokens)
     if compiled:
-        compiled_layers.note(model, decoder.cache.length)
+        compiled_layers.note(model, batch, decoder.cache.length)
     return decoder
 
 
