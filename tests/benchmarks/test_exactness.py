@@ -5,7 +5,6 @@ import torch
 
 from amoeba.integrations.exact import exact
 from benchmarks.exactness import BATCH_OF_64, FAMILIES, SMALL, build, cost_of, gap_of, with_lora
-from selection import quick
 
 TINY = {**SMALL, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 300}
 
@@ -19,7 +18,7 @@ def test_the_gap_is_there_and_exact_mode_closes_it() -> None:
     assert closed.log_probability == closed.choices == 0
 
 
-@quick(lambda family, placement: (family, placement) == ("gpt_oss", "mxfp4-weights"))
+@pytest.mark.thorough  # in batches of three: tests/integrations/test_exact_models.py
 @pytest.mark.parametrize("placement", ["mxfp4-weights", "fp8-weights"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_experts_with_lora_in_batches_of_64(family: str, placement: str) -> None:

@@ -129,19 +129,19 @@ def test_two_runs_have_the_same_bits(format: Format, backend: str) -> None:
 def test_blocks_of_any_bits_and_two_types_have_every_gradient(kinds: str) -> None:
     """As files have them, and types that nothing here quantises to. Against fp64 on what they stand for."""
     up_kind, down_kind = kinds.split()
-    layer = Layer(rank=3, hidden=256, inner=256, tokens=7).to(kernel_device())
+    inner = max(64, OF_BLOCKS[down_kind].block[1])
+    layer = Layer(rank=3, hidden=256, inner=inner, tokens=7).to(kernel_device())
 
-    def drawn(kind: str, rows: int) -> QuantisedMatrix:
+    def drawn(kind: str, rows: int, columns: int) -> QuantisedMatrix:
         format = OF_BLOCKS[kind]
-        found = torch.from_numpy(random_rows(kind, E * rows, 256 // format.block[1])).view(E, rows, -1)
+        found = torch.from_numpy(random_rows(kind, E * rows, columns // format.block[1])).view(E, rows, -1)
         blocks = found.view(E, rows, -1, BLOCK_KINDS[kind].bytes)
         for place in HALVES.get(kind, [0, 2]):
             blocks[..., place + 1] = blocks[..., place + 1] & 0x83 | 0x14  # scales that leave numbers of about one
-        return QuantisedMatrix(found, found.new_empty((E, 0, 0)), format, 256)
+        return QuantisedMatrix(found, found.new_empty((E, 0, 0)), format, columns)
 
-    weights = QuantisedExperts.holding(
-        drawn(up_kind, 512), drawn(down_kind, 256), activation=layer.activation, dtype=torch.float32
-    )
+    both = drawn(up_kind, 2 * inner, 256), drawn(down_kind, 256, inner)
+    weights = QuantisedExperts.holding(*both, activation=layer.activation, dtype=torch.float32)
     weights = weights.of([t if t is None else t.to(kernel_device()) for t in weights.tensors()], weights.constants())
     exact = dequantise_experts(weights, torch.float64)
     names = ("x", "weight", *LORA_NAMES)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from amoeba.decoding.trial import where_the_host_looks
 
@@ -35,14 +34,15 @@ class Recorded(TorchDispatchMode):
     def replay(self) -> None:
         made: dict[int, Tensor] = {}
 
-        def current(tensor: Tensor) -> Tensor:
-            return made.get(id(tensor), tensor)
+        def current(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [current(each) for each in value]
+            return made.get(id(value), value) if isinstance(value, Tensor) else value
 
         for operator, args, kwargs, out in self._operators:
-            new = operator(*tree_map_only(Tensor, current, args), **tree_map_only(Tensor, current, kwargs))
-            for before, after in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
-                if isinstance(before, Tensor):
-                    made[id(before)] = after
+            new = operator(*current(args), **{name: current(value) for name, value in kwargs.items()})
+            pairs = zip(out, new, strict=True) if isinstance(out, list | tuple) else [(out, new)]
+            made.update((id(before), after) for before, after in pairs if isinstance(before, Tensor))
 
 
 def replayed(step: Any) -> Recorded:
