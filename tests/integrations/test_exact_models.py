@@ -14,7 +14,10 @@ import amoeba
 from amoeba import lora
 from amoeba.core.errors import BadValue
 from amoeba.core.torch_internals import has_dispatch_mode
+from amoeba.cpu.weights import Path as CpuPath
+from amoeba.cpu.weights import current_path
 from amoeba.decoding import Decoder
+from amoeba.decoding.decoder import native_steps
 from amoeba.integrations.exact import exact, is_exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 from selection import quick
@@ -22,6 +25,7 @@ from tiny_models import VOCABULARY, build, experts_classes, relative
 
 NEW = 3
 FAMILIES = "qwen3_moe", "gpt_oss", "deepseek_v3"
+NATIVE = "qwen3_moe", "gpt_oss"
 _built: dict[tuple[str, torch.dtype], Any] = {}
 
 
@@ -34,15 +38,35 @@ def made(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return copy.deepcopy(_built[family, dtype])
 
 
+def trained(model: Any) -> Any:
+    """Norms, biases and sinks that are not all one or zero."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def needs_native(test: Any) -> Any:
+    """In both dtypes, but in bf16 where its products are those of AMX tiles."""
+    tiles = current_path() is CpuPath.AMX
+    half = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(tiles, reason="exact products are AMX tiles"))
+    return pytest.mark.parametrize("dtype", [torch.float32, half], ids=str)(test)
+
+
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(sum(lengths))
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def generated(model: Any, *lengths: int, capture: bool | None = None) -> tuple[list[list[int]], list[Tensor]]:
-    """Texts, and the log-probabilities of their new tokens."""
-    rows = prompts(*lengths)
-    decoder = Decoder(model, batch=len(rows), length=max(lengths) + NEW, capture=capture, return_logprobs=True)
+def generated(
+    model: Any, *lengths: int, capture: bool | None = None, native: bool = False
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Texts, and the log-probabilities of their new tokens. native: the core computes the steps."""
+    rows, length, steps = prompts(*lengths), max(lengths) + NEW, native_steps(model) if native else None
+    assert not isinstance(steps, str), steps
+    decoder = Decoder(model, batch=len(rows), length=length, capture=capture, native=steps, return_logprobs=True)
     steps = list(decoder.generate(rows, NEW))
     texts = [row + [tokens[place] for tokens in steps] for place, row in enumerate(rows)]
     return texts, list(decoder.logprobs(NEW))
@@ -65,9 +89,9 @@ def in_training(model: Any, texts: list[list[int]], side: str = "left") -> list[
     return [each[end - 1 - NEW : end - 1] for each, end in zip(found.detach(), ends, strict=True)]
 
 
-def differences(model: Any, *lengths: int, capture: bool | None = None) -> list[float]:
+def differences(model: Any, *lengths: int, capture: bool | None = None, native: bool = False) -> list[float]:
     """Of generation, from training on the same batch with padding on either side, and on each text alone."""
-    texts, rollout = generated(model, *lengths, capture=capture)
+    texts, rollout = generated(model, *lengths, capture=capture, native=native)
     alone = [in_training(model, [text])[0] for text in texts]
     others = in_training(model, texts), in_training(model, texts, "right"), alone
     return [max(float((a - b).abs().max()) for a, b in zip(rollout, other, strict=True)) for other in others]
@@ -79,6 +103,19 @@ def test_generation_and_training_have_the_same_bits(family: str, dtype: torch.dt
     model = made(family, dtype)
     with amoeba.exact(model):
         assert differences(model, 65, 1, 17) == [0, 0, 0]
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", NATIVE)
+def test_steps_of_the_core_have_them_too(family: str, dtype: torch.dtype, threads: int) -> None:
+    model, before = trained(made(family, dtype)), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with amoeba.exact(model):
+            assert differences(model, 65, 1, 17, native=True) == [0, 0, 0]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_it_they_differ() -> None:
@@ -93,6 +130,16 @@ def test_so_they_have_at_every_length(family: str, dtype: torch.dtype, lengths: 
     model = made(family, dtype)
     with exact(model):
         assert differences(model, *lengths) == [0, 0, 0]
+
+
+@needs_native
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("lengths", [(1,), (63,), (64,), (500,), (63, 64, 65, 500, 1, 2, 300, 7)], ids=str)
+def test_so_have_steps_of_the_core(family: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    model = trained(made(family, dtype))
+    with exact(model):
+        assert differences(model, *lengths, native=True) == [0, 0, 0]
 
 
 def with_lora(model: Any, placement: str | None) -> Any:
@@ -111,6 +158,40 @@ def test_lora_and_quantised_experts(placement: str | None) -> None:
     model = with_lora(made("qwen3_moe", torch.bfloat16), placement)
     with exact(model):
         assert differences(model, 33, 5) == [0, 0, 0]
+
+
+@needs_native
+@quick(lambda family, placement: (family, placement) == ("gpt_oss", "mxfp4-weights"))
+@pytest.mark.parametrize("placement", [None, "fp8-weights", "mxfp4-weights"])
+@pytest.mark.parametrize("family", NATIVE)
+def test_lora_and_quantised_experts_in_steps_of_the_core(
+    family: str, placement: str | None, dtype: torch.dtype
+) -> None:
+    model = with_lora(trained(made(family, dtype)), placement)
+    with exact(model):
+        assert differences(model, 33, 5, native=True) == [0, 0, 0]
+
+
+@needs_native
+def test_factors_of_gate_and_up_that_are_apart_in_steps_of_the_core(dtype: torch.dtype) -> None:
+    model = made("qwen3_moe", dtype)
+    lora.attach(model, 5, 5, ["experts", "v_proj"], share_a=False)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    with exact(model):
+        assert differences(model, 9, native=True) == [0, 0, 0]
+
+
+def test_what_the_core_does_not_compute_exactly_keeps_the_loop() -> None:
+    model = made("deepseek_v3")
+    with exact(model):
+        assert "latent attention" in native_steps(model)
+    model = made("qwen3_moe")
+    with exact(model):
+        assert "exact mode" in native_steps(model, dense="int8")
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        assert "hooks watch" in native_steps(model)
 
 
 def test_the_loop_of_transformers_too() -> None:

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from amoeba.cpu.weights import Path as CpuPath
 
 logger = logging.getLogger("amoeba")
 
+ExactFunction = Literal["exp", "sigmoid", "silu", "rsqrt"]
+EXACT_FUNCTIONS: tuple[ExactFunction, ...] = get_args(ExactFunction)  # `ExactFunction` in csrc/exact.h
+
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # in the names of functions
@@ -52,6 +56,7 @@ _SIGNATURES = {
         _INT64, _INT64, _POINTER, _INT64, _INT, *more,      # depth, columns, out, stride, threads
     ) for dtype, more in (("f32", ()), ("bf16", (_INT,)))},  # whether rows are bf16 and meet tiles
     "amoeba_exact_row_sums": (_INT64, _INT64, _POINTER, _POINTER, _INT),  # rows, length, x, out, threads
+    "amoeba_exact_values": (_INT, _INT64, _POINTER, _POINTER, _INT),      # function, count, x, out, threads
     "amoeba_weight_gradient_f32": (
         _INT64, _POINTER,                                   # experts, offs
         _POINTER, _INT64, _POINTER, _INT64,                 # left, stride, index, columns
@@ -198,6 +203,15 @@ class Core:
             address_to_write("sums_N", sums_N, torch.float32, tuple(sums_N.shape)), torch.get_num_threads(),
         )  # fmt: skip
         return sums_N
+
+    def values(self, function: ExactFunction, x: Tensor) -> Tensor:
+        """Of each number of x, in fp32, whatever stands next to it."""
+        out = torch.empty(x.shape, dtype=torch.float32, device=CPU)
+        self._library.amoeba_exact_values(
+            EXACT_FUNCTIONS.index(function), x.numel(), address("x", x, torch.float32, tuple(x.shape)),
+            address("out", out, torch.float32, tuple(x.shape)), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
     def weight_gradient(
         self,

@@ -38,12 +38,17 @@ from amoeba.cpu.weights import CCoding, PackedWeights, ScaledCodes, packing_addr
 _ROWS = {torch.float32: 0, torch.bfloat16: 1}
 _CODES, _BLOCKS = {"e4m3": 2, "e2m1": 3}, 4
 _TILES = {"bf16": 5, "int8": 6}
+_COLUMNS = {torch.float32: 7, torch.bfloat16: 8}
 _LORA_RANKS = 16  # `LORA_RANKS` in csrc/step_products.h
 # `enum HeadNorm`, `Rotation`, `Score` and `GroupScore` in csrc/step.cpp
 HEAD_NORMS = {None: 0, "heads": 1, "rows": 2}
 ROTATIONS = {None: 0, "halves": 1, "pairs": 2, "pairs to halves": 3}
 SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 _GROUP_SCORES = {"top2_sum": 0, "max": 1}
+
+
+# Of `StepModel`: what an exact step rounds to bf16
+EXACT_FLAGS = "half", "norm_rounds_first", "rounds_logits", "rounds_routing", "rounds_experts"
 
 
 class CStepMatrix(Structure):
@@ -56,6 +61,8 @@ class CStepMatrix(Structure):
         ("coding", CCoding),
         ("rank", c_int64),
         *((name, c_void_p) for name in ("lora_a", "lora_b")),
+        *((name, c_int64) for name in ("lora_parts", "lora_half")),
+        ("lora_scale", c_double),
     ]
 
 
@@ -112,6 +119,7 @@ class CStepModel(Structure):
         ("norm", CStepNorm),
         ("head", CStepMatrix),
         *((name, c_double) for name in ("embedding_scale", "logits_scale")),
+        *((name, c_int64) for name in EXACT_FLAGS),
     ]
 
 
@@ -124,9 +132,13 @@ class _CStepCall(Structure):
 
 
 _SIGNATURES = {
-    "amoeba_step_new": (c_void_p, (c_void_p, c_int)),
-    "amoeba_step_delete": (None, (c_void_p,)),
-    "amoeba_step_run": (c_int64, (c_void_p, c_void_p)),
+    f"amoeba_{name}_{function}": signature
+    for name in ("step", "exact_step")
+    for function, signature in (
+        ("new", (c_void_p, (c_void_p, c_int))),
+        ("delete", (None, (c_void_p,))),
+        ("run", (c_int64, (c_void_p, c_void_p))),
+    )
 }
 
 
@@ -146,16 +158,18 @@ def matrix(
     bias_EO: Tensor | None,
     kept: list[Any],
 ) -> CStepMatrix:
-    """weight: (O, I) or (E, O, I) in fp32 or bf16, contiguous along I, or packed, or quantised. bias_EO: fp32
-    or bf16. kept: gets what it points to."""
+    """weight: (O, I) or (E, O, I) in fp32 or bf16, contiguous along I, or packed, or quantised; for an exact step also
+    contiguous along O. bias_EO: fp32 or bf16. kept: gets what it points to."""
     c = CStepMatrix()
     if isinstance(weight, Tensor):
         weight = weight[None] if weight.dim() == 2 else weight
         if weight.dtype not in _ROWS:
             raise bad_value(name, "float32 or bfloat16", weight.dtype, "convert the model")
         experts, c.out, c.in_ = weight.shape
-        c.kind, c.data = _ROWS[weight.dtype], address_of_lines(name, weight, weight.dtype, tuple(weight.shape))
-        c.stride_e, c.stride_row, _ = weight.stride()
+        by_columns = weight.stride(2) != 1 and weight.stride(1) == 1
+        c.kind, lines = (_COLUMNS if by_columns else _ROWS)[weight.dtype], weight.mT if by_columns else weight
+        c.data = address_of_lines(name, lines, weight.dtype, tuple(lines.shape))
+        c.stride_e, c.stride_row, _ = lines.stride()
     elif isinstance(weight, PackedWeights):
         experts, c.out, c.in_, packing = weight.experts, weight.out_features, weight.in_features, weight.forward
         c.kind, c.data = _TILES[weight.kind], packing_address(name, weight.kind, experts, packing)
@@ -184,6 +198,20 @@ def adapt(c: CStepMatrix, a_ERI: Tensor, b_EOR: Tensor, kept: list[Any]) -> None
     c.rank = rank + more
     c.lora_a = address("lora_a", a_ERI, torch.float32, (experts, c.rank, c.in_))
     c.lora_b = address("lora_b", b_EOR, torch.float32, (experts, c.out, c.rank))
+    kept += [a_ERI, b_EOR]
+
+
+def adapt_exactly(
+    c: CStepMatrix, a_ERI: Tensor, b_EOR: Tensor, scaling: float, kept: list[Any], *, parts: int, half: bool
+) -> None:
+    """Of an exact step. parts: 0 for PEFT's layer, 1 for experts, 2 for those whose gate and up have an A each, one
+    below
+    the other in a_ERI. half: what PEFT's factors give is rounded to bf16."""
+    a_ERI, b_EOR = (each.detach().float().contiguous() for each in (a_ERI, b_EOR))
+    experts, _, c.rank = b_EOR.shape
+    c.lora_a = address("lora_a", a_ERI, torch.float32, (experts, c.rank * max(1, parts), c.in_))
+    c.lora_b = address("lora_b", b_EOR, torch.float32, (experts, c.out, c.rank))
+    c.lora_parts, c.lora_half, c.lora_scale = parts, half, scaling
     kept += [a_ERI, b_EOR]
 
 
@@ -231,14 +259,25 @@ class StreamedLayer(Protocol):
 
 
 class Stepper:
-    """Of one model and one cache. kept: what the model points to. streamed: the streamed layers, by number."""
+    """Of one model and one cache. kept: what the model points to. streamed: the streamed layers, by number. exact: with
+    the bits of exact mode."""
 
-    def __init__(self, model: CStepModel, kept: list[Any], streamed: dict[int, tuple[StreamedLayer, Tensor]]) -> None:
+    def __init__(
+        self,
+        model: CStepModel,
+        kept: list[Any],
+        streamed: dict[int, tuple[StreamedLayer, Tensor]],
+        *,
+        exact: bool = False,
+    ) -> None:
         self.model, self._kept, self._streamed = model, kept, streamed
         self.threads = torch.get_num_threads()
-        self._library = load_step()
-        self._handle = self._library.amoeba_step_new(ctypes.byref(model), self.threads)
-        weakref.finalize(self, self._library.amoeba_step_delete, self._handle).atexit = False
+        name, library = "exact_step" if exact else "step", load_step()
+        new, delete, self._run_in_core = (
+            getattr(library, f"amoeba_{name}_{function}") for function in ("new", "delete", "run")
+        )
+        self._handle = new(ctypes.byref(model), self.threads)
+        weakref.finalize(self, delete, self._handle).atexit = False
 
     def run(
         self,
@@ -279,7 +318,7 @@ class Stepper:
 
     def _run(self, call: _CStepCall) -> int:
         """The layer before whose experts it ended, or the last one's end."""
-        return self._library.amoeba_step_run(self._handle, ctypes.byref(call))
+        return self._run_in_core(self._handle, ctypes.byref(call))
 
     def _run_streamed(self, call: _CStepCall) -> None:
         last, logits, rows = call.last_layer, call.logits, self.model.rows

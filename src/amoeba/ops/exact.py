@@ -8,8 +8,9 @@ buffer without vectors. Inside, on a CPU,
 
 products      are summed by the C++ core in fp32, by one kernel for each layout of the weights
 sums, norms   are added up by the core, one vector of a row after the other
-exponentials  and whatever else differs between vectors and single numbers go through whole vectors, in pieces that one
-              thread computes
+exponentials  sigmoids and reciprocal roots are the core's; whatever else differs between vectors and single numbers
+              goes through whole vectors, in pieces that one thread computes
+top k         of equal numbers the first ones
 attention     is two such products, with exact zeros where a query does not look: padding changes nothing
 
 On a GPU products, sums and attention are those of `kernels.exact`, and torch computes single elements one by one.
@@ -32,7 +33,7 @@ from amoeba.core import operators
 from amoeba.core.errors import bad_value
 from amoeba.core.operators import Operand
 from amoeba.core.torch_internals import TorchDispatchMode, is_view, tree_leaves, writes_to_arguments
-from amoeba.cpu.core import load_core
+from amoeba.cpu.core import EXACT_FUNCTIONS, ExactFunction, load_core
 from amoeba.cpu.pointers import place_of
 
 PIECE = 1 << 14  # elements: torch gives no part of so few to another thread
@@ -100,10 +101,20 @@ def in_pieces(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count].view(shape)
 
 
+def value(function: ExactFunction, x: Tensor) -> Tensor:
+    """Of each element, in fp32 and rounded to the dtype of x."""
+    if x.is_cuda:
+        return _TORCH[function](x)
+    return load_core().values(function, x.detach().float().contiguous()).to(x.dtype)
+
+
+_TORCH = {"exp": torch.exp, "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "rsqrt": torch.rsqrt}
+
+
 def log_softmax(x: Tensor) -> Tensor:
     """Over the last dimension, in fp32."""
     x = x.float() - x.float().amax(-1, keepdim=True)
-    return x - in_pieces(torch.log, row_sum(in_pieces(torch.exp, x)))[..., None]
+    return x - in_pieces(torch.log, row_sum(value("exp", x)))[..., None]
 
 
 # --- attention
@@ -138,7 +149,8 @@ def _scores(
     if of_sink is not None:
         most = torch.maximum(most, of_sink.detach())
     most = most.masked_fill(most == -torch.inf, 0)  # padding sees nothing
-    return element(torch.exp, s - most), None if of_sink is None else element(torch.exp, of_sink - most)
+    exponential = torch.exp if element is _at_once else functools.partial(value, "exp")
+    return exponential(s - most), None if of_sink is None else exponential(of_sink - most)
 
 
 def _attended(
@@ -223,7 +235,7 @@ _SAME = frozenset(
     """
     _to_copy copy clone contiguous cat stack embedding index index_select index_put index_copy index_fill gather
     scatter masked_select take where masked_fill fill zero full_like zeros_like ones_like empty_like new_empty
-    new_zeros new_ones new_full lift lift_fresh _unsafe_view constant_pad_nd repeat roll flip tril triu topk sort
+    new_zeros new_ones new_full lift lift_fresh _unsafe_view constant_pad_nd repeat roll flip tril triu sort
     argsort max min amax amin argmax argmin any all eq ne lt le gt ge isnan isinf isfinite equal mul div neg abs
     sign maximum minimum clamp clamp_min clamp_max relu threshold logical_not logical_and logical_or floor ceil
     round trunc detach is_nonzero _local_scalar_dense item nll_loss_forward nll_loss2d_forward repeat_interleave
@@ -294,7 +306,7 @@ def _softmax(x: Tensor, dim: int, to_float: bool = False, *, log: bool = False) 
     last = x.movedim(dim, -1)
     found = log_softmax(last)
     if not log:
-        weight = in_pieces(torch.exp, last.float() - last.float().amax(-1, keepdim=True))
+        weight = value("exp", last.float() - last.float().amax(-1, keepdim=True))
         found = weight / row_sum(weight)[..., None]
     return found.movedim(-1, dim).to(torch.float32 if to_float else x.dtype)
 
@@ -332,9 +344,14 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     most = x.float().amax(dim, keepdim=True)
-    weight = in_pieces(torch.exp, x.float() - most)
+    weight = value("exp", x.float() - most)
     total = in_pieces(torch.log, _summed(weight, [dim] if isinstance(dim, int) else dim, True, None, False)) + most
     return (total if keepdim else total.squeeze(dim)).to(x.dtype)
+
+
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    values, places = x.sort(dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
 
 
 def _with_alpha(sign: int) -> Callable[..., Tensor]:
@@ -361,6 +378,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "native_layer_norm": _layer_norm,
     "_fused_rms_norm": _rms_norm,
+    **{name: functools.partial(value, name) for name in EXACT_FUNCTIONS},
+    "topk": _topk,
     "add": _with_alpha(1),
     "sub": _with_alpha(-1),
 }

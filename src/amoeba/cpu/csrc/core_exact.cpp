@@ -5,6 +5,7 @@
 //   other such weights                       `dots`
 #include "core_decode.h"
 #include "core_products.h"
+#include "exact.h"
 #include "sums.h"
 
 using namespace amoeba;
@@ -199,19 +200,18 @@ void amoeba_exact_rows_bf16(int64_t experts, const int32_t* offs, const float* r
 
 // out[r] = the sum of row r.
 void amoeba_exact_row_sums(int64_t rows, int64_t length, const float* x, float* out, int threads) {
-  constexpr int64_t STEP = 4 * LANES, AT_ONCE = 64;
+  constexpr int64_t AT_ONCE = 64;
   run_jobs(ceil_div(rows, AT_ONCE), threads, [&](int64_t job) {
-    for (int64_t r = job * AT_ONCE; r < std::min(rows, (job + 1) * AT_ONCE); ++r) {
-      const float* row = x + r * length;
-      Floats sum[4] = {};
-      int64_t k = 0;
-      for (; k + STEP <= length; k += STEP)
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) sum[v] += load<LANES>(row + k + v * LANES);
-      float rest = total((sum[0] + sum[1]) + (sum[2] + sum[3]));
-      for (; k < length; ++k) rest += row[k];
-      out[r] = rest;
-    }
+    for (int64_t r = job * AT_ONCE; r < std::min(rows, (job + 1) * AT_ONCE); ++r) out[r] = exact_sum(x + r * length, length);
+  });
+}
+
+// out[i] = function(x[i]), by the numbers of `ExactFunction`.
+void amoeba_exact_values(int function, int64_t count, const float* x, float* out, int threads) {
+  constexpr int64_t AT_ONCE = 1 << 14;
+  run_jobs(ceil_div(count, AT_ONCE), threads, [&](int64_t job) {
+    const int64_t from = job * AT_ONCE;
+    exact_values(ExactFunction(function), x + from, std::min(AT_ONCE, count - from), out + from);
   });
 }
 

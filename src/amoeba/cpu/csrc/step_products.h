@@ -24,7 +24,10 @@
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-enum MatrixKind : int64_t { ROWS_F32, ROWS_BF16, ROWS_E4M3, ROWS_E2M1, ROWS_BLOCKS, TILES_BF16, TILES_INT8 };
+// COLUMNS: contiguous along the output, read by exact steps alone; `stride_row` is from one summed number to the next.
+enum MatrixKind : int64_t {
+  ROWS_F32, ROWS_BF16, ROWS_E4M3, ROWS_E2M1, ROWS_BLOCKS, TILES_BF16, TILES_INT8, COLUMNS_F32, COLUMNS_BF16
+};
 
 struct StepMatrix {  // (experts, out, in); the order of `CStepMatrix` in step.py
   int64_t kind, out, in;
@@ -37,6 +40,10 @@ struct StepMatrix {  // (experts, out, in); the order of `CStepMatrix` in step.p
   Coding coding;
   int64_t rank;  // of LoRA factors, a multiple of LORA_RANKS, or 0: B (A x) is added, see `adapted_products`
   const float *lora_a, *lora_b;  // (experts, rank, in), and (experts, out, rank) with the scaling in it
+  // Of an exact step, whose factors have any rank and no scaling in them. parts: 0: PEFT's layer; 1: experts'; 2: of gate
+  // and of up, whose A lie one below the other. half: what PEFT's factors give is rounded to bf16.
+  int64_t lora_parts, lora_half;
+  double lora_scale;
 };
 
 // Rows of fp32, and what the products make of them beforehand.
