@@ -280,6 +280,17 @@ def test_changed_parameters_and_adapters_are_noticed():
     assert natively(model, rows) == plain(model, rows) != adapted
 
 
+def test_what_a_fused_optimizer_changed_is_noticed():
+    model = endless("qwen3_moe")
+    attach_random(model, ["experts"])
+    factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = native_model(model)
+    for factor in factors:
+        factor.grad = torch.ones_like(factor)
+    torch.optim.AdamW(factors, lr=0.1, fused=True).step()
+    assert native_model(model) is not before
+
+
 @pytest.mark.parametrize(
     ("family", "targets"), [("qwen2_moe", "all-linear"), ("gpt_oss", ["gate", "down_proj", "k_proj"])]
 )

@@ -81,7 +81,7 @@ class Decoder:
         native: NativeModel | None = None,
         return_logprobs: bool = False,
     ) -> None:
-        self.model, self.device, self.batch = model, model.device, batch
+        self.model, self.device, self.batch, self.native = model, model.device, batch, native
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.cache = cache_of(model, cache_length(length), self.device)
         self._rows = Rows(model, self.cache, batch, self.device)

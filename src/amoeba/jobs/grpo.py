@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from amoeba import lora, replay
 from amoeba.core.errors import bad_value
 from amoeba.decoding import Decoder, Sampling, why_not
-from amoeba.decoding.decoder import cache_length
+from amoeba.decoding.decoder import NativeModel, cache_length, native_steps
 from amoeba.decoding.sampling import logprobs_of
 from amoeba.integrations.exact import is_exact
 from amoeba.integrations.text_model import draws_random_numbers
@@ -120,8 +120,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         return steps
 
     def _decoder(self, model: Any, rows: int, tokens: int) -> Decoder:
-        key = rows, cache_length(tokens)
-        if key not in self._decoders:
+        key, native = (rows, cache_length(tokens)), self._native(model)
+        if key not in self._decoders or self._decoders[key].native is not native:
             sampling = Sampling(
                 do_sample=True,
                 temperature=self.temperature,
@@ -132,9 +132,22 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
             capture = model.device.type == "cuda" and why_not(model) is None
             self._decoders[key] = Decoder(
-                model, batch=rows, length=tokens, sampling=sampling, capture=capture, return_logprobs=True
+                model,
+                batch=rows,
+                length=tokens,
+                sampling=sampling,
+                capture=capture,
+                native=native,
+                return_logprobs=True,
             )
         return self._decoders[key]
+
+    def _native(self, model: Any) -> NativeModel | None:
+        """The core's steps where they have the bits of training: in exact mode, with the factors as they are now."""
+        if model.device.type != "cpu" or not is_exact(model) or self.replay_routing:
+            return None
+        found = native_steps(model)
+        return None if isinstance(found, str) else found
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._rollout_step["train" if self.model.training else "eval"] = self.state.global_step

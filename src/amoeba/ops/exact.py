@@ -108,7 +108,12 @@ def value(function: ExactFunction, x: Tensor) -> Tensor:
     return load_core().values(function, x.detach().float().contiguous()).to(x.dtype)
 
 
-_TORCH = {"exp": torch.exp, "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "rsqrt": torch.rsqrt}
+_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "rsqrt": torch.rsqrt,
+}
 
 
 def log_softmax(x: Tensor) -> Tensor:
