@@ -43,7 +43,7 @@ from amoeba.ops.exact import ExactOperators
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 DTYPES = torch.float32, torch.bfloat16
-_WATCHED = 4096  # numbers of each parameter that trains
+_WATCHED = 1024  # numbers of each parameter
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 
@@ -123,12 +123,12 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def state_of(tensor: Tensor) -> tuple[float, ...]:
-    """Other numbers when it has changed. torch's fused optimizers count no version: of what trains, some of its numbers
-    are added up, too."""
+    """Other numbers when it has changed. torch's fused optimizers count no version: some of its numbers are added up,
+    too."""
     version = 0 if tensor.is_inference() else tensor._version
-    if not tensor.requires_grad or tensor.is_meta:
+    if tensor.is_meta or not tensor.is_contiguous():
         return place_of(tensor), version
-    some = tensor.detach().flatten()[:: max(1, tensor.numel() // _WATCHED)].double()
+    some = tensor.detach().view(-1)[:: max(1, tensor.numel() // _WATCHED)].double()
     return place_of(tensor), version, float(some.sum()), float(some.norm())
 
 
