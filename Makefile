@@ -18,11 +18,13 @@ FOLDERS := $(FOLDERS)|mypyc?|physics|pip|pipelines|pipelining|setuptools|stats|t
 SELDOM := /($(FOLDERS))/
 # what `make bench` measures, for example: make bench BENCH="--suite cpu --out benchmarks/results"
 BENCH ?=
+# what `make test-gpu` is given
+GPU ?=
 DEMO := runs/demo
 # One thread: the demo's model is too small for two to gain, and on a busy machine they wait for each other.
 AMOEBA := OMP_NUM_THREADS=1 $(BIN)/amoeba
 
-.PHONY: demo test test-compiled test-older-cpus test-versions test-thorough test-wheel wheel lint docs bench clean
+.PHONY: demo test test-gpu test-compiled test-older-cpus test-versions test-thorough test-wheel wheel lint docs bench clean
 
 # Trains a tiny model on a made-up small world, shows what its experts do, lets it write, fine-tunes it with LoRA on
 # questions, and asks it ten in words that it has not seen for these facts. Five minutes on two cores with set-up: the
@@ -62,6 +64,11 @@ test-wheel: $(INSTALLED)
 # What kernels compile to, read for Hopper and other GPUs without one: minutes, for a change of a kernel, and nightly.
 test-compiled: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python -m pytest -n auto --dist worksteal tests/compiled -m ""
+
+# The tests that need a GPU, file by file, all cores at once: GPU="--minutes 9 --out DIR". Without this environment:
+# PYTHONPATH=src python3 tests/support/gpu_session.py
+test-gpu: $(INSTALLED)
+	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/gpu_session.py $(GPU)
 
 # The whole cross products, of which `test` takes a selection.
 test-thorough: $(INSTALLED)
