@@ -339,6 +339,8 @@ def quality(
 def exactness(
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Generated after each prompt.")] = 8,
     repeats: Annotated[int, typer.Option("--repeats", min=0, help="Rounds of the cost; 0 for none.")] = 5,
+    seconds: Annotated[float, typer.Option("--seconds", help="Begin no model after this many.")] = 1e9,
+    device: Device = "auto",
     out: Out = None,
     json: Json = False,
     verbose: Verbose = False,
@@ -351,7 +353,8 @@ def exactness(
         from benchmarks.exactness import run
 
         path = free_path(out)
-    finish(output, *run(new_tokens, repeats, path, output), json)
+        place = parse_device(device)
+    finish(output, *run(new_tokens, repeats, path, output, place, seconds), json)
 
 
 @app.command()

@@ -3,7 +3,8 @@
     gap = gap_of(model, lengths=[(1,), (63, 500)], new_tokens=8)
     gap.log_probability, gap.choices        # 0.0 and 0.0 in exact mode
 
-Texts are generated token by token with a cache, in batches padded on the left. A training pass then reads each text
+Texts are generated token by token with a cache, in batches padded on the left; on a GPU by captured steps, and some of
+them again by plain ones. A training pass then reads each text
 alone, all of a batch with padding on the left, and its halves with padding on the right. Compared are the
 log-probabilities of the new tokens, and for each token and layer the experts that the router chose. Models are small
 and random.
@@ -26,12 +27,23 @@ import amoeba
 from amoeba import lora, replay
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
+from amoeba.core.errors import counted
 from amoeba.decoding import Decoder, Sampling
 from amoeba.integrations.exact import exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 
+CPU = torch.device("cpu")
 BATCH_OF_64 = tuple(1 + 37 * place % 67 for place in range(64))  # tokens of each prompt
-LENGTHS = (1,), (63,), (64,), (65,), (500,), (1, 64, 500), (63, 64, 65, 1, 500, 17, 300, 2), BATCH_OF_64
+LENGTHS: Sequence[tuple[int, ...]] = (
+    (1,),
+    (63,),
+    (64,),
+    (65,),
+    (500,),
+    (1, 64, 500),
+    (63, 64, 65, 1, 500, 17, 300, 2),
+    BATCH_OF_64,
+)
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096,
@@ -45,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
+PLAIN: Sequence[tuple[int, ...]] = (1, 64, 500), BATCH_OF_64  # without capture, where there is one
 COST: dict[str, Any] = {  # Qwen3-30B's layers, two of them
     **SMALL, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 32,
     "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 8192, "num_experts": 128, "num_experts_per_tok": 8,
@@ -81,20 +94,22 @@ class Cost:
     exact_cpu: list[float] = field(default_factory=list)
 
 
-def build(family: str, dtype: torch.dtype, sizes: dict[str, Any] = SMALL) -> Any:
+def build(family: str, dtype: torch.dtype, sizes: dict[str, Any] = SMALL, device: torch.device = CPU) -> Any:
     changes = {name: value for name, value in {**sizes, **FAMILIES[family]}.items() if value is not None}
     amoeba.register()
     config = AutoConfig.for_model(family, **changes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="amoeba").to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="amoeba").to(device, dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 
 
 def gap_of(model: Any, lengths: Sequence[tuple[int, ...]], new_tokens: int) -> Gap:
     gap, others = Gap(), 0
-    for each in lengths:
-        texts, rollout, chosen = _generated(model, each, new_tokens)
+    runs: list[tuple[tuple[int, ...], bool | None]] = [(each, None) for each in lengths]
+    runs += [(each, False) for each in lengths if each in PLAIN and model.device.type == "cuda"]
+    for each, capture in runs:
+        texts, rollout, chosen = _generated(model, each, new_tokens, capture)
         everyone = list(range(len(texts)))
         batches = [([place], "left") for place in everyone]
         if len(texts) > 1:
@@ -112,27 +127,21 @@ def gap_of(model: Any, lengths: Sequence[tuple[int, ...]], new_tokens: int) -> G
 
 
 def _generated(
-    model: Any, lengths: tuple[int, ...], new_tokens: int
+    model: Any, lengths: tuple[int, ...], new_tokens: int, capture: bool | None
 ) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
     vocabulary, generator = model.config.vocab_size, torch.Generator("cpu").manual_seed(sum(lengths))
     prompts = [
         torch.randint(3, vocabulary, (length,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         for length in lengths
     ]
-    most, steps_BV = max(lengths) + new_tokens, []
-
-    def choose(logits_BV: Tensor) -> Tensor:
-        steps_BV.append(logits_BV)
-        draws = torch.rand(logits_BV.shape, generator=generator, dtype=torch.float32, device="cpu")
-        return (logits_BV.float() - draws.log().neg().log()).argmax(-1)
-
+    most = max(lengths) + new_tokens
     with replay.recording(model, rows=len(prompts), length=most) as recorder:
-        decoder = Decoder(model, batch=len(prompts), length=most, sampling=Sampling(), choose=choose)
-        steps = list(decoder.generate(prompts, new_tokens))
+        sampling = Sampling(do_sample=True)
+        options: Any = {"length": most, "sampling": sampling, "capture": capture, "return_logprobs": True}
+        decoder = Decoder(model, batch=len(prompts), **options)
+        steps = list(decoder.generate(prompts, new_tokens, seed=sum(lengths)))
     texts = [prompt + [tokens[row] for tokens in steps] for row, prompt in enumerate(prompts)]
-    token_BN = torch.tensor([text[-new_tokens:] for text in texts], dtype=torch.int64, device="cpu")
-    found = log_probabilities(torch.stack(steps_BV, 1), token_BN)
-    return texts, list(found), [record.expert_NLK for record in recorder.take(texts)]
+    return texts, list(decoder.logprobs(new_tokens)), [record.expert_NLK for record in recorder.take(texts)]
 
 
 def _read(texts: list[list[int]], model: Any, new_tokens: int, side: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -144,76 +153,115 @@ def _read(texts: list[list[int]], model: Any, new_tokens: int, side: str) -> tup
         ids[row, end - len(text) : end], mask[row, end - len(text) : end] = torch.tensor(text), 1
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     model.train()
+    ids, mask, position = (each.to(model.device) for each in (ids, mask, position))
     with replay.recording(model, rows=len(texts), length=most) as recorder:
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False).logits.detach()
     model.eval()
     last = [
         (logits[row, end - 1 - new_tokens : end - 1], ids[row, end - new_tokens : end]) for row, end in enumerate(ends)
     ]
-    found = log_probabilities(*(torch.stack(part) for part in zip(*last, strict=True)))
+    found = log_probabilities(*(torch.stack(part) for part in zip(*last, strict=True))).cpu()
     return list(found), [record.expert_NLK for record in recorder.take(texts)]
 
 
-def with_lora(family: str, dtype: torch.dtype, placement: str, sizes: dict[str, Any] = SMALL) -> Any:
-    model = build(family, dtype, sizes)
+def with_lora(
+    family: str, dtype: torch.dtype, placement: str, sizes: dict[str, Any] = SMALL, device: torch.device = CPU
+) -> Any:
+    model = build(family, dtype, sizes, device)
     if placement != "resident":
         place_experts(model, placement)
     lora.attach(model, 8, 16, ["experts", "o_proj"])
-    generator = torch.Generator("cpu").manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.02, generator=generator)
     return model
 
 
-def models() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+def models(device: torch.device = CPU) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     for family in FAMILIES:
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
-            yield family, name, partial(build, family, dtype)
+            yield family, name, partial(build, family, dtype, device=device)
             for placement in ("mxfp4-weights", "fp8-weights"):
-                yield f"{family}, {placement}, LoRA", name, partial(with_lora, family, dtype, placement)
+                made = partial(with_lora, family, dtype, placement, device=device)
+                yield f"{family}, {placement}, LoRA", name, made
 
 
-def cost_of(dtype: torch.dtype, rounds: int, sizes: dict[str, Any] = COST) -> list[Cost]:
-    """Of a decode step behind 64 tokens and of a LoRA step of 256, alternating."""
-    model = with_lora("qwen3_moe", dtype, "resident", sizes)
-    ids = torch.randint(3, model.config.vocab_size, (1, 256), dtype=torch.int64, device="cpu")
+def cost_of(dtype: torch.dtype, rounds: int, sizes: dict[str, Any] = COST, device: torch.device = CPU) -> list[Cost]:
+    """Of decode steps behind 64 tokens and of a LoRA step, alternating. On a GPU a token is generated by captured
+    steps, and training launches one kernel after another."""
+    model = with_lora("qwen3_moe", dtype, "resident", sizes, device)
+    tokens, batches, new = (2048, (1, 8, 64), 65) if device.type == "cuda" else (256, (1,), 17)
+    ids = torch.randint(3, model.config.vocab_size, (1, tokens), dtype=torch.int64, device="cpu").to(device)
+    prompt = ids[0, :64].tolist()
+    decoders: dict[tuple[bool, int], Decoder] = {}  # steps are captured in one mode
 
-    def decode() -> tuple[float, float]:
-        steps, count = Decoder(model, length=128).generate([ids[0, :64].tolist()], 17), 16
+    def now() -> tuple[float, float]:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter(), time.process_time()
+
+    def since(began: tuple[float, float], count: int) -> tuple[float, ...]:
+        return tuple((end - begin) / count for begin, end in zip(began, now(), strict=True))
+
+    def decode(is_exact: bool, batch: int) -> tuple[float, ...]:
+        if (is_exact, batch) not in decoders:
+            decoders[is_exact, batch] = Decoder(model, batch=batch, length=64 + new)
+        steps = decoders[is_exact, batch].generate([prompt] * batch, new)
         next(steps)
-        began = time.perf_counter(), time.process_time()
+        began = now()
         list(steps)
-        return (time.perf_counter() - began[0]) / count, (time.process_time() - began[1]) / count
+        return since(began, new - 1)
 
-    def train() -> tuple[float, float]:
+    def train(is_exact: bool) -> tuple[float, ...]:
         model.train()
-        began = time.perf_counter(), time.process_time()
+        began = now()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        taken = time.perf_counter() - began[0], time.process_time() - began[1]
+        taken = since(began, 1)
         model.zero_grad()
         model.eval()
         return taken
 
-    names = {"decode, 1 token": decode, "training step, 256 tokens": train}
+    names: dict[str, Callable[[bool], tuple[float, ...]]] = {
+        f"decode, {counted(batch, 'token')}": partial(decode, batch=batch) for batch in batches
+    }
+    names[f"training step, {tokens} tokens"] = train
     found = [Cost(name, str(dtype).removeprefix("torch.")) for name in names]
     for turn in range(rounds + 1):  # the first compiles and warms up
         for is_exact in (False, True):
             with exact(model) if is_exact else contextlib.nullcontext():
                 for cost, run in zip(found, names.values(), strict=True):
-                    wall, cpu = (round(each * 1e3, 3) for each in run())
+                    wall, cpu = (round(each * 1e3, 3) for each in run(is_exact))
                     if turn:
                         (cost.exact if is_exact else cost.without).append(wall)
                         (cost.exact_cpu if is_exact else cost.without_cpu).append(cpu)
     return found
 
 
-def run(new_tokens: int, rounds: int, path: Any, output: Output) -> tuple[dict[str, Any], bool]:
-    """Prints two tables; returns the document, and False where exact mode is not exact."""
+def run(
+    new_tokens: int, rounds: int, path: Any, output: Output, device: torch.device = CPU, seconds: float = 1e9
+) -> tuple[dict[str, Any], bool]:
+    """Prints two tables; returns the document, and False where exact mode is not exact. seconds: after which no model
+    is begun."""
     command = f"python -m benchmarks exactness --new-tokens {new_tokens} --repeats {rounds}"
-    measured, rows = BenchRun(command, "exactness", path, output), []
-    for name, dtype, make in models():
+    measured, rows, costs, began = BenchRun(command, "exactness", path, output), [], [], time.monotonic()
+    on_gpu = device.type == "cuda"
+    for each in ((torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16)) if rounds else ():
+        measured.progress(f"cost in {each}")
+        costs += cost_of(each, rounds, device=device)
+    for cost in costs:
+        measured.keep(cost)
+    shown = [
+        [cost.name, cost.dtype, *(three_digits(min(each)) for each in (cost.without, cost.exact)),
+         three_digits(min(cost.exact) / min(cost.without)), three_digits(min(cost.exact_cpu) / min(cost.without_cpu))]
+        for cost in costs
+    ]  # fmt: skip
+    output.table("cost, ms", ["", "", "without", "exact", "times", "times the CPU time"], shown)
+    for name, dtype, make in models(device):
+        if time.monotonic() - began > seconds:
+            measured.progress(f"{name} in {dtype}: not begun, {seconds:g} s are over")
+            continue
         measured.progress(f"{name} in {dtype}")
         model = make()
         without = gap_of(model, LENGTHS, new_tokens)
@@ -227,16 +275,4 @@ def run(new_tokens: int, rounds: int, path: Any, output: Output) -> tuple[dict[s
          f"{row.exact.log_probability:g}", f"{row.exact.choices:g}"] for row in rows
     ]  # fmt: skip
     output.table(title, ["", "", "without", "choices", "exact", "choices"], shown)
-    costs = []
-    for each in (torch.float32, torch.bfloat16) if rounds else ():
-        measured.progress(f"cost in {each}")
-        costs += cost_of(each, rounds)
-    for cost in costs:
-        measured.keep(cost)
-    shown = [
-        [cost.name, cost.dtype, *(three_digits(min(each)) for each in (cost.without, cost.exact)),
-         three_digits(min(cost.exact) / min(cost.without)), three_digits(min(cost.exact_cpu) / min(cost.without_cpu))]
-        for cost in costs
-    ]  # fmt: skip
-    output.table("cost, ms", ["", "", "without", "exact", "times", "times the CPU time"], shown)
     return measured.finish(), all(row.exact.log_probability == row.exact.choices == 0 for row in rows)
