@@ -358,6 +358,42 @@ def exactness(
 
 
 @app.command()
+def decode(
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="qwen3_30b (default on a GPU), qwen3_next, tiny or tiny_next.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="How many (default: 6, of tiny ones 4).")] = None,
+    format: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="Of the experts: bf16, fp8, mxfp8, mxfp4, nvfp4, or a GGUF type such as q4_k."),
+    ] = None,
+    rows: Annotated[list[int] | None, typer.Option("--rows", help="Rows at once (default: 1, 8, 64).")] = None,
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of each row's prompt.")] = 128,
+    plain: Annotated[bool, typer.Option("--plain", help="Measure transformers' own loop as well.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", help="Begin no cell after this many.")] = 1e9,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds after the first.")] = 3,
+    device: Device = "auto",
+    out: Out = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Steps of generate with experts in each format, next to the time in which their bytes can be read."""
+    output = start(verbose, passive_waiting=False)
+    with usage():
+        need("transformers")
+        from amoeba.commands.bench_run import free_path
+        from benchmarks.decode import ROWS, choose_cells, run
+
+        place = parse_device(device)
+        size = shape or ("qwen3_30b" if place.type == "cuda" else "tiny")
+        cells = choose_cells(
+            size, layers or (4 if size.startswith("tiny") else 6), format or [], rows or ROWS, prompt, plain
+        )
+        path = free_path(out)
+    finish(output, *run(cells, place, repeats, seconds, path, output), json)
+
+
+@app.command()
 def serve(
     shape: Annotated[
         str | None, typer.Option("--shape", help="tiny, or qwen3_30b (default on a GPU): its sizes, six layers.")
