@@ -28,7 +28,7 @@ def test_transformers_own_loop_is_measured_too(monkeypatch: pytest.MonkeyPatch) 
     assert (found.kind, found.error) == ("plain", None) and found.step_ms is not None
 
 
-def test_a_step_reads_all_but_the_table_of_tokens_and_the_experts_that_are_asked_for() -> None:
+def test_a_step_reads_all_but_tokens_and_experts_that_are_not_asked_for() -> None:
     model = build(Cell("tiny", 1, "bf16", 1), CPU)
     total = sum(parameter.nbytes for parameter in model.parameters())
     experts = sum(each.nbytes for name, each in model.named_parameters() if ".experts." in name)
