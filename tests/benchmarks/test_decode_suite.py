@@ -10,13 +10,13 @@ from benchmarks.decode import Cell, build, bytes_of_a_step, choose_cells, measur
 CPU = torch.device("cpu")
 
 
-def test_formats_are_measured_one_after_the_other_and_what_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_are_measured_one_after_the_other_and_what_fails_says_so() -> None:
     cells = [Cell("tiny", 1, format, 2, prompt=5, new_tokens=3) for format in ("mxfp4", "broken", "q8_0")]
     mxfp4, broken, q8_0 = measure(cells, CPU, 1e9, rounds=1)
     assert broken.error is not None and broken.step_ms is None
     for found in (mxfp4, q8_0):
         assert found.error is None and found.step_ms is not None and found.first_token_ms is not None
-        assert found.floor_ms == found.bytes_read / 1e6
+        assert found.floor_ms == pytest.approx(found.bytes_read / 1e6)
     assert mxfp4.bytes_read < q8_0.bytes_read
     (late,) = measure(cells[:1], CPU, None, seconds=-1.0)
     assert "not begun" in str(late.error)

@@ -13,7 +13,7 @@ import torch
 
 import rank_jobs
 from amoeba.parallel import Ranks
-from amoeba.parallel.processes import RankFailed
+from amoeba.parallel.processes import LocalRanks, RankFailed
 
 
 def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
@@ -31,6 +31,19 @@ def test_a_wait_has_a_deadline_and_a_killed_rank_ends_the_others() -> None:
             said, seconds = raised.value.results[rank]
             assert said.startswith(f"rank {rank} waited") and "from rank 2, which did not report" in said
             assert "the connection says" in said and seconds < 10
+
+
+def end_as_a_library_does(rank: int) -> None:
+    if rank == 1:
+        os.write(2, b"not supported with limited runs\n")
+        os._exit(255)
+
+
+def test_what_a_rank_wrote_before_it_ended_is_part_of_the_failure(capfd: pytest.CaptureFixture) -> None:
+    with LocalRanks(2) as processes, pytest.raises(RankFailed) as raised:
+        processes.run(end_as_a_library_does, [(0,), (1,)])
+    assert "exit code 255; it had written\nnot supported with limited runs" in raised.value.failures[1]
+    assert "not supported with limited runs" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="peers is interpreted on a CPU only where there is no GPU")

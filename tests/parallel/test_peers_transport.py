@@ -280,6 +280,24 @@ def test_auto_says_what_it_chose_and_why_not_what_is_faster(monkeypatch, caplog)
 
 
 @pytest.mark.parametrize(
+    ("share_of", "got"),
+    [
+        (["50", "50", ""], None),
+        (["", "", ""], "none, none"),
+        (["50", "", ""], "50, none"),
+        (["60", "50", ""], "60, 50"),
+    ],
+)
+def test_nvshmem_is_refused_where_it_would_end_ranks_that_share_a_gpu(share_of: list[str], got: str | None) -> None:
+    reason = shmem.why_not_on_shared_gpus(["boot here gpu0", "boot here gpu0", "boot here gpu1"], share_of)
+    assert (reason is None) == (got is None)
+    if reason is not None:
+        assert reason.endswith(
+            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE of at most 50 for each of the 2 ranks that share one; got {got}"
+        )
+
+
+@pytest.mark.parametrize(
     ("told", "expected"),
     [
         (["boot1 here gpu1", "boot1 here gpu2", "boot1 here gpu1"], [True, False, True]),

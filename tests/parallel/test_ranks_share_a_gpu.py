@@ -1,11 +1,17 @@
 """Experts over processes that share a GPU, by every transport: the gradients of one process, and many steps.
 
-With CUDA MPS they run at the same time, else they take turns. For shares of the GPU that are fixed, set
-CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for one test at a time: the processes of all are started from one server.
+With CUDA MPS they run at the same time, else they take turns. NVSHMEM wants it, and a share of the GPU for each of
+them, which these tests give their processes:
+
+    export CUDA_MPS_PIPE_DIRECTORY=$PWD/build/mps CUDA_MPS_LOG_DIRECTORY=$PWD/build/mps
+    mkdir -p build/mps && nvidia-cuda-mps-control -d
+    python -m pytest -m gpu tests/parallel/test_ranks_share_a_gpu.py -k shmem
+    echo quit | nvidia-cuda-mps-control
 """
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +37,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # of the output and the gradient of x, which are rounded once more; all else has the bits of one process
 MOST = {torch.bfloat16: 4e-3, torch.float32: 1e-6}
+
+
+WITH_MPS = pytest.mark.skipif(
+    not Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "nowhere"), "control").exists(),
+    reason="NVSHMEM wants MPS where ranks share a GPU: see the top of this file",
+)
+
+
+def take_half() -> None:
+    """Of the GPU, by MPS: before CUDA is asked for anything."""
+    assert not torch.cuda.is_initialized()
+    os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = "50"
 
 
 def tokens_of(count: int) -> list[int]:
@@ -149,10 +167,11 @@ def test_the_scheduled_backward_sends_and_returns_rows_by_its_tasks(count: int, 
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" not in os.environ, reason="NVSHMEM wants MPS where ranks share a GPU")
+@WITH_MPS
 def test_remote_ranks_go_by_shmem_with_the_gradients_of_one_process() -> None:
     steps, wrong = 6, []  # a counter that goes wrong lets the second one read too early
     with LocalRanks(2) as processes:
+        processes.run(take_half, [()] * 2)
         for dtype, most in MOST.items():
             (expected,) = processes.run(alone, [(2, dtype)])
             parts = processes.run(remote_share, [(rank, 2, dtype, steps) for rank in range(2)])
@@ -164,10 +183,11 @@ def test_remote_ranks_go_by_shmem_with_the_gradients_of_one_process() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" not in os.environ, reason="NVSHMEM wants MPS where ranks share a GPU")
+@WITH_MPS
 def test_the_scheduled_backward_begins_early_over_shmem(dtype: torch.dtype) -> None:
     steps, wrong = 4, list[str]()
     with LocalRanks(2) as processes:
+        processes.run(take_half, [()] * 2)
         (expected,) = processes.run(alone, [(2, dtype)])
         parts = processes.run(scheduled_share, [(rank, 2, dtype, steps, "shmem") for rank in range(2)])
     assert [early for early, _ in parts] == [steps] * 2

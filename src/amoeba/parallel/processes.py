@@ -30,6 +30,7 @@ from amoeba.core.errors import bad_value
 
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_END = 5.0
+_STDERR, _KEPT_BYTES = 2, 4000
 
 
 class RankFailed(RuntimeError):
@@ -41,7 +42,9 @@ class RankFailed(RuntimeError):
 
 
 class LocalRanks:
-    """threads: of torch in each process; several ranks on one machine share its cores.
+    """What the processes write to stderr appears on this one's, and its end in what RankFailed says of one that ended.
+
+    threads: of torch in each process; several ranks on one machine share its cores.
     preload: modules that they will need, imported once where that can be (by the first LocalRanks of a process)."""
 
     def __init__(self, count: int, threads: int = 1, preload: Sequence[str] = ()) -> None:
@@ -50,15 +53,18 @@ class LocalRanks:
         self.count = count
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = _context(preload)
-        self.processes, self._connections = [], []
+        self.processes, self._connections, self._heard = [], [], list[_Heard]()
         try:
             with _interrupts_later():
                 for rank in range(count):
                     ours, theirs = context.Pipe()
-                    given = theirs, rank, count, self._store.port, threads
+                    reader, writer = context.Pipe(duplex=False)
+                    given = theirs, writer, rank, count, self._store.port, threads
                     process = context.Process(target=_serve, args=given, daemon=True)
                     process.start()
                     theirs.close()
+                    writer.close()
+                    self._heard.append(_Heard(reader))
                     self.processes.append(process)
                     self._connections.append(ours)
             self._collect(list(range(count)), _SECONDS_TO_START)  # each says that it is there
@@ -90,7 +96,9 @@ class LocalRanks:
                 (results if ok else failures)[rank] = result
             except (EOFError, OSError):
                 self.processes[rank].join(_SECONDS_TO_END)
+                said = self._heard[rank].end()
                 failures[rank] = f"the process ended, exit code {self.processes[rank].exitcode}"
+                failures[rank] += f"; it had written\n{said}" if said else ""
         if failures:
             raise RankFailed(failures, results)
         return [results[rank] for rank in ranks]
@@ -114,6 +122,26 @@ class LocalRanks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Heard:
+    """What a process writes to stderr is passed on; its end is kept, where a library that ends a process says why."""
+
+    def __init__(self, reader: Connection) -> None:
+        self._reader, self._kept = reader, b""
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        with self._reader, contextlib.suppress(OSError):
+            while said := os.read(self._reader.fileno(), 1 << 16):
+                self._kept = (self._kept + said)[-_KEPT_BYTES:]
+                os.write(_STDERR, said)
+
+    def end(self) -> str:
+        """Of a process that has ended."""
+        self._thread.join(_SECONDS_TO_END)  # longer where a process of its own still writes
+        return self._kept.decode(errors="replace").strip()
 
 
 @contextlib.contextmanager
@@ -158,7 +186,9 @@ def first_processes(count: int) -> Any:
     return _groups[count]
 
 
-def _serve(connection: Connection, rank: int, count: int, port: int, threads: int) -> None:
+def _serve(connection: Connection, said: Connection, rank: int, count: int, port: int, threads: int) -> None:
+    os.dup2(said.fileno(), _STDERR)
+    said.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(threads)
     # gloo would look up the machine's name, which not every machine can

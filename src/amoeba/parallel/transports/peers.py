@@ -423,7 +423,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def why_not_between(ranks: Ranks, device: torch.device) -> str | None:
-    return _why_not(_places(ranks, device), device)
+    return _why_not(places(ranks, device), device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -431,11 +431,11 @@ def shares_its_gpu(ranks: Ranks, device: torch.device) -> bool:
     """With MPS their kernels run at the same time. False for a rank with a GPU, or an instance of one, to itself."""
     if device.type != "cuda" or ranks.count == 1:
         return False
-    places = _places(ranks, device)
-    return places.count(places[ranks.rank]) > 1
+    found = places(ranks, device)
+    return found.count(found[ranks.rank]) > 1
 
 
-def _places(ranks: Ranks, device: torch.device) -> list[str]:
+def places(ranks: Ranks, device: torch.device) -> list[str]:
     """Of each rank its machine, by number and by name, and its device."""
     unit = "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
     machine = _BOOT.read_text().strip() if _BOOT.is_file() else platform.node()

@@ -12,8 +12,11 @@ own two kernels (`amoeba.kernels.shmem_put`) is proven.
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 from amoeba.core.torch_internals import why_not_nvshmem
 from amoeba.parallel.ranks import Ranks
 from amoeba.parallel.sharded import ShardedExperts
-from amoeba.parallel.transports.peers import REMOTE, PeerExchange, is_forced_remote, planned, why_not_kernels
+from amoeba.parallel.transports.peers import REMOTE, PeerExchange, is_forced_remote, places, planned, why_not_kernels
 from amoeba.parallel.transports.symmetric_buffer import SPARE, SymmetricBuffer, symmetric_buffer_of
 from amoeba.parallel.transports.transport import Exchange, Transport
 from amoeba.routing.router import Routing
@@ -46,13 +49,36 @@ class Shmem(Transport):
         if reason is not None or ranks.count == 1 or device.type != "cuda":
             return reason
         reason = why_not_nvshmem()
-        return None if reason is None else f"needs NVSHMEM: {reason}"
+        if reason is not None:
+            return f"needs NVSHMEM: {reason}"
+        return why_not_on_shared_gpus(places(ranks, device), ranks.post("MPS", _share_of_gpu()))
 
     def plan(
         self, sharded: ShardedExperts, x_TH: Tensor, routing: Routing, gradients: bool, row_format: int = 0
     ) -> Exchange:
         buffer = symmetric_buffer_of(sharded.ranks, x_TH.device, remote=True)
         return planned(ShmemExchange, buffer, sharded, x_TH, routing, gradients, row_format)
+
+
+_PIPES, _PERCENTAGE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+def _share_of_gpu() -> str:
+    """Of this process by CUDA MPS, in percent; empty where MPS does not run or gives it no share."""
+    runs = Path(os.environ.get(_PIPES, "/tmp/nvidia-mps"), "control").exists()
+    return os.environ.get(_PERCENTAGE, "") if runs else ""
+
+
+def why_not_on_shared_gpus(place_of: Sequence[str], share_of: Sequence[str]) -> str | None:
+    """NVSHMEM ends a process (exit code 255) whose GPU other ranks use as well, if they may use more than all of it."""
+    for place, ranks in Counter(place_of).items():
+        shares = [share for other, share in zip(place_of, share_of, strict=True) if other == place]
+        if ranks > 1 and not (all(shares) and sum(map(float, shares)) <= 100):
+            return (
+                f"needs a GPU for each rank, or CUDA MPS with {_PERCENTAGE} of at most {100 // ranks} for each of the "
+                f"{ranks} ranks that share one; got {', '.join(share or 'none' for share in shares)}"
+            )
+    return None
 
 
 class Courier(ABC):
