@@ -26,6 +26,7 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -437,6 +438,19 @@ def _numbers(model: nn.Module, layers: Sequence[_Layer]) -> tuple[int, list[int]
     return (total, found) if len(found) == len(layers) and max(found) < total else (0, [])
 
 
+_live: ContextVar[Tensor | None] = ContextVar("live", default=None)
+
+
+@contextmanager
+def live_tokens(live_BS: Tensor | None) -> Iterator[None]:
+    """Which tokens of the passes inside are text, where padding is a document of its own and the model gets no mask."""
+    before = _live.set(live_BS)
+    try:
+        yield
+    finally:
+        _live.reset(before)
+
+
 class _Pass(NamedTuple):
     """What is said of a call of the model before any layer runs."""
 
@@ -455,7 +469,8 @@ def _pass_of(args: tuple, kwargs: dict[str, Any]) -> _Pass:
         raise bad_value("input_ids", "token ids (B, S) or hidden states (B, S, H)", _shown(given), "add a first axis")
     cache, (rows, length) = kwargs.get("past_key_values"), given.shape[:2]
     start, ids = 0 if cache is None else cache.get_seq_length(), None if given.is_floating_point() else given
-    return _Pass(rows, length, start, ids, kwargs.get("attention_mask"), given.device)
+    mask = kwargs.get("attention_mask")
+    return _Pass(rows, length, start, ids, _live.get() if mask is None else mask, given.device)
 
 
 class _Recorded:

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from amoeba import MoE, MoEConfig, RouterConfig, lora, replay
 from amoeba.decoding import Decoder
+from amoeba.decoding.step import Step
 from amoeba.proof.reference import router as reference
 from amoeba.replay import RoutingRecord
 from greedy_texts import endless, prompts
@@ -76,7 +77,8 @@ def disturbed(model: Any) -> Any:
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.mlp.gate.weight.add_(torch.randn(layer.mlp.gate.weight.shape, generator=generator).to(model.dtype))
+            weight = layer.mlp.gate.weight
+            weight.add_(torch.randn(weight.shape, generator=generator).to(weight))
     return model
 
 
@@ -246,6 +248,39 @@ def test_a_step_of_fixed_shape_leaves_no_trace_of_its_filling(monkeypatch) -> No
     assert len(addresses) == 1
     for one, other in zip(recorder.take(texts), records, strict=True):
         assert torch.equal(one.expert_NLK, other.expert_NLK)
+
+
+def test_padding_that_is_a_document_of_its_own_is_no_text(monkeypatch) -> None:
+    """As captured prompts on a GPU are read: without a mask."""
+    model, enter = made("qwen3_moe"), Step._enter
+
+    def by_documents(step: Step, stack: Any, compiled: bool, fused: bool = False) -> None:
+        enter(step, stack, compiled, fused)
+        step._by_documents = step.tokens > 1
+
+    monkeypatch.setattr(Decoder, "_captures_prompt", lambda self, tokens: True)
+    monkeypatch.setattr(Step, "_enter", by_documents)
+    texts, records = generated(model, 5, 2)
+    for text, record in zip(texts, records, strict=True):
+        assert record.tokens_N.tolist() == text and (record.expert_NLK[:-1] >= 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(5,), (70, 5, 2)], ids=str)
+def test_captured_steps_and_prompts_are_recorded_and_replayed_on_a_gpu(model, lengths: tuple[int, ...]) -> None:
+    model = model.cuda()
+    texts, records = generated(model, *lengths)
+    ids, mask = (each.cuda() for each in padded(texts))
+    disturbed(model)
+
+    def run() -> None:
+        with replay.replaying(model, records, ids, mask):
+            outcome(model, ids, mask)
+
+    for layer, expert_TK in enumerate(chosen_in(model, run)):
+        rows = expert_TK.view(*ids.shape, -1).cpu()
+        for row, (record, kept) in enumerate(zip(records, mask.bool().cpu(), strict=True)):
+            assert torch.equal(rows[row][kept][:-1].int(), record.expert_NLK[:-1, layer].int())
 
 
 def test_texts_may_end_before_their_row_does() -> None:

@@ -34,6 +34,7 @@ from amoeba.integrations.exact import NAME as EXACT
 from amoeba.integrations.exact import attention_configs
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
+from amoeba.replay import live_tokens
 
 Choose = Callable[[Tensor], Tensor]  # the next token of each row from its logits, on the device
 _PROMPT = 16  # longer than any convolution's state
@@ -181,15 +182,16 @@ class Step:
             ends = _documents(live_BL)
             more |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
             more |= dict.fromkeys(("max_length_q", "max_length_k"), self.tokens)
-        out = self.model(
-            input_ids=ids,
-            position_ids=position,
-            attention_mask=None if self._by_documents else live_BL,
-            past_key_values=self.rows.cache,
-            use_cache=True,
-            logits_to_keep=keep,
-            **more,
-        )
+        with live_tokens(live_BL if self._by_documents else None):
+            out = self.model(
+                input_ids=ids,
+                position_ids=position,
+                attention_mask=None if self._by_documents else live_BL,
+                past_key_values=self.rows.cache,
+                use_cache=True,
+                logits_to_keep=keep,
+                **more,
+            )
         if isinstance(keep, Tensor) and out.logits.shape[1] == self.tokens:  # some models do not know `logits_to_keep`
             return out.logits.index_select(1, keep)[:, 0]
         return out.logits[:, -1]
