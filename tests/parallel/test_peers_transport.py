@@ -307,7 +307,7 @@ def test_nvshmem_is_refused_where_it_would_end_ranks_that_share_a_gpu(share_of: 
 )
 def test_a_gpu_is_shared_where_another_rank_is_on_the_same_one(monkeypatch, told, expected):
     """Only there do products have several programs for each multiprocessor."""
-    monkeypatch.setattr(places, "_places", lambda ranks, device: told)
+    monkeypatch.setattr(places, "places", lambda ranks, device: told)
     found = []
     for rank in range(len(told)):
         ranks = rank_jobs.owners_of_one().ranks

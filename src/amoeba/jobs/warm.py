@@ -114,7 +114,11 @@ def _shape(work: Work) -> Any:
     name = name_of_stack(model)
     stack = model.get_submodule(name)
     layers = {str(layer): layer for layer in reversed(stack)}
-    some: Any = nn.ModuleList(reversed(layers.values()))
+    kept = list(reversed(layers.values()))
+    if len(set(getattr(text_config(config), "layer_types", None) or ())) > 1:
+        # models ask for the kind of a layer by its place: no layer before the last of these is left out
+        kept = list(stack)[: max(list(stack).index(layer) for layer in kept) + 1]
+    some: Any = nn.ModuleList(kept)
     some.stands_for = len(stack)
     model.set_submodule(name, some)
     if facts is not None and format is not None:
