@@ -4,15 +4,15 @@ import contextlib
 import random
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from amoeba.core.errors import BadValue
-from amoeba.integrations.gguf_files import config_of, read_header, tokenizer_of
+from amoeba.integrations.gguf_families import config_of
+from amoeba.integrations.gguf_files import read_header, tokenizer_of
 from amoeba.integrations.model_folder import check_model, load_config
-from gguf_models import ARCHITECTURES, CHAT, gguf, write_gguf
+from gguf_models import ARCHITECTURES, CHAT, UNLIKE, gguf, write_gguf
 from tiny_models import build, byte_tokenizer
 
 SIZES = {
@@ -49,15 +49,17 @@ def refusal(path: Path, data: bytes) -> str:
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_the_configuration_is_that_of_the_model(model_type, tmp_path):
-    changes: dict[str, Any] = {"norm_topk_prob": True} if model_type == "qwen3_moe" else {}
+    changes = UNLIKE.get(model_type, {})
     model = build(model_type, **SIZES, **changes).to(torch.bfloat16)
-    found = config_of(read_header(write_gguf(tmp_path / "model.gguf", model)))
+    header = read_header(write_gguf(tmp_path / "model.gguf", model))
+    found = config_of(header)
     assert type(found) is type(model.config)
     expected = {key: value for key, value in model.config.to_dict().items() if key not in UNSAID}
     assert {key: found.to_dict().get(key) for key in expected} == expected
     for name, value in model.config.rope_parameters.items():
         assert found.rope_parameters[name] == pytest.approx(value), name
     assert found.dtype == torch.bfloat16
+    assert tokenizer_of(header)("Über")["input_ids"] == byte_tokenizer()("Über")["input_ids"]
 
 
 def test_the_tokenizer_and_its_chat_template_are_in_the_file(file):
@@ -108,6 +110,12 @@ def test_architectures_and_types_that_are_not_served_are_named(file, tmp_path):
     path.write_bytes(data.replace(b"qwen3moe", b"qwen9moe"))
     with pytest.raises(BadValue, match=r"a GGUF file of one of .*gpt-oss.*; got qwen9moe in"):
         check_model(str(path))
+    llama4 = write_gguf(tmp_path / "4.gguf", build("mixtral", **SIZES), **{"general.architecture": "llama4"})
+    with pytest.raises(BadValue, match=r"got llama4 in .*whose experts take rows times their routing weights"):
+        check_model(str(llama4))
+    dense = write_gguf(tmp_path / "dense.gguf", build("mixtral", **SIZES, **UNLIKE["mixtral"]), expert_count=None)
+    with pytest.raises(BadValue, match=r"a model with experts; got a dense one \(llama\)"):
+        load_config(str(dense))
     at = data.index(b"blk.0.ffn_down_exps.weight") + len("blk.0.ffn_down_exps.weight") + 4 + 3 * 8
     assert data[at : at + 4] == struct.pack("<I", gguf.GGMLQuantizationType.BF16)
     said = refusal(path, data[:at] + struct.pack("<I", gguf.GGMLQuantizationType.IQ2_XS) + data[at + 4 :])

@@ -20,7 +20,7 @@ from amoeba.jobs.placed_model import attach_in, load_placed, read_layer
 from amoeba.plan.model import read_facts
 from amoeba.stream.store import open_store
 from called import call
-from gguf_models import write_gguf
+from gguf_models import ARCHITECTURES, UNLIKE, write_gguf
 from tiny_models import build, save_byte_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256, "max_position_embeddings": 512}
@@ -46,6 +46,31 @@ def test_logits_and_tokens_are_those_of_the_safetensors_source(pair):
     with torch.no_grad():
         found, expected = (load(path)(prompt).logits for path in reversed(pair))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("model_type", [kind for kind in ARCHITECTURES if kind not in ("qwen3_moe", "gpt_oss")])
+def test_every_family_has_the_logits_and_tokens_of_its_safetensors_source(model_type, tmp_path):
+    """Weights that llama.cpp's converter permutes, shifts or splits are as they were."""
+    model = build(model_type, **SIZES, **UNLIKE.get(model_type, {})).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "folder")
+    path = write_gguf(tmp_path / "model.gguf", model)
+    ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        models = [load(each, dtype=torch.float32) for each in (path, tmp_path / "folder")]
+        found, expected = (each(ids).logits for each in models)
+        assert torch.allclose(found, expected, atol=1e-5, rtol=1e-4)
+        assert expected.std() > 0.1
+        found, expected = (each.generate(ids, max_new_tokens=6, do_sample=False) for each in models)
+    assert torch.equal(found, expected)
+
+
+def test_text_of_a_vision_model_is_served_without_its_images(tmp_path):
+    model = build("qwen3_moe", norm_topk_prob=True, **SIZES).to(torch.bfloat16)
+    changes = {"general.architecture": "qwen3vlmoe", "rope.dimension_sections": [1, 1, 2, 0]}
+    found = load(write_gguf(tmp_path / "model.gguf", model, **changes), dtype=torch.float32)
+    ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(found(ids).logits, model.float()(ids).logits, atol=1e-3)
 
 
 def test_generate_writes_the_same_tokens_resident_and_streamed(pair):

@@ -29,6 +29,20 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
+    "qwen3_next": "qwen3next",
+    "dots1": "dots1",
+    "minimax_m2": "minimax-m2",
+    "mixtral": "llama",
+    "granitemoe": "granitemoe",
+    "lfm2_moe": "lfm2moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+}
+# Of these kinds what a file does not say, and llama.cpp therefore takes as given.
+UNLIKE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "dots1": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
 }
 OURS = ("Q4_K", "Q5_K", "Q6_K")  # which the package does not quantise to
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -38,7 +52,8 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str] | None = None, *, p
     """kinds: of the experts' gate, up and down, and of the "rest"; BF16 where none is given; or of one tensor.
     changes: of metadata, None for a key that is left out."""
     kinds = {"gate": "BF16", "up": "BF16", "down": "BF16", "rest": "BF16"} | (kinds or {})
-    architecture, config = ARCHITECTURES[model.config.model_type], model.config
+    architecture = str(changes.pop("general.architecture", ARCHITECTURES[model.config.model_type]))
+    config = model.config
     split = {} if parts == 1 else {"split_max_tensors": -(-len(list(_tensors(model, architecture))) // parts)}
     writer = gguf.GGUFWriter(path, architecture, **split)
     for key, value in (_metadata(config, architecture) | changes).items():
@@ -89,9 +104,17 @@ def _tensors(model: Any, architecture: str) -> Any:
         stem, _, suffix = name.rpartition(".")
         if ".experts." in name or (model.config.tie_word_embeddings and name == "lm_head.weight"):
             continue
-        if suffix == "e_score_correction_bias":
-            yield f"blk.{name.split('.layers.')[1].partition('.')[0]}.exp_probs_b.bias", tensor
+        if suffix in ("e_score_correction_bias", "expert_bias"):
+            yield f"blk.{name.split('.layers.')[1].partition('.')[0]}.exp_probs_b.bias", tensor.flatten()
             continue
+        if architecture == "qwen3next" and (changed := dict(_of_qwen3next(name, tensor, model.config))):
+            yield from changed.items()
+            continue
+        if architecture in ("llama", "granitemoe") and name.endswith(("q_proj.weight", "k_proj.weight")):
+            config = model.config
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        stem = stem.replace("moe.router", "moe.router.layer")
         stem, suffix = (stem, suffix) if suffix in ("weight", "bias") else (name, "weight")
         own = f"{names.get_name(stem)}.{suffix}"
         if "attn_kv_b" in own:
@@ -101,13 +124,38 @@ def _tensors(model: Any, architecture: str) -> Any:
             yield own.replace("kv_b", "k_b"), key.mT
             yield own.replace("kv_b", "v_b"), value
         else:
-            yield own, tensor[0] if own.endswith("gate_inp_shexp.weight") else tensor
+            if own.endswith("gate_inp_shexp.weight") or tensor.dim() == 3:  # one row, or a convolution's channels
+                tensor = tensor.squeeze(0 if tensor.dim() == 2 else 1)
+            yield own, tensor
+
+
+def _of_qwen3next(name: str, tensor: Tensor, config: Any) -> Any:
+    """What llama.cpp's converter makes of parameters that it does not only rename."""
+    if ".layers." not in name:
+        if name.endswith("norm.weight"):
+            yield "output_norm.weight", tensor.float() + 1
+        return
+    layer = f"blk.{name.split('.layers.')[1].partition('.')[0]}."
+    norms = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+    norms |= {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+    if norm := next((own for end, own in norms.items() if name.endswith(f".{end}.weight")), None):
+        yield f"{layer}{norm}.weight", tensor.float() + 1
+    elif name.endswith("A_log"):
+        yield f"{layer}ssm_a", -tensor.float().exp()
+    elif name.endswith("dt_bias"):
+        yield f"{layer}ssm_dt.bias", tensor
+    elif name.endswith("in_proj_qkvz.weight"):
+        key, value = config.linear_key_head_dim, config.linear_value_head_dim
+        ratio = config.linear_num_value_heads // config.linear_num_key_heads
+        heads = tensor.view(config.linear_num_key_heads, -1, tensor.shape[1])
+        query, keys, values, gate = heads.split([key, key, ratio * value, ratio * value], 1)
+        yield f"{layer}attn_qkv.weight", torch.cat([each.flatten(0, 1) for each in (query, keys, values)])
+        yield f"{layer}attn_gate.weight", gate.flatten(0, 1)
 
 
 def _metadata(config: Any, architecture: str) -> dict[str, Any]:
-    experts = next(
-        getattr(config, n) for n in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(config, n)
-    )
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next(getattr(config, name) for name in names if hasattr(config, name))
     found = {
         "context_length": config.max_position_embeddings,
         "block_count": config.num_hidden_layers,
@@ -115,7 +163,7 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", None) or config.norm_eps),
         "attention.key_length": _head_dim(config),
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "expert_count": experts,
@@ -126,9 +174,10 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
         rope = config.rope_parameters
         found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
         found |= {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
+    found |= _own_metadata(config, architecture)
     if architecture == "gpt-oss":
         found |= {"attention.sliding_window": config.sliding_window}
-    if architecture in ("deepseek2", "glm4moe"):
+    if architecture in ("deepseek2", "glm4moe", "dots1"):
         found |= {
             "leading_dense_block_count": config.first_k_dense_replace,
             "expert_shared_count": config.n_shared_experts,
@@ -149,6 +198,40 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
             "expert_gating_func": 2 if config.model_type == "deepseek_v3" else 1,
         }
     return found
+
+
+def _own_metadata(config: Any, architecture: str) -> dict[str, Any]:
+    partial = config.rope_parameters.get("partial_rotary_factor", 1)
+    match architecture:
+        case "qwen3next":
+            return {
+                "ssm.conv_kernel": config.linear_conv_kernel_dim,
+                "ssm.state_size": config.linear_key_head_dim,
+                "ssm.group_count": config.linear_num_key_heads,
+                "ssm.time_step_rank": config.linear_num_value_heads,
+                "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+                "full_attention_interval": 2,
+                "rope.dimension_count": int(config.head_dim * partial),
+            }
+        case "minimax-m2":
+            return {"rope.dimension_count": int(config.head_dim * partial), "expert_gating_func": 2}
+        case "granitemoe":
+            scales = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+            scales |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+            return {key: float(getattr(config, name)) for key, name in scales.items()}
+        case "lfm2moe":
+            heads = [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
+            dense = {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}
+            return {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache} | dense
+        case "ernie4_5-moe":
+            return {
+                "expert_count": config.moe_num_experts,
+                "expert_used_count": config.moe_k,
+                "interleave_moe_layer_step": config.moe_layer_interval,
+                "leading_dense_block_count": config.moe_layer_start_index,
+                "expert_shared_count": config.moe_num_shared_experts,
+            }
+    return {}
 
 
 def _head_dim(config: Any) -> int:

@@ -1,8 +1,7 @@
-"""GGUF files: their headers, and what transformers keeps in config.json and tokenizer.json.
+"""GGUF files: their headers and tokenizers. `amoeba.integrations.gguf_families` says what models they are.
 
     header = read_header("model.gguf")                    # all parts of a split file; no weight is read
-    config, tokenizer = config_of(header), tokenizer_of(header)
-    names_of(header, model_on_meta)                       # GGUF's name of each parameter that is no expert's
+    tokenizer = tokenizer_of(header)
 
 A header is somebody else's: every length in it is checked against the file before anything is read or allocated, and a
 file that is damaged, cut short or of an unknown version, architecture or number format is refused by name.
@@ -11,7 +10,6 @@ file that is damaged, cut short or of an unknown version, architecture or number
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import itertools
 import logging
@@ -27,7 +25,6 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import BadValue, bad_value, one_line
-from amoeba.system.files import sampled_hash
 
 logger = logging.getLogger("amoeba")
 
@@ -241,225 +238,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], number: int, start: i
     return GgufTensor(path, start, kind, shape, math.prod(shape) // numbers * width)
 
 
-def facts_of(header: GgufHeader) -> _Facts:
-    if header.architecture not in _FAMILIES:
-        got = f"{header.architecture} in {str(header.path)!r}"
-        remedy = "take the model's safetensors folder"
-        raise bad_value("MODEL", f"a GGUF file of one of {', '.join(_FAMILIES)}", got, remedy)
-    return _Facts(header)
-
-
-class _Facts:
-    """The values of an architecture. ValueError that names one that is missing or of another type."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self.header = header
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.header.metadata.get(f"{self.header.architecture}.{key}", default)
-
-    def number(self, key: str, default: int | float | None = None) -> Any:
-        found = self.get(key, default)
-        if isinstance(found, list) and found and len({*map(str, found)}) == 1:
-            found = found[0]  # of each layer, all the same
-        if isinstance(found, bool) or not isinstance(found, int | float) or found < 0:
-            name = f"{self.header.architecture}.{key}"
-            raise bad_value(str(self.header.path), f"a number {name}", repr(found), AGAIN)
-        return float(f"{found:.7g}") if isinstance(found, float) else found  # 1e-6, not the fp32 number next to it
-
-    def has(self, *names: str) -> bool:
-        """Whether there is a tensor of one of these names in some layer."""
-        return any(name.partition(".")[2].partition(".")[2] in names for name in self.header.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self.header.tensors:
-            raise bad_value(str(self.header.path), f"a tensor {name}", "none", AGAIN)
-        return self.header.tensors[name].shape
-
-
-def config_of(header: GgufHeader) -> Any:
-    """The configuration that the model's config.json would give."""
-    from transformers import AutoConfig
-
-    facts = facts_of(header)
-    model_type, own = _FAMILIES[header.architecture](facts)
-    tokens = {f"{name}_token_id": header.metadata.get(f"tokenizer.ggml.{long}_token_id") for name, long in _TOKENS}
-    common = {
-        "max_position_embeddings": facts.number("context_length"),
-        "num_hidden_layers": facts.number("block_count") - facts.number("nextn_predict_layers", 0),
-        "hidden_size": facts.number("embedding_length"),
-        "num_attention_heads": facts.number("attention.head_count"),
-        "num_key_value_heads": facts.number("attention.head_count_kv"),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "num_experts_per_tok": facts.number("expert_used_count"),
-        "rope_parameters": _rope(facts),
-        "vocab_size": facts.shape("token_embd.weight")[0],
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "dtype": header.dtype,
-    }
-    config = AutoConfig.for_model(model_type, **common | tokens | own)
-    config.architectures = [_causal_class(model_type)]
-    config.gguf_fingerprint = _fingerprint(header)  # which an adapter records of its base model
-    return config
-
-
-def _fingerprint(header: GgufHeader) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    for path in parts_of(header.path):
-        found.update(repr(sampled_hash(path)).encode())
-    return found.hexdigest()
-
-
-_TOKENS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-
-
-def _causal_class(model_type: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-
-
-def _rope(facts: _Facts) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": float(facts.number("rope.freq_base", 10000.0))}
-    kind = facts.get("rope.scaling.type", "none")
-    if kind == "none":
-        return found
-    if kind not in ("yarn", "linear"):
-        raise bad_value(
-            str(facts.header.path), "rope.scaling.type yarn, linear or none", repr(kind), "take another file"
-        )
-    found |= {"rope_type": kind, "factor": float(facts.number("rope.scaling.factor"))}
-    if kind == "yarn":
-        original = facts.number("rope.scaling.original_context_length", facts.number("context_length"))
-        found |= {"original_max_position_embeddings": original}
-        found |= {f"beta_{name}": float(facts.number(f"rope.scaling.yarn_beta_{name}", default))
-                  for name, default in (("fast", 32.0), ("slow", 1.0))}  # fmt: skip
-    return found
-
-
-def _expert_width(facts: _Facts) -> dict[str, Any]:
-    return {"moe_intermediate_size": facts.number("expert_feed_forward_length")}
-
-
-def _head_width(facts: _Facts) -> dict[str, Any]:
-    heads = facts.number("attention.head_count")
-    return {"head_dim": facts.number("attention.key_length", facts.number("embedding_length") // max(heads, 1))}
-
-
-def _qwen2moe(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    shared = {"shared_expert_intermediate_size": facts.shape("blk.0.ffn_up_shexp.weight")[0]}
-    return "qwen2_moe", {"num_experts": facts.number("expert_count")} | _expert_width(facts) | shared
-
-
-def _qwen3moe(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    # llama.cpp always normalises the chosen weights of this family
-    own = {"num_experts": facts.number("expert_count"), "norm_topk_prob": True}
-    return "qwen3_moe", own | _expert_width(facts) | _head_width(facts)
-
-
-def _olmoe(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    own = {"num_experts": facts.number("expert_count"), "intermediate_size": facts.number("feed_forward_length")}
-    return "olmoe", own | {"norm_topk_prob": False}
-
-
-def _gpt_oss(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    own = {
-        "num_local_experts": facts.number("expert_count"),
-        "intermediate_size": facts.number("expert_feed_forward_length"),
-        "sliding_window": facts.number("attention.sliding_window"),
-        "rope_parameters": _rope(facts) | {"truncate": False},
-    }
-    return "gpt_oss", own | _head_width(facts)
-
-
-def _router_of_groups(facts: _Facts) -> dict[str, Any]:
-    shared = facts.number("expert_shared_count", 0)
-    return {
-        "n_routed_experts": facts.number("expert_count"),
-        "n_shared_experts": shared,
-        "routed_scaling_factor": float(facts.number("expert_weights_scale", 1.0)),
-        "norm_topk_prob": bool(facts.get("expert_weights_norm", False)),
-        "n_group": max(1, facts.number("expert_group_count", 1)),
-        "topk_group": max(1, facts.number("expert_group_used_count", 1)),
-        "first_k_dense_replace": facts.number("leading_dense_block_count", 0),
-        "intermediate_size": facts.number("feed_forward_length"),
-    }
-
-
-def _deepseek2(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    rotary = facts.number("rope.dimension_count")
-    own = {
-        "q_lora_rank": facts.get("attention.q_lora_rank"),
-        "kv_lora_rank": facts.number("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rotary,
-        "qk_nope_head_dim": facts.number("attention.key_length_mla", facts.get("attention.key_length")) - rotary,
-        "v_head_dim": facts.number("attention.value_length_mla", facts.get("attention.value_length")),
-        "num_key_value_heads": facts.number("attention.head_count"),
-        "rope_parameters": _rope(facts),
-    }
-    if (scale := facts.get("rope.scaling.yarn_log_multiplier")) is not None:
-        own["rope_parameters"] |= {"mscale": 10 * scale, "mscale_all_dim": 10 * scale}
-    router = _router_of_groups(facts)
-    if facts.get("expert_gating_func") == _SIGMOID or facts.has("exp_probs_b.bias"):
-        return "deepseek_v3", own | router | _expert_width(facts)
-    grouped = router["n_group"] > 1
-    router["topk_method"] = "group_limited_greedy" if grouped else "greedy"
-    return "deepseek_v2", own | router | _expert_width(facts)
-
-
-_SIGMOID = 2  # as expert_gating_func
-
-
-def _glm4moe(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    width = _head_width(facts)
-    own = {
-        "use_qk_norm": facts.has("attn_q_norm.weight"),
-        "attention_bias": facts.has("attn_q.bias"),
-        "rope_parameters": _rope(facts)
-        | {"partial_rotary_factor": facts.number("rope.dimension_count") / max(1, width["head_dim"])},
-    }
-    return "glm4_moe", own | _router_of_groups(facts) | _expert_width(facts) | width
-
-
-# By general.architecture: transformers' model type, and the fields that are this family's own.
-_FAMILIES: dict[str, Callable[[_Facts], tuple[str, dict[str, Any]]]] = {
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
-    "olmoe": _olmoe,
-    "gpt-oss": _gpt_oss,
-    "deepseek2": _deepseek2,
-    "glm4moe": _glm4moe,
-}
-
-
-def names_of(header: GgufHeader, model: Any) -> dict[str, str]:
-    """Of each tensor in the model's state dict that is no expert's: what the file calls it. model: on meta."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    from amoeba.integrations.experts_module import experts_modules
-
-    architecture = next(each for each, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
-    names = get_tensor_name_map(architecture, int(facts_of(header).number("block_count")))
-    inside = tuple(f"{name}." for name in experts_modules(model))
-    tied = model.config.tie_word_embeddings
-    found: dict[str, str] = {}
-    for name in model.state_dict():
-        if name.startswith(inside) or (tied and name == "lm_head.weight"):
-            continue
-        if name.endswith("e_score_correction_bias"):
-            layer = name.split(".layers.")[1].partition(".")[0]
-            found[name] = f"blk.{layer}.exp_probs_b.bias"
-            continue
-        stem, _, suffix = name.rpartition(".")
-        stem, suffix = (stem, suffix) if suffix in ("weight", "bias") else (name, "weight")
-        own = names.get_name(stem)
-        if own is None:
-            raise bad_value(str(header.path), f"a name of {name} in GGUF files", "none known to the package gguf",
-                            "upgrade it: pip install --upgrade gguf")  # fmt: skip
-        found[name] = f"{own}.{suffix}"
-    return found
-
-
+TOKENS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 # What splits text of tokenizers that transformers does not name, as it splits that of others.
 _SAME_SPLITS = {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe", "olmo": "default", "gpt-2": "default"}
 _OWN_TOKENIZER = "put the model's tokenizer.json and tokenizer_config.json next to the file"
@@ -485,7 +264,7 @@ def tokenizer_of(header: GgufHeader) -> Any:
     facts = {name: data[f"ggml.{key}"] for key, name in _TOKENIZER.items() if f"ggml.{key}" in data}
     fast, more = convert(header.architecture, facts | {"pre_tokenizer_type": split})
     options = {name: data[key] for key, name in _TOKENIZER_OPTIONS.items() if key in data} | more
-    for name, key in (*_TOKENS, ("unk", "unknown")):
+    for name, key in (*TOKENS, ("unk", "unknown")):
         place = data.get(f"ggml.{key}_token_id")
         if isinstance(place, int) and place < len(vocabulary):
             options[f"{name}_token"] = vocabulary[place]

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import BadValue, bad_value, is_out_of_memory, one_line
-from amoeba.integrations.gguf_files import config_of, facts_of, is_gguf, need_gguf, read_header, tokenizer_of
+from amoeba.integrations.gguf_families import config_of, facts_of
+from amoeba.integrations.gguf_files import is_gguf, need_gguf, read_header, tokenizer_of
 from amoeba.integrations.text_model import auto_class, text_config
 
 logger = logging.getLogger("amoeba")

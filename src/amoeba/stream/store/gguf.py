@@ -23,15 +23,13 @@ from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.weights import ScaledCodes
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import described, experts_modules, layout_of
+from amoeba.integrations.gguf_families import config_of, sources_of
 from amoeba.integrations.gguf_files import (
     AGAIN,
     EXPERTS,
     PLAIN,
     GgufHeader,
     GgufTensor,
-    config_of,
-    facts_of,
-    names_of,
     read_header,
     tokenizer_of,
 )
@@ -76,16 +74,14 @@ class GgufStore(FolderStore):
         layers = [_Layer(self.header, name, module) for name, module in experts_modules(model).items()]
         self.layers = tuple(layer.entry for layer in layers)
         self.pieces = tuple(tuple(layer.pieces) for layer in layers)
-        names = names_of(self.header, model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._sources = {name: _sources(self.header, own) for name, own in names.items()}
+        self._sources, self._config = sources_of(self.header, config, model), config
         self.rest = {
-            name: TensorEntry(found[0].file, found[0].start, _dtype_of(found[0], self.header.dtype), shapes[name])
-            for name, found in self._sources.items()
+            name: TensorEntry(first.file, first.start, _dtype_of(first, self.header.dtype), shapes[name])
+            for name, ((first, *_), _) in self._sources.items()
         }
-        self._heads = config.num_attention_heads
         self._check_rest(shapes)
-        taken = {id(tensor) for found in self._sources.values() for tensor in found}
+        taken = {id(tensor) for found in self._sources.values() for tensor in found.tensors}
         self.left_out = tuple(
             name for name, each in self.header.tensors.items() if id(each) not in taken and not EXPERTS.fullmatch(name)
         )
@@ -111,12 +107,9 @@ class GgufStore(FolderStore):
             yield name, self.read_rest(name)
 
     def read_rest(self, name: str) -> Tensor:
-        entry, found = self.rest[name], self._sources[name]
-        if len(found) == 1:
-            return self._numbers(found[0], entry.dtype).reshape(entry.shape)
-        # keys and values of latent attention, by heads; keys are transposed
-        key, value = (self._numbers(tensor, entry.dtype) for tensor in found)
-        return torch.cat((key.mT, value), 1).reshape(entry.shape)
+        entry, source = self.rest[name], self._sources[name]
+        numbers = [self._numbers(tensor, entry.dtype) for tensor in source.tensors]
+        return (numbers[0] if source.make is None else source.make(numbers, self._config)).reshape(entry.shape)
 
     def close(self) -> None:
         super().close()
@@ -144,8 +137,8 @@ class GgufStore(FolderStore):
         return found
 
     def _check_rest(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        for name, found in self._sources.items():
-            sizes = [tensor.shape for tensor in found]
+        for name, source in self._sources.items():
+            sizes = [tensor.shape for tensor in source.tensors]
             expected = torch.Size(shapes[name])
             if sum(map(torch.Size.numel, map(torch.Size, sizes))) != expected.numel() or (
                 len(sizes) == 1 and sizes[0][-1] != expected[-1]
@@ -156,16 +149,6 @@ class GgufStore(FolderStore):
 
 def _dtype_of(tensor: GgufTensor, dtype: torch.dtype) -> torch.dtype:
     return PLAIN.get(tensor.kind, dtype)
-
-
-def _sources(header: GgufHeader, name: str) -> list[GgufTensor]:
-    if name in header.tensors:
-        return [header.tensors[name]]
-    if name.endswith("attn_kv_b.weight"):
-        stem = name.removesuffix("kv_b.weight")
-        return [*_sources(header, f"{stem}k_b.weight"), *_sources(header, f"{stem}v_b.weight")]
-    facts_of(header).shape(name)  # which says that it is missing
-    raise AssertionError(name)
 
 
 class _Layer:
