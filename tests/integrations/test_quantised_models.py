@@ -349,6 +349,10 @@ QUANTISED_BY_OTHERS = {
     ),
     "awq": ({"quant_method": "awq"}, "by awq: no such tensor for .*gate_up_proj"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes: U8 for .*gate_up_proj"),
+    "torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}},
+        "by torchao .*: F8_E4M3 for .*gate_up_proj",
+    ),
     "nobody": (None, "quantization_config in config.json for weights in FP8; got none"),
     "words": ({"quant_method": "fp8", "weight_block_size": "128x128"}, "two numbers, such as .*; got '128x128'"),
 }  # fmt: skip
