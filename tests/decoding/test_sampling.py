@@ -93,7 +93,7 @@ def test_samples_come_as_often_as_their_shares_say():
 
 def test_one_row_draws_tokens_as_often_as_their_shares_say():
     """The draws of one seed, one after another."""
-    sampler, count = begun(Sampling(True), 1, vocabulary=8), 4000
+    sampler, count = begun(Sampling(True), 1, vocabulary=8), 2000
     scores_V = logits()[0, :8] / 3
     drawn = torch.cat([sampler.choose(scores_V[None], sampler.uses([0])) for _ in range(count)])
     assert (torch.bincount(drawn, minlength=8) / count - scores_V.softmax(0)).abs().max() < 5 * 0.5 / count**0.5
