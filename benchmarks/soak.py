@@ -93,6 +93,7 @@ def soak(target: Target, seconds: float, clients: int, kinds: dict[str, float] =
     said = [{"role": "user", "content": "Once"}]
     chat = {**{name: value for name, value in bodies[1].items() if name != "prompt"}, "messages": said, "n": 2}
     answers = [choice["message"]["content"] for choice in call(target, "/v1/chat/completions", chat)[1]["choices"]]
+    until = time.monotonic() + seconds
 
     until = time.monotonic() + seconds
 

@@ -381,6 +381,9 @@ def test_what_others_have_quantised_is_refused_by_name(method, checkpoints, tmp_
     done = call("generate", folder, "Once", code=2)
     assert re.search(message, " ".join(done.stderr.split()))
     assert "whose model loads" not in done.stderr  # said once, in our own words
+    assert re.search(message, call("plan", folder, "--machine", "4090", code=2).said), (
+        "no plan for what no command loads"
+    )
 
 
 def test_one_scale_for_a_matrix_is_dequantised_by_transformers(tmp_path: Path) -> None:

@@ -216,3 +216,25 @@ def test_gradients_of_factors_are_not_there_while_a_model_is_loaded(facts):
     found = make_plan(facts, described_machine("h200"), TUNE).candidates
     lines = next(each.lines for each in found if each.placement == "mxfp4-weights")
     assert {line.when for line in lines if line.name in ("LoRA factors", "gradients", "optimizer")} == {"running"}
+
+
+def test_a_hub_name_without_a_network_is_refused_after_one_request(monkeypatch):
+    from huggingface_hub import constants
+
+    from amoeba.integrations import model_folder
+
+    requests: list[str] = []
+
+    class Session:
+        def head(self, url, timeout):
+            requests.append(url)
+            raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    model_folder._offline_without_hub.cache_clear()
+    for command in (["plan", "a/model"], ["generate", "a/model", "Once"], ["chat", "a/model"]):
+        ended = call(*command, code=2)
+        assert "'a/model': no such folder here, not downloaded before, and no answer from" in ended.said
+    assert requests == [constants.ENDPOINT], "huggingface_hub does not repeat it, and knows that it is offline"
+    model_folder._offline_without_hub.cache_clear()

@@ -11,6 +11,7 @@ command line, weights are read as safetensors and never unpickled, and what is d
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ _TOKENIZER_FILES = (
 )
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "model*.pt", "consolidated*", "*.pth", "*.ckpt")
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of experts, as families call it
+_HUB_SECONDS = 5.0  # until the hub has to have answered its first request
 MOST_QUOTED = 400  # characters of what another package says
 ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"  # in the folder of a run
 
@@ -310,6 +312,8 @@ def check_json(path: Path) -> None:
 @contextmanager
 def _reading(name: str, part: str) -> Iterator[None]:
     """Files of others, read by packages of others: whatever comes out, what is in the folder is the reason."""
+    if not Path(name).expanduser().exists():
+        _offline_without_hub()
     try:
         yield
     except (ImportError, BadValue):
@@ -320,7 +324,24 @@ def _reading(name: str, part: str) -> Iterator[None]:
         raise _unreadable(name, part, error) from error
 
 
+@functools.cache
+def _offline_without_hub() -> None:
+    """Without a network, huggingface_hub would repeat each request for half a minute. It takes what it has
+    downloaded before if it knows that it is offline, so one request of a few seconds finds that out."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # of its HTTP package, which is another one in other versions
+        logger.info("no answer from %s", constants.ENDPOINT, exc_info=error)
+        constants.HF_HUB_OFFLINE = True
+
+
 def _unreadable(name: str, part: str, error: Exception) -> ValueError:
+    from huggingface_hub import constants
+
     if "trust_remote_code" in str(error):
         return bad_value(
             "MODEL",
@@ -339,6 +360,11 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
     said = str(error).strip().splitlines()[:1] if isinstance(error, OSError) else []
     words = " ".join(said or [f"{type(error).__name__}: {one_line(error)}"]).rstrip(" .:")
     here = "a folder" if Path(name).exists() else "no folder here"
+    if here == "no folder here" and constants.HF_HUB_OFFLINE:
+        got = f"{name!r}: no such folder here, not downloaded before, and no answer from {constants.ENDPOINT}"
+        setting = " and unset HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else ""
+        remedy = f"correct the path, or connect to the network{setting}"
+        return bad_value("MODEL", "a folder, or a hub name and a network", got, remedy)
     return bad_value(
         "MODEL",
         f"a folder or a hub name whose {part} loads",

@@ -25,7 +25,7 @@ from amoeba.core.placement import LayerSizes
 from amoeba.integrations.experts_module import described, experts_modules, layout_of
 from amoeba.integrations.gguf_files import is_gguf
 from amoeba.integrations.model_folder import load_config, load_without_weights
-from amoeba.integrations.quantised_files import format_of
+from amoeba.integrations.quantised_files import check_no_codes, check_readable, format_of
 from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
 from amoeba.integrations.text_model import positions, text_config
 from amoeba.jobs.model_cost import attention_width
@@ -163,7 +163,15 @@ def read_facts(name: str, *, config: Any = None, trust_remote_code: bool = False
 
 
 def _from_headers(name: str, folder: Path, config: Any, trust_remote_code: bool, error: Exception) -> ModelFacts:
-    """Of a model that cannot be streamed: sizes of its configuration, in the dtype of its files."""
+    """Of a model that cannot be streamed: sizes of its configuration, in the dtype of its files. What no command could
+    load is refused."""
+    quantised = facts_of(config)
+    if quantised is None:
+        check_no_codes(folder)
+    elif format_of(quantised) is None:
+        check_readable(
+            folder, load_without_weights(unquantised(config), name, trust_remote_code=trust_remote_code), quantised
+        )
     facts = _from_config(name, config, trust_remote_code)
     try:
         tensors = checkpoint_tensors(folder)
