@@ -92,7 +92,13 @@ class Running:
 
 @contextmanager
 def running(
-    folder: Path, *, limits: Limits | None = None, api_key: str | None = None, options: Any = None, **more: Any
+    folder: Path,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    options: Any = None,
+    plan: str | None = None,
+    **more: Any,
 ) -> Iterator[Running]:
     import uvicorn
 
@@ -102,7 +108,7 @@ def running(
 
     options = options or GenerationOptions(max_new_tokens=40, device=torch.device("cpu"))
     with closing(open_model(folder, options, **{"slots": 4, "context": 500} | more)) as served:
-        app = make_app(served, limits or Limits(), api_key)
+        app = make_app(served, limits or Limits(), api_key, plan)
         listening = socket.create_server(("127.0.0.1", 0))
         ready = threading.Event()
         config = uvicorn.Config(app, log_level="warning", lifespan="off")

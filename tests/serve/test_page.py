@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import running
 
 NAME = "tiny"
 
@@ -46,6 +47,7 @@ def test_a_message_is_answered_and_numbers_are_shown(server, browser):
     page.wait_for_timeout(1200)
     assert "resident" in page.locator("#chosen").inner_text()
     assert "all resident" in page.locator("#cache").inner_text().replace("\n", " ")
+    assert page.locator("#hits").bounding_box()["width"] > 100
     if folder := os.environ.get("AMOEBA_SCREENSHOTS"):
         page.screenshot(path=str(Path(folder) / "serve.png"))
     page.select_option("#model", "first")
@@ -73,3 +75,32 @@ def test_stop_ends_an_answer_on_the_server_too(server, browser, monkeypatch):
     assert page.locator(".note").inner_text() == "stopped"
     assert server.idle()
     page.close()
+
+
+def test_a_new_chat_during_an_answer_is_empty(server, browser, monkeypatch):
+    advance = server.served.engine.advance
+    monkeypatch.setattr(server.served.engine, "advance", lambda: (time.sleep(0.01), advance()))
+    page = browser.new_page()
+    page.goto(server.url)
+    page.wait_for_function("document.querySelectorAll('#model option').length == 3")
+    page.fill("#tokens", "480")
+    page.fill("#text", "Once")
+    page.press("#text", "Enter")
+    page.wait_for_function("document.querySelector('.assistant')?.textContent.length > 3")
+    page.click("#clear")
+    page.wait_for_function("document.querySelector('#send').textContent == 'Send'")
+    assert page.locator("#talk").inner_text() == "" and page.evaluate("messages.length") == 0
+    page.close()
+
+
+def test_bars_show_hits_and_the_plan_is_told(folder, browser):
+    from amoeba.jobs.generate.options import GenerationOptions
+
+    with running(folder, options=GenerationOptions(max_new_tokens=20, ram="auto"), plan="experts streamed") as streamed:
+        page = browser.new_page()
+        page.goto(streamed.url)
+        page.wait_for_function("document.querySelector('#plan').textContent == 'plan: experts streamed'")
+        hits = streamed.served.status()["expert_cache"]["hit_rate"]
+        whole = page.locator(".bar").last.bounding_box()["width"]
+        assert page.locator("#hits").bounding_box()["width"] == pytest.approx(hits * whole, abs=1.5) and hits > 0
+        page.close()

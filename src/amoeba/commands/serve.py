@@ -83,7 +83,7 @@ def serve(
         with closing(served):
             engine = served.engine
             say(f"steps {engine.kind}: {engine.reason}; {engine.slots} slots of {served.context} tokens")
-            app = make_app(served, Limits(queue, max_body), api_key or os.environ.get(_KEY) or None)
+            app = make_app(served, Limits(queue, max_body), api_key or os.environ.get(_KEY) or None, taken.chosen)
             shown = f"[{host}]" if ":" in host else host
             run(app, served, host, port, lambda chosen: say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"))
             document = {"document": "amoeba serve", **served.status(), **served.loaded.facts()}

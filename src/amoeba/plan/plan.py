@@ -383,8 +383,8 @@ def predicted(peak: int, speed: Speed | None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def predicted_words(candidate: Candidate) -> str:
-    speed, words = candidate.speed, [str(candidate), f"{show_size(candidate.peak_bytes)}"]
+def predicted_words(candidate: Candidate, *, speeds: bool = True) -> str:
+    speed, words = candidate.speed if speeds else Speed(), [str(candidate), f"{show_size(candidate.peak_bytes)}"]
     if speed.decode is not None:
         words.append(f"{speed.decode:,.3g} tokens/s")
     if speed.step_seconds is not None:

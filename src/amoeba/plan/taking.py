@@ -51,6 +51,13 @@ class Taken:
     work: Work | None = None
     promised: dict[str, Any] | None = None
 
+    @property
+    def chosen(self) -> str | None:
+        """In words, with the speed where the machine's is known; None without a plan."""
+        if self.candidate is None or self.machine is None:
+            return self.words
+        return predicted_words(self.candidate, speeds=self.machine.is_measured)
+
     def compared(self, measured: Mapping[str, Any], **work: Any) -> dict[str, Any] | None:
         """For a report: `predicted` and `measured` by the same names. Speeds only where the machine's are known.
         work: what is known by now, as the tokens of the prompt."""

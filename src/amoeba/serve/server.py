@@ -57,7 +57,8 @@ class Limits:
     body_seconds: float = 30.0
 
 
-def make_app(served: ServedModel, limits: Limits, api_key: str | None = None) -> FastAPI:
+def make_app(served: ServedModel, limits: Limits, api_key: str | None = None, plan: str | None = None) -> FastAPI:
+    """plan: what the plan chose, in words, for the page."""
     app = FastAPI(title="aMoEba", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     server = Server(served, limits, api_key)
     app.state.server = server
@@ -109,7 +110,7 @@ def make_app(served: ServedModel, limits: Limits, api_key: str | None = None) ->
     @app.get("/status")
     async def status(request: Request) -> dict[str, Any]:
         server.check_key(request)
-        return served.status() | {"open": server.open}
+        return served.status() | {"open": server.open, "plan": plan}
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> str:
