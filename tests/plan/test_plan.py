@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from amoeba.plan.speed import hit_rate
 from amoeba.stream.store.reading import Reader
 from called import call
 from sparse_models import qwen3_30b, sparse_model
+from tiny_models import build, token_ids
 
 GIB = 2**30
 ONE_CHAT = Work("generate", context=4096, batch=1)
@@ -67,6 +69,16 @@ class TestTheModel:
         monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda name: headers)
         found = read_facts("somebody/qwen3")
         assert found.expert_bytes("resident") == facts.expert_bytes("resident") and found.sizes_known
+
+    @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next"])
+    def test_keys_and_values_are_counted_as_the_cache_holds_them(self, family, tmp_path):
+        model = build(family)
+        model.config.save_pretrained(tmp_path)
+        with torch.no_grad():
+            layers = model(input_ids=token_ids(1, 6), use_cache=True).past_key_values.layers
+        held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        numbers = sum(each.numel() for each in held if each is not None)
+        assert read_facts(str(tmp_path)).kv_numbers * 6 == numbers
 
 
 class TestWhatIsBest:

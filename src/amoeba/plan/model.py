@@ -11,6 +11,7 @@ train from scratch) is built on the meta device, which takes no memory.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -253,13 +254,33 @@ def _top_k(text: Any, entries: tuple[LayerEntry, ...]) -> int:
 
 
 def _kv_numbers(text: Any) -> int:
-    """Keys and values of a token, as transformers' caches hold them: of latent attention, too, one per head."""
+    """Keys and values of a token, as transformers' caches hold them."""
     kinds = getattr(text, "layer_types", None)
     layers = text.num_hidden_layers
     if isinstance(kinds, list | tuple):
         layers = sum(1 for kind in kinds if "attention" in kind and "linear" not in kind)
     heads = text.num_attention_heads
     if (keys := getattr(text, "qk_nope_head_dim", None)) is not None:
+        if _caches_latents():
+            return layers * (text.kv_lora_rank + text.qk_rope_head_dim)
         return layers * heads * (keys + text.qk_rope_head_dim + text.v_head_dim)
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     return layers * 2 * (getattr(text, "num_key_value_heads", None) or heads) * size
+
+
+@functools.cache
+def _caches_latents() -> bool:
+    """Whether this version of transformers caches the latents of latent attention, or keys and values of all heads:
+    one token through a small layer of DeepSeek-V3, without weights."""
+    from transformers import DeepseekV3Config, DynamicCache
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    sizes = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "kv_lora_rank": 4, "q_lora_rank": 4}
+    config = DeepseekV3Config(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    config._attn_implementation = "eager"
+    cache = DynamicCache()
+    with torch.device("meta"):
+        angles = torch.empty(1, 1, 4)
+        layer = DeepseekV3Attention(config, layer_idx=0)
+        layer(torch.empty(1, 1, 8), (angles, angles), None, past_key_values=cache)
+    return bool(cache.layers[0].keys.shape[1] == 1)  # of one head
