@@ -65,6 +65,7 @@ class Machine:
     link: float = 0.0
     peer: float | None = None
     network: float | None = None
+    cpu_fp32_flops: float = 0.0  # 0: those of cpu_flops, which are of the fastest dtype
     disk_free: int = 1 << 40
     assumed: list[str] = field(default_factory=list)  # names of what was neither measured nor given
 
@@ -73,6 +74,11 @@ class Machine:
         """Those that it has, by their names."""
         names = (*_RATES["cpu"], *_RATES["cuda"], "peer", "network")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
+    def vector_flops(self) -> float:
+        """Of the CPU in fp32: what unpacks codes, and multiplies few rows."""
+        return self.cpu_fp32_flops or self.cpu_flops
 
     @property
     def is_measured(self) -> bool:
@@ -93,7 +99,13 @@ class Machine:
 
 
 _NAMES = {
-    **{"cpu_flops": "CPU", "gpu_flops": "GPU", "cpu_bandwidth": "host memory", "gpu_bandwidth": "GPU memory"},
+    **{
+        "cpu_flops": "CPU",
+        "cpu_fp32_flops": "CPU in fp32",
+        "gpu_flops": "GPU",
+        "cpu_bandwidth": "host memory",
+        "gpu_bandwidth": "GPU memory",
+    },
     **{"disk": "disk", "link": "link to the GPU", "peer": "GPU to GPU", "network": "network per GPU"},
 }
 
@@ -181,7 +193,10 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-_RATES = {"cpu": ("cpu_flops", "cpu_bandwidth", "disk"), "cuda": ("gpu_flops", "gpu_bandwidth", "link")}
+_RATES = {
+    "cpu": ("cpu_flops", "cpu_fp32_flops", "cpu_bandwidth", "disk"),
+    "cuda": ("gpu_flops", "gpu_bandwidth", "link"),
+}
 
 
 def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine:
@@ -194,7 +209,7 @@ def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine:
         rates = _rates(each, measure)
         if rates is None:
             card = CARDS["h200"] if each.type == "cuda" else _AROUND
-            rates = {name: card[name] for name in _RATES[each.type]}
+            rates = {name: card[name] for name in _RATES[each.type] if name in card}
             assumed += rates
         told |= rates
     if device.type == "cuda":
@@ -234,7 +249,8 @@ def _rates(device: torch.device, measure: bool) -> dict[str, float] | None:
     ceilings = measure_ceilings(device, [torch.bfloat16])
     flops = max(each.flops_per_second for each in ceilings.matmul.values())
     last = _link_rate() if device.type == "cuda" else _disk_rate()
-    rates = dict(zip(names, (flops, ceilings.copy_bytes_per_second, last), strict=True))
+    fp32 = [ceilings.matmul["float32"].flops_per_second] if device.type == "cpu" else []
+    rates = dict(zip(names, (flops, *fp32, ceilings.copy_bytes_per_second, last), strict=True))
     load = load_average()
     if device.type == "cuda" or load is None or load <= usable_cores():  # else other programs were measured, too
         keep("machine", about, rates)

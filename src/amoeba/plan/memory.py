@@ -11,6 +11,7 @@ needs on top (activations, workspaces) is an upper estimate whose constants were
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -33,11 +34,12 @@ CUDA, HOST = "cuda", "cpu"
 # Measured with `python -m benchmarks plan` on a 2-core Neoverse-N1: a process with torch, transformers and a tokenizer,
 # and what allocator and threads keep on top of what is asked for.
 _PROCESS_BYTES, _TRAINER_BYTES = 464 << 20, 32 << 20
-# What torch's products in bf16 keep on a CPU that has them: without it, peaks of training on a Xeon with AMX were up to
-# 36 MiB above the plan.
-_BF16_PRODUCTS = 48 << 20
+# What torch's products keep on x86 in training: without it, peaks were up to 36 MiB above the plan in bf16 on a Xeon
+# with AMX, and up to 56 MiB in fp32 on one without.
+_X86_PRODUCTS = 0 if platform.machine().lower() in ("aarch64", "arm64") else 64 << 20
 _CPU_SLACK, CPU_SLACK_SHARE = 16 << 20, 0.05
-_STREAMED_STEP = 16 << 20  # a step over streamed experts was 10 MiB above the plan without it
+# Passes over streamed experts were 10 MiB above the plan without these, with 192 MiB of slots.
+_STREAMED_STEP, SLOTS_SHARE = 16 << 20, 1 / 16
 # On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own.
 _GPU_WORKSPACE = 96 << 20
 
@@ -125,7 +127,7 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
     here, share = choice.device, work.ranks if choice.placement == "ranks" else 1
     rest = facts.rest_numbers * dtype.itemsize
     process = _PROCESS_BYTES + (_TRAINER_BYTES if work.trains else 0)
-    process += _BF16_PRODUCTS if work.trains and here == HOST and dtype == torch.bfloat16 else 0
+    process += _X86_PRODUCTS if work.trains and here == HOST else 0
     lines = [Line("weights", rest, here), Line(_PROCESS, process, HOST)]
     lines += _experts(facts, choice, work, dtype, share)
     if not work.trains:
@@ -133,6 +135,8 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
         rows = work.batch + (work.purpose == "serve")  # and one in which prompts are read
         lines.append(Line("KV cache", rows * length * facts.kv_numbers * dtype.itemsize, here, "running"))
         lines.append(Line("activations", _forward_bytes(facts, work, dtype, choice), here, "running"))
+        if here == HOST:
+            lines.append(Line("weights as decode steps read them", _step_copies(facts, dtype), here, "running"))
     else:
         lines += _training(facts, choice, work, dtype, share)
     held = sum(line.bytes for line in lines if line.when != "running" and line.name != _PROCESS)
@@ -151,7 +155,7 @@ def _experts(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
         if choice.budgets is not None:
             return _streamed_to_gpu(facts, choice.budgets)
         slots = sum(count * each.expert_bytes for count, each in zip(choice.slots, facts.entries, strict=True))
-        reads = facts.scratch_bytes + (_STREAMED_STEP if work.trains else 0)
+        reads = facts.scratch_bytes + (_STREAMED_STEP if work.trains else int(SLOTS_SHARE * slots))
         return [Line("slots", slots, HOST), Line("reads", reads, HOST)]
     if choice.placement == "ranks":
         return [Line("experts", -(-facts.expert_bytes("resident", dtype) // share), choice.device)]
@@ -180,6 +184,15 @@ def _streamed_to_gpu(facts: ModelFacts, budgets: Budgets) -> list[Line]:
     pinned = sum(count * each.expert_bytes for count, each in zip(budgets.host_slots, facts.entries, strict=True))
     passing = passing_bytes(facts.entries, budgets.slots, facts.scratch_bytes)
     return [Line("slots", slots, CUDA), Line("pinned experts", pinned, HOST), Line("reads", passing, HOST)]
+
+
+def _step_copies(facts: ModelFacts, dtype: torch.dtype) -> int:
+    """What the C++ core's decode step keeps in addition (decoding/cpu_step.py): of a bf16 checkpoint that is computed
+    in fp32, everything but the experts in bf16; else the projections to queries, keys and values as one matrix."""
+    if dtype == torch.float32 and facts.dtype == torch.bfloat16:
+        return (facts.rest_numbers - facts.embedding_numbers) * torch.bfloat16.itemsize
+    width = facts.decoder_layers * facts.attention_width + facts.kv_numbers
+    return min(facts.rest_numbers, width * facts.hidden) * dtype.itemsize
 
 
 def _forward_bytes(facts: ModelFacts, work: Work, dtype: torch.dtype, choice: Choice) -> int:

@@ -23,7 +23,7 @@ from amoeba.core.errors import bad_value, one_line
 from amoeba.core.placement import Situation
 from amoeba.placements import RESIDENT, all_placements, placement_named
 from amoeba.plan.machine import Machine
-from amoeba.plan.memory import CPU_SLACK_SHARE, CUDA, HOST, Choice, Line, Purpose, Work, memory_of, total
+from amoeba.plan.memory import CPU_SLACK_SHARE, CUDA, HOST, SLOTS_SHARE, Choice, Line, Purpose, Work, memory_of, total
 from amoeba.plan.model import ModelFacts
 from amoeba.plan.speed import Speed, speed_of
 from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
@@ -308,7 +308,7 @@ def _with_slots(
     if empty.budgets is None:
         everything = rest + scratch + sum(each.experts * each.expert_bytes for each in entries)
         others = total(without, HOST) - rest - scratch
-        budget = min(everything, int(max(0, free[HOST] - others) / (1 + CPU_SLACK_SHARE)))
+        budget = min(everything, int(max(0, free[HOST] - others) / ((1 + CPU_SLACK_SHARE) * (1 + SLOTS_SHARE))))
         slots = tuple(slots_in_memory(entries, rest, scratch, budget))
         return replace(empty, slots=slots), {"ram": str(budget)}
     vram = max(0, free[CUDA] - (total(without, CUDA) - rest))

@@ -33,11 +33,19 @@ _PLAIN_LAYER = 1.4e-3
 # A training step reaches this share of a dense product (1.27B, 0.67B and 6.9B parameters: 52, 47 and 56 %; LoRA 47 %),
 # and its layers cost this much.
 _STEP_PRODUCTS, _STEP_LAYER = 0.55, 150e-6
-# Two layers of Qwen3-30B's sizes on two cores (Neoverse-N1): 55 new tokens/s and 197 of a prompt.
-_CPU_READS, _CPU_PRODUCTS, _CPU_LAYER = 1.1, 0.7, 0.4e-3
-_CPU_INT8 = 1.9  # times as fast as bf16 in a prompt (the same)
-_CPU_CODES = 0.6
-_CPU_STEP = 0.5
+# On a CPU, of CPU time on one core of a Cascade Lake (dev/log/plan.md): prompts of 26, 208 and 1300 tokens, new tokens
+# after each, and LoRA steps of 256 and 1024 tokens. An expert's numbers are read once and multiplied by all its rows.
+_CPU_PRODUCTS = 0.7  # dense ones
+_CPU_EXPERTS = {"plain": 0.63, "int8": 1.6, "codes": 0.57}  # products of experts
+# Codes are read at this share of a copy; for few rows each is unpacked again (operations of fp32 per number and row),
+# for more rows once.
+_CODES_READ, _CODES_FEW, _CODES_UNPACK = 0.55, 17, 90
+# A decode step reads everything else, and keys and values, at these shares of a copy, and its layers take this long
+# within the C++ core; those of a prompt run in Python.
+_CPU_DENSE_READ, _CPU_CACHE_READ, _CPU_LAYER, _CPU_PROMPT_LAYER = 0.7, 0.45, 0.1e-3, 1e-3
+# Of products in fp32, even where bf16 is faster: an expert has few rows. Codes are unpacked in each pass.
+_CPU_STEP, _CPU_STEP_LAYER = 0.33, 2e-3
+_CPU_STEP_EXPERTS = {"plain": 0.33, "bf16": 0.55, "int8": 0.8, "codes": 0.25}
 _DISK = 0.85
 # Hits of a cache with slots for so many times the experts of a token, where 45 % of the choices repeat at the next
 # token and 80 % within eight (Qwen3-30B; `python -m benchmarks cache --synthetic qwen3-30b`); then a
@@ -104,44 +112,66 @@ def _pass(facts: ModelFacts, choice: Choice, work: Work, machine: Machine, *, to
     on_gpu = choice.device == CUDA
     dtype = choice.dtype or facts.dtype
     ranks = work.ranks if choice.placement == "ranks" else 1
-    cpu_experts = choice.placement.startswith("cpu-") or (choice.placement != "streamed" and not on_gpu)
-    code = choice.placement.removesuffix("-weights")
-    reads, products, of_layer = (
-        (machine.gpu_bandwidth * _GPU_READS, machine.gpu_flops * _GPU_PRODUCTS, _GPU_LAYER)
-        if on_gpu
-        else (machine.cpu_bandwidth * _CPU_READS, machine.cpu_flops * _CPU_PRODUCTS, _CPU_LAYER)
-    )
+    cpu_experts = not on_gpu or choice.placement.startswith("cpu-")
+    is_step = tokens == work.batch
     dense = facts.rest_numbers - facts.embedding_numbers
     kv = work.batch * cached * facts.kv_numbers * dtype.itemsize
-    seconds = (dense * dtype.itemsize + kv) / reads
+    if on_gpu:
+        products = machine.gpu_flops * _GPU_PRODUCTS
+        seconds = (dense * dtype.itemsize + kv) / (machine.gpu_bandwidth * _GPU_READS)
+        layer = _PLAIN_LAYER if cpu_experts or ranks > 1 else _GPU_LAYER
+    else:
+        products = machine.cpu_flops * _CPU_PRODUCTS
+        size = min(dtype.itemsize, facts.dtype.itemsize) if is_step else dtype.itemsize  # steps read bf16 as it is
+        seconds = dense * size / (machine.cpu_bandwidth * _CPU_DENSE_READ)
+        seconds += kv / (machine.cpu_bandwidth * _CPU_CACHE_READ)
+        layer = _CPU_LAYER if is_step else _CPU_PROMPT_LAYER
     seconds += 2 * tokens * (dense - facts.head_numbers) / products + 2 * work.batch * facts.head_numbers / products
     seconds += 2 * tokens * cached * facts.attention_width * facts.decoder_layers / products
-    waits = on_gpu and (cpu_experts or ranks > 1)
-    seconds += facts.decoder_layers * (_PLAIN_LAYER if waits else of_layer)
-    expert_reads, expert_products = reads, products
-    if cpu_experts and on_gpu:
-        expert_reads, expert_products = machine.cpu_bandwidth * _CPU_READS, machine.cpu_flops * _CPU_PRODUCTS
-    if facts.is_quantised or code in _CODE_READS:
-        name = facts.numbers.split("-")[0] if facts.is_quantised else code
-        expert_reads *= _CODE_READS.get(name, 0.6) / _GPU_READS if on_gpu and not cpu_experts else 1.0
-        expert_products *= _CODE_PRODUCTS / _GPU_PRODUCTS if on_gpu and not cpu_experts else _CPU_CODES
-    elif choice.placement == "cpu-int8":
-        expert_products *= _CPU_INT8
+    seconds += facts.decoder_layers * layer
     streams, whole = choice.placement == "streamed", choice.placement in ("streamed", "ranks")
     for place, entry in enumerate(facts.entries):
         touched = _touched(entry.experts, facts.top_k, tokens) / ranks
         each = facts.of_layer(entry, "resident" if whole else choice.placement, None if streams else dtype)
         if choice.placement.startswith("cpu-"):
             each = entry.hidden * entry.intermediate * 3 * (1 if choice.placement == "cpu-int8" else 2)
-        numbers = 3 if entry.activation.gated else 2
-        flops = 2 * tokens * facts.top_k * numbers * entry.hidden * entry.intermediate / ranks
-        computing = touched * each / expert_reads + flops / expert_products
+        numbers = (3 if entry.activation.gated else 2) * entry.hidden * entry.intermediate
+        rows = tokens * facts.top_k / ranks
+        by = _experts_on_cpu if cpu_experts else _experts_on_gpu
+        computing = by(_code(facts, choice), machine, touched * each, touched * numbers, rows * numbers)
         if streams:
             computing = _streamed(facts, choice, machine, place, tokens, touched, computing)
         seconds += computing
         if ranks > 1:  # every rank has the same tokens: one sum of rows over all of them
             seconds += 2 * tokens * entry.hidden * dtype.itemsize / _between(machine, work) + 30e-6
     return seconds
+
+
+def _code(facts: ModelFacts, choice: Choice) -> str | None:
+    """The format of the experts' codes as they are computed; None for numbers, and int8 of the CPU core's own."""
+    if choice.placement == "cpu-int8":
+        return "int8"
+    if choice.placement.startswith("cpu-"):
+        return None
+    code = choice.placement.removesuffix("-weights")
+    return code if code in _CODE_READS else facts.numbers.split("-")[0] if facts.is_quantised else None
+
+
+def _experts_on_gpu(code: str | None, machine: Machine, read: float, numbers: float, products: float) -> float:
+    """read: bytes of the experts that a layer needs; numbers: of theirs; products: numbers times rows."""
+    reads, rate = (_GPU_READS, _GPU_PRODUCTS) if code is None else (_CODE_READS.get(code, 0.6), _CODE_PRODUCTS)
+    return read / (machine.gpu_bandwidth * reads) + 2 * products / (machine.gpu_flops * rate)
+
+
+def _experts_on_cpu(code: str | None, machine: Machine, read: float, numbers: float, products: float) -> float:
+    """As `_experts_on_gpu`."""
+    if code is None or code == "int8":
+        return read / machine.cpu_bandwidth + 2 * products / (machine.cpu_flops * _CPU_EXPERTS[code or "plain"])
+    few = _CODES_FEW * max(0.0, products - numbers) / machine.vector_flops
+    unpacked = _CODES_UNPACK * numbers / machine.vector_flops + 2 * products / (
+        machine.cpu_flops * _CPU_EXPERTS["codes"]
+    )
+    return read / (machine.cpu_bandwidth * _CODES_READ) + min(few, unpacked)
 
 
 def _touched(experts: int, top_k: int, tokens: int) -> float:
@@ -173,17 +203,19 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
     """Seconds of an optimizer step of one batch, and of them for exchanges between ranks."""
     on_gpu, tokens = choice.device == CUDA, work.tokens
     per_number = (6 if work.purpose == "train" else 4) + (2 if choice.checkpointing else 0)
-    products = machine.gpu_flops * _STEP_PRODUCTS if on_gpu else machine.cpu_flops * _CPU_STEP
+    products = machine.gpu_flops * _STEP_PRODUCTS if on_gpu else machine.vector_flops * _CPU_STEP
     dense = facts.rest_numbers - facts.embedding_numbers
     of_experts = facts.active_numbers - dense
     attention = 6 * facts.decoder_layers * facts.attention_width * work.context
     seconds = tokens * (per_number * dense + attention) / products
-    expert_products = products
-    if choice.placement.startswith("cpu-"):
-        expert_products = machine.cpu_flops * _CPU_STEP * (_CPU_INT8 if "int8" in choice.placement else 1.0)
-    elif facts.is_quantised or choice.placement.endswith("-weights"):
-        expert_products *= _CODE_PRODUCTS / _GPU_PRODUCTS if on_gpu else _CPU_CODES
-    computing = tokens * per_number * of_experts / expert_products
+    expert_products, reading, code = products, 0.0, _code(facts, choice)
+    if not on_gpu or choice.placement.startswith("cpu-"):
+        kind = "bf16" if choice.placement == "cpu-bf16" else code or "plain"
+        expert_products = machine.vector_flops * _CPU_STEP_EXPERTS.get(kind, _CPU_STEP_EXPERTS["codes"])
+        reading = per_number / 2 * _read_on_cpu(facts, choice, machine, kind)
+    elif code is not None:
+        expert_products *= _CODE_PRODUCTS / _GPU_PRODUCTS
+    computing = tokens * per_number * of_experts / expert_products + reading
     if choice.placement == "streamed":
         passes, slots = (
             (3 if choice.checkpointing else 2),
@@ -202,9 +234,20 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
     memory = machine.gpu_bandwidth if on_gpu else machine.cpu_bandwidth
     # AdamW reads and writes parameters, moments and gradients
     seconds += 2 * trained / max(1, work.ranks) * (6 + work.moments) / memory
-    seconds += computing + facts.decoder_layers * (_STEP_LAYER if on_gpu else 4 * _CPU_LAYER)
+    seconds += computing + facts.decoder_layers * (_STEP_LAYER if on_gpu else _CPU_STEP_LAYER)
     exchange = _exchanged(facts, work, machine) if choice.placement == "ranks" else 0.0
     return seconds + exchange, exchange
+
+
+def _read_on_cpu(facts: ModelFacts, choice: Choice, machine: Machine, kind: str) -> float:
+    """Seconds in which a pass reads all experts once, and unpacks them if they are codes."""
+    if choice.placement.startswith("cpu-"):
+        return facts.expert_numbers * (1 if kind == "int8" else 2) / machine.cpu_bandwidth
+    is_code = kind not in _CPU_STEP_EXPERTS
+    placement = choice.placement if choice.placement.endswith("-weights") else "resident"
+    dtype = None if choice.placement == "streamed" else choice.dtype
+    unpacking = _CODES_UNPACK * facts.expert_numbers / machine.vector_flops if is_code else 0.0
+    return facts.expert_bytes(placement, dtype) / machine.cpu_bandwidth + unpacking
 
 
 def _exchanged(facts: ModelFacts, work: Work, machine: Machine) -> float:
