@@ -220,6 +220,12 @@ def plan(
     ] = None,
     passes: Annotated[list[str] | None, typer.Option("--pass", help="generate, finetune or train.")] = None,
     place: Annotated[list[str] | None, typer.Option("--place", help="Only experts resident, streamed, ...")] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option("--ranks", help="Train with experts over this many processes.")
+    ] = None,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="On a CPU: CPU time of one thread, for a machine with other work.")
+    ] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no cell after this many.")] = 1e9,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep the models here (default: nowhere).")] = None,
     out: Out = None,
@@ -236,8 +242,8 @@ def plan(
         from benchmarks.plan import choose_cells, run
 
         path = free_path(out)
-        cells = choose_cells(shape or [], passes or [], place or [], torch.cuda.is_available())
-    finish(output, *run(cells, folder, seconds, path, output), json)
+        cells = choose_cells(shape or [], passes or [], place or [], torch.cuda.is_available(), ranks or [])
+    finish(output, *run(cells, folder, seconds, path, output, cpu_time), json)
 
 
 @app.command()

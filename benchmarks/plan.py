@@ -5,12 +5,16 @@
 
 A cell is a model, a purpose, a budget and one candidate of its plan, which the command then runs with the options that
 the plan gives. Peak memory must not be above the plan, nor 8 % below it; speeds within 25 %.
+
+With `--cpu-time`, one thread's CPU time takes the place of the clock, for rates and commands: other programs then
+change little. With `--ranks`, experts are spread over processes, and the link between them is measured first.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -23,14 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from amoeba.commands.bench_run import three_digits
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
+from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.plan.machine import Machine, measured_machine
 from amoeba.plan.memory import Work, memory_of, total
 from amoeba.plan.model import read_facts
-from amoeba.plan.plan import STREAMED, Candidate, make_plan
+from amoeba.plan.plan import RANKS, STREAMED, Candidate, make_plan
 from amoeba.plan.taking import Taken
 from amoeba.stream.attaching import Budgets
 from benchmarks.roads import SIZES, Size, prepare, run_command
@@ -62,6 +68,12 @@ MODELS: dict[str, Size] = {
     ),
 }
 PLACES = ("resident", "streamed", "mxfp4-weights", "fp8-weights", "cpu-bf16", "cpu-int8")
+# Modules that wait with the clock have their own reference to it by then.
+_CPU_TIME = """import asyncio, queue, subprocess, sys, threading, time
+time.perf_counter = time.monotonic = time.process_time
+time.perf_counter_ns = time.process_time_ns
+"""
+_LINK_BYTES = 16 << 20  # that a rank sends to find out how fast the others receive
 
 
 @dataclass(frozen=True)
@@ -78,11 +90,13 @@ class Cell:
     length: int = 512
     steps: int = 8
     checkpointing: bool = False
+    ranks: int = 1
 
     @property
     def name(self) -> str:
         more = f" {100 * self.share:.0f} %" if self.place == STREAMED else ""
         size = f"{self.repeats * 8} words" if self.purpose == "generate" else f"{self.batch} x {self.length}"
+        more += f" of {self.ranks}" if self.ranks > 1 else ""
         return f"{self.model} {self.purpose} {self.place}{more} {size}{' checkpointing' if self.checkpointing else ''}"
 
 
@@ -105,7 +119,9 @@ class Found:
         return self.error is None and peak is not None and 1 - MOST_BELOW <= peak <= 1
 
 
-def choose_cells(models: Sequence[str], purposes: Sequence[str], places: Sequence[str], gpu: bool) -> list[Cell]:
+def choose_cells(
+    models: Sequence[str], purposes: Sequence[str], places: Sequence[str], gpu: bool, ranks: Sequence[int] = ()
+) -> list[Cell]:
     for option, given, known in (
         ("--shape", models, (*MODELS,)),
         ("--pass", purposes, ("generate", "finetune", "train")),
@@ -121,13 +137,22 @@ def choose_cells(models: Sequence[str], purposes: Sequence[str], places: Sequenc
             for purpose in purposes or ("generate", "finetune"):
                 if purpose != "train" or place == "resident":
                     cells.append(Cell(model, purpose, place, **small))
+    if ranks:
+        training = [each for each in purposes or ("finetune", "train") if each != "generate"]
+        return [
+            Cell(model, each, RANKS, ranks=count, **small) for model in chosen for each in training for count in ranks
+        ]
     longer = [replace(cell, repeats=250, checkpointing=cell.purpose != "generate") for cell in cells]
     return [*cells, *(cell for cell in longer if gpu and cell.place == "resident")]
 
 
-def measure(cells: Sequence[Cell], folder: Path, gpu: bool, seconds: float = 1e9) -> Iterator[Found]:
+def measure(
+    cells: Sequence[Cell], folder: Path, gpu: bool, seconds: float = 1e9, cpu_time: bool = False
+) -> Iterator[Found]:
     """In this process on a GPU, in one each on a CPU, whose peak is that of a process."""
-    machine, ends = measured_machine(gpu=gpu), time.monotonic() + seconds
+    ends = time.monotonic() + seconds
+    machine = _cpu_time_machine() if cpu_time else measured_machine(gpu=gpu)
+    links = {count: _link_between(count, cpu_time) for count in sorted({cell.ranks for cell in cells} - {1})}
     for name in dict.fromkeys(cell.model for cell in cells):
         if not (folder / name / "bf16").exists():
             prepare(folder / name, MODELS[name], ["bf16"], torch.device("cuda" if gpu else "cpu"))
@@ -135,11 +160,50 @@ def measure(cells: Sequence[Cell], folder: Path, gpu: bool, seconds: float = 1e9
         for cell in cells:
             if cell.model == name and time.monotonic() < ends:
                 began = time.monotonic()
-                found = _measured(cell, folder / name, machine, gpu)
+                here = replace(machine, peer=links.get(cell.ranks))
+                found = _measured(cell, folder / name, here, gpu, cpu_time)
                 yield replace(found, seconds=time.monotonic() - began)
 
 
-def _measured(cell: Cell, folder: Path, machine: Machine, gpu: bool) -> Found:
+def _cpu_time_machine() -> Machine:
+    """Its rates for one thread, by CPU time."""
+    program = (
+        f"{_CPU_TIME}import dataclasses, json; from amoeba.plan import machine as here; here.kept = lambda *_: None\n"
+    )
+    program += "here.keep = lambda *_: None; print(json.dumps(dataclasses.asdict(here.measured_machine(gpu=False))))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=_one_thread()
+    )
+    return Machine(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _one_thread() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+def _link_between(ranks: int, cpu_time: bool) -> float:
+    """Bytes per second that each of these processes sends to all others while it receives as many."""
+    processes = LocalRanks(ranks)
+    try:
+        return _LINK_BYTES * (ranks - 1) / ranks / max(processes.run(_send, [(ranks, cpu_time)] * ranks))
+    finally:
+        processes.close()
+
+
+def _send(ranks: int, cpu_time: bool) -> float:
+    """Seconds: the least of a few."""
+    clock = time.process_time if cpu_time else time.perf_counter
+    group = first_processes(ranks)
+    sent = torch.ones(_LINK_BYTES // 4, dtype=torch.float32, device="cpu")
+    received, seconds = torch.empty_like(sent), []
+    for _ in range(5):
+        began = clock()
+        dist.all_to_all_single(received, sent, group=group)
+        seconds.append(clock() - began)
+    return min(seconds)
+
+
+def _measured(cell: Cell, folder: Path, machine: Machine, gpu: bool, cpu_time: bool = False) -> Found:
     facts = read_facts(str(folder / "bf16"))
     work = _work(cell)
     if gpu:
@@ -149,7 +213,7 @@ def _measured(cell: Cell, folder: Path, machine: Machine, gpu: bool) -> Found:
     candidate = _candidate(make_plan(facts, machine, work, helps=False).candidates, cell)
     if candidate is None or (candidate.rejected and cell.place == STREAMED):
         return Found(cell, {}, {}, "no such candidate" if candidate is None else candidate.rejected)
-    code, document, said = _run(_words(cell, folder, candidate), gpu)
+    code, document, said = _run(_words(cell, folder, candidate), gpu, cell.ranks, cpu_time)
     if code != 0:
         return Found(cell, {}, {}, said.strip().splitlines()[-1] if said.strip() else f"exit {code}")
     if cell.purpose == "generate":
@@ -173,7 +237,8 @@ def _work(cell: Cell) -> Work:
     if cell.purpose == "generate":
         tokens = cell.repeats * 13
         return Work("generate", tokens + cell.new_tokens, 1, prompt=tokens)
-    return Work(cell.purpose, cell.length, cell.batch, rank=8, checkpointing=cell.checkpointing)  # type: ignore[arg-type]
+    batch, purpose = cell.batch // cell.ranks, cell.purpose
+    return Work(purpose, cell.length, batch, rank=8, checkpointing=cell.checkpointing, ranks=cell.ranks)  # type: ignore[arg-type]
 
 
 def _with_share(facts: Any, machine: Machine, work: Work, share: float) -> Machine:
@@ -222,15 +287,24 @@ def _words(cell: Cell, folder: Path, candidate: Candidate) -> list[str]:
     return [*begin, str(folder / "bf16"), *(str(word) for pair in sizes.items() for word in pair), *options, "--json"]
 
 
-def _run(words: list[str], gpu: bool) -> tuple[int, dict[str, Any], str]:
+def _run(words: list[str], gpu: bool, ranks: int = 1, cpu_time: bool = False) -> tuple[int, dict[str, Any], str]:
     if gpu:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return run_command(words, 1)
     # a shell in between: the peak of a process begins with what its parent holds
-    command = shlex.join([sys.executable, "-m", "amoeba", *words]) + "; exit $?"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    program = [sys.executable, "-m", "amoeba"]
+    with tempfile.TemporaryDirectory() as folder:
+        if ranks > 1 or cpu_time:  # torchrun starts a file
+            path = Path(folder) / "command.py"
+            begin = _CPU_TIME if cpu_time else ""
+            path.write_text(f"{begin}from amoeba.__main__ import main\nif __name__ == '__main__':\n    main()\n")
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            program = [sys.executable, *(torchrun if ranks > 1 else []), str(path)]
+        command = shlex.join([*program, *words]) + "; exit $?"
+        environment = _one_thread() if ranks > 1 or cpu_time else None
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
     try:
         document = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -239,17 +313,22 @@ def _run(words: list[str], gpu: bool) -> tuple[int, dict[str, Any], str]:
 
 
 def run(
-    cells: Sequence[Cell], folder: Path | None, seconds: float, path: Path | None, output: Output
+    cells: Sequence[Cell],
+    folder: Path | None,
+    seconds: float,
+    path: Path | None,
+    output: Output,
+    cpu_time: bool = False,
 ) -> tuple[dict[str, Any], bool]:
     gpu = torch.cuda.is_available()
     rows, found = [], []
     document: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for each in measure(cells, folder or Path(temporary), gpu, seconds):
+        for each in measure(cells, folder or Path(temporary), gpu, seconds, cpu_time):
             found.append(each)
             rows.append(_row(each))
             output.progress("  ".join(rows[-1]))
-            document = {"document": "benchmarks plan", "cells": [asdict(one) for one in found]}
+            document = {"document": "benchmarks plan", "cpu_time": cpu_time, "cells": [asdict(one) for one in found]}
             if path is not None:
                 path.write_text(json.dumps(document, indent=1) + "\n")
     columns = ["cell", "peak MiB", "planned", "ratio", "prompt or step /s", "ratio", "decode /s", "ratio", "hits", "s"]
