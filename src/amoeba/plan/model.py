@@ -279,9 +279,9 @@ def _caches_latents() -> bool:
     config = DeepseekV3Config(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, **sizes)
     config._attn_implementation = "eager"
     cache = DynamicCache()
-    of_a_token: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
     with torch.device("meta"):
         layer = DeepseekV3Attention(config, layer_idx=0)
-    angles = torch.empty(1, 1, 4, **of_a_token)
-    layer(torch.empty(1, 1, 8, **of_a_token), (angles, angles), None, past_key_values=cache)
+    angles = torch.empty(1, 1, 4, dtype=torch.float32, device="meta")
+    token = torch.empty(1, 1, 8, dtype=torch.float32, device="meta")
+    layer(token, (angles, angles), None, past_key_values=cache)
     return bool(cache.layers[0].keys.shape[1] == 1)  # of one head
