@@ -53,7 +53,7 @@ class CpuBackend(PassesBackend):
         """Whether few enough rows without gradients to be decoded."""
         return cpu_decode.serves(problem, DECODE_ROWS_FUSED if cpu_fused.serves(problem) else DECODE_ROWS)
 
-    def sorted_rows(self, problem: Problem) -> tuple[Problem, type[TorchRows]]:
+    def sorted_rows(self, problem: Problem, save: Save = "h") -> tuple[Problem, type[TorchRows]]:
         """By what other rows are multiplied, and the weights as it reads them."""
         return problem, CoreRows
 
@@ -69,7 +69,7 @@ class CpuBackend(PassesBackend):
             return cpu_decode.decode(problem), None
         if cpu_fused.serves(problem):
             return cpu_fused.forward(problem, save)
-        problem, rows = self.sorted_rows(problem)
+        problem, rows = self.sorted_rows(problem, save)
         return sorted_rows.forward(problem, save, rows)
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
@@ -77,9 +77,9 @@ class CpuBackend(PassesBackend):
             return cpu_decode.APART
         if cpu_fused.serves(problem):
             return cpu_fused.apart()
-        apart = sorted_rows.apart(self.sorted_rows(problem)[1])
+        apart = sorted_rows.apart(self.sorted_rows(problem, save)[1])
         return apart._replace(
-            rows=lambda problem, save: apart.rows(self.sorted_rows(problem)[0], save),
+            rows=lambda problem, save: apart.rows(self.sorted_rows(problem, save)[0], save),
             whole=lambda problem, expert_TK: apart.whole(self.sorted_rows(problem)[0], expert_TK),
         )
 

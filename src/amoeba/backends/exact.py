@@ -89,8 +89,8 @@ class QuantisedExactBackend(ExactBackend):
 
         return QuantisedExactKernelRows
 
-    def sorted_rows(self, problem: Problem) -> tuple[Problem, type[TorchRows]]:
-        return quantised_cpu.BACKEND.sorted_rows(problem)
+    def sorted_rows(self, problem: Problem, save: Save = "h") -> tuple[Problem, type[TorchRows]]:
+        return quantised_cpu.BACKEND.sorted_rows(problem)  # whose rows the passes above do not take
 
 
 class ExactRows(CoreRows):

@@ -1,5 +1,6 @@
-// Products of ggml's blocks with rows in planes of bytes, by AVX-512 with VNNI: of 64 columns at once the whole numbers, without
-// sign, of which a lane of 32 bits holds four with one scale. A number is scale . (q - ZERO), or scale . q + offset.
+// Products of ggml's blocks with rows in planes of bytes, by AVX-512 with VNNI: of 64 columns at once the whole numbers,
+// without sign, of which a lane of 32 bits holds four with one scale; GROUP_COLUMNS have the same. A number is
+// scale . (q - ZERO), or scale . q + offset.
 #pragma once
 #include "codes.h"
 
@@ -33,6 +34,7 @@ inline __m512 halves_of(const uint8_t* first, const uint8_t* last) {
 // Of 32 numbers: 64 columns are two blocks.
 struct BytesOf64 {
   static constexpr int64_t BYTES = Q8_0::BYTES, COLUMNS = 64;
+  static constexpr int GROUP_COLUMNS = 32;
   static constexpr float ZERO = 128;
   explicit BytesOf64(const uint8_t*) {}
   Codes64 at(const uint8_t* p, int) const {
@@ -46,6 +48,7 @@ struct BytesOf64 {
 template <int64_t FIRST, int LEAST, bool FIFTH, bool OFFSET>
 struct NibblesOf64 {
   static constexpr int64_t BYTES = FIRST + 16, COLUMNS = 64;
+  static constexpr int GROUP_COLUMNS = 32;
   static constexpr float ZERO = LEAST;
   explicit NibblesOf64(const uint8_t*) {}
   Codes64 at(const uint8_t* p, int) const {
@@ -75,6 +78,7 @@ inline __m512 of_halves(__m512 table, int first) {
 template <bool FIFTH>
 struct FourOrFiveOf256 {
   static constexpr int64_t BYTES = FourOrFive<FIFTH>::BYTES, COLUMNS = 256;
+  static constexpr int GROUP_COLUMNS = 32;
   static constexpr float ZERO = 0;
   __m512 table;  // eight scales, then eight offsets
   explicit FourOrFiveOf256(const uint8_t* block) {
@@ -99,6 +103,7 @@ struct FourOrFiveOf256 {
 
 struct SixOf256 {
   static constexpr int64_t BYTES = Q6_K::BYTES, COLUMNS = 256;
+  static constexpr int GROUP_COLUMNS = 16;
   static constexpr float ZERO = 32;
   __m512 table;
   explicit SixOf256(const uint8_t* block) {
@@ -116,6 +121,7 @@ struct SixOf256 {
 
 struct ThreeOf256 {
   static constexpr int64_t BYTES = Q3_K::BYTES, COLUMNS = 256;
+  static constexpr int GROUP_COLUMNS = 16;
   static constexpr float ZERO = 4;
   __m512 table;
   explicit ThreeOf256(const uint8_t* block) {
@@ -138,6 +144,7 @@ struct ThreeOf256 {
 
 struct TwoOf256 {
   static constexpr int64_t BYTES = Q2_K::BYTES, COLUMNS = 256;
+  static constexpr int GROUP_COLUMNS = 16;
   static constexpr float ZERO = 0;
   __m512 table, offsets;
   explicit TwoOf256(const uint8_t* block) {
