@@ -10,7 +10,7 @@ from amoeba.backends.read_quantised import scaled_codes
 from amoeba.core.weights import AnyExperts
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.precision.blocks import BLOCK_KINDS
-from amoeba.precision.formats import MXFP4, OF_BLOCKS, Format
+from amoeba.precision.formats import MXFP4, NVFP4, OF_BLOCKS, Format
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks, dequantise_experts
 
@@ -66,7 +66,7 @@ def test_products_of_two_formats_are_those_of_the_dequantised_experts(up, down, 
     weights = QuantisedExperts.holding(gate_up, random_matrix(OF_BLOCKS[down], **shapes), activation=Activation())
     assert weights.down_format is OF_BLOCKS[down]
     assert QuantisedExperts.of(weights.tensors(), weights.constants()).constants() == weights.constants()
-    in_whole_numbers = tokens == 300 and load_core().multiplies_blocks
+    in_whole_numbers = tokens == 300 and load_core().in_whole_numbers
     for dtype, tolerance in ((torch.float32, 2e-4 if in_whole_numbers else 1e-5), (torch.bfloat16, 1e-2)):
         found = outcome(weights.to(dtype), tokens, dtype, "cpu")
         expected = outcome(dequantise_experts(weights, torch.float64), tokens, torch.float64)
@@ -74,17 +74,21 @@ def test_products_of_two_formats_are_those_of_the_dequantised_experts(up, down, 
 
 
 @pytest.mark.parametrize("columns", [768, 300, 33])
-@pytest.mark.parametrize("format", OF_BLOCKS.values(), ids=lambda format: format.name)
-def test_rows_of_a_prompt_meet_blocks_in_whole_numbers(format, columns):
-    if not load_core().multiplies_blocks:
-        pytest.skip("needs VNNI in 512 bits")
-    matrix, generator = random_matrix(format, 4, 53, columns, size=0x9B), torch.Generator().manual_seed(1)
+@pytest.mark.parametrize("format", [*OF_BLOCKS.values(), MXFP4, NVFP4], ids=lambda format: format.name)
+def test_rows_of_a_prompt_meet_codes_in_whole_numbers(format, columns):
+    if format.scale == "inside":
+        matrix = random_matrix(format, 4, 53, columns, size=0x9B)
+    else:
+        matrix = quantise(torch.randn(4, 53, columns), format)
+    generator = torch.Generator().manual_seed(1)
+    if not load_core().multiplies_whole(scaled_codes(ReadInBlocks(matrix, torch.float32))):
+        pytest.skip("not on this CPU, or not of this format")
     codes, offs_E = scaled_codes(ReadInBlocks(matrix, torch.float32)), torch.tensor([1, 1, 18, 88], dtype=torch.int32)
     x_TI, bias_EO = torch.randn(20, columns, generator=generator), torch.randn(4, 53, generator=generator)
     x_TI[:, 7] *= 100
     index_N = torch.randint(0, 20, (88,), generator=generator)
     found, given = torch.full((90, 53), torch.nan), {"bias_EO": bias_EO, "index_N": index_N}
-    load_core().multiply_rows_by_blocks(offs_E, x_TI, codes, out=found[:88], **given)
+    load_core().multiply_whole(offs_E, x_TI, codes, out=found[:88], **given)
     for expert, start, end in ((0, 0, 1), (2, 1, 18), (3, 18, 88)):
         truth = x_TI[index_N[start:end]].double() @ matrix[expert].dequantise(torch.float64).T + bias_EO[expert]
         assert (found[start:end] - truth).norm() < 5e-4 * truth.norm()  # the large column sets the scale
@@ -92,11 +96,11 @@ def test_rows_of_a_prompt_meet_blocks_in_whole_numbers(format, columns):
 
     alone, rows = torch.empty(1, 53), x_TI[index_N[40:41]].clone()
     offs_E = torch.tensor([0, 0, 0, 1], dtype=torch.int32)
-    load_core().multiply_rows_by_blocks(offs_E, rows, codes, out=alone, bias_EO=bias_EO)
+    load_core().multiply_whole(offs_E, rows, codes, out=alone, bias_EO=bias_EO)
     assert torch.equal(alone[0], found[40])
     for wrong in (torch.nan, torch.inf):
         rows[0, columns // 2] = wrong
-        load_core().multiply_rows_by_blocks(offs_E, rows, codes, out=alone)
+        load_core().multiply_whole(offs_E, rows, codes, out=alone)
         assert alone.isnan().all()
 
 

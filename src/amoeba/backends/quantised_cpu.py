@@ -6,9 +6,9 @@ Few rows without gradients are decoded from the codes where they lie: sums and s
 All else is `cpu_fused` in bf16 where the CPU multiplies it: a training step with LoRA factors at Qwen3-30B's sizes,
 512 tokens, takes 291 ms so, and 1006 by torch's products (ten cores of a Xeon with AMX, 2026-11-17). Elsewhere one
 expert after the other is dequantised, as in `eager` and to the same bits, but by the core, and so are the products
-where they are computed in fp32. With VNNI in 512 bits ggml's blocks are multiplied in whole numbers where no gradient
-is taken, rows in 16 bits: 128 tokens through 32 experts of H=2048 I=768 K=8 take 102 ms of CPU time in Q4_K, and 312
-with dequantised experts (Xeon without bf16 that others used, 2026-11-19).
+where they are computed in fp32. With VNNI in 512 bits e2m1 and ggml's blocks are multiplied in whole numbers where no
+gradient is taken, rows in 16 bits: 128 tokens through 32 experts of H=2048 I=768 K=8 take 102 ms of CPU time in Q4_K,
+and 312 with dequantised experts (Xeon without bf16 that others used, 2026-11-19).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from amoeba.backends.torch_rows import Groups, TorchRows
 from amoeba.core.problem import Problem, Save
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.cpu.pointers import CPU
-from amoeba.precision.formats import IN_BLOCKS
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks
 from amoeba.system.cpu_features import compute_dtype
 
@@ -59,9 +58,10 @@ class QuantisedCpuBackend(cpu.CpuBackend):
         return cpu_decode.serves(problem, most)
 
     def sorted_rows(self, problem: Problem, save: Save = "h") -> tuple[Problem, type[TorchRows]]:
-        weights = problem.weights
-        whole = save == "nothing" and weights.format.element is IN_BLOCKS and load_core().multiplies_blocks
-        return problem._replace(weights=read_quantised.read_by_core(weights)), WholeRows if whole else CodedRows
+        weights = read_quantised.read_by_core(problem.weights)
+        codes = (read_quantised.scaled_codes(each) for each in (weights.gate_up_EJH, weights.down_EHI))
+        whole = save == "nothing" and all(map(load_core().multiplies_whole, codes))
+        return problem._replace(weights=weights), WholeRows if whole else CodedRows
 
 
 class CodedRows(CoreRows):
@@ -100,7 +100,7 @@ class CodedGroups(CoreGroups):
 
 
 class WholeRows(CoreRows):
-    """Of passes without gradients: rows meet ggml's blocks in whole numbers, without a dequantised expert."""
+    """Of passes without gradients: rows meet codes in whole numbers, without a dequantised expert."""
 
     @staticmethod
     def groups_of(offs_E: Tensor, rows: int) -> Groups:
@@ -123,7 +123,7 @@ class WholeGroups(CoreGroups):
         wide = out.dtype == torch.float32
         product = out if wide else torch.empty(out.shape, dtype=torch.float32, device=CPU)
         rows, codes = rows.to(torch.float32).contiguous(), read_quantised.scaled_codes(matrix_EIO)
-        load_core().multiply_rows_by_blocks(self.offs_E, rows, codes, out=product, bias_EO=bias, index_N=index_N)
+        load_core().multiply_whole(self.offs_E, rows, codes, out=product, bias_EO=bias, index_N=index_N)
         if not wide:
             out.copy_(product)
         return None

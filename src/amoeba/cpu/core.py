@@ -55,7 +55,7 @@ _SIGNATURES = {
         _POINTER, _INT64, _INT64, _INT64,                   # matrix, its strides
         _INT64, _INT64, _POINTER, _INT64, _INT, *more,      # depth, columns, out, stride, threads
     ) for dtype, more in (("f32", ()), ("bf16", (_INT,)))},  # whether rows are bf16 and meet tiles
-    "amoeba_rows_blocks": (
+    "amoeba_rows_whole": (
         _INT64, _POINTER, _POINTER, _INT64, _POINTER,       # experts, offs, rows, stride, index
         _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # blocks, their strides, coding, bias
         _INT64, _INT64, _POINTER, _INT64, _INT,             # depth, columns, out, stride, threads
@@ -105,7 +105,7 @@ class Core:
     def __init__(self, file: Path) -> None:
         self._library = load(file, {name: (None, arguments) for name, arguments in _SIGNATURES.items()})
         self.lanes: int = self._library.amoeba_lanes()
-        self.multiplies_blocks = bool(self._library.amoeba_multiplies_blocks())  # `multiply_rows_by_blocks` is there
+        self.in_whole_numbers = bool(self._library.amoeba_multiplies_whole())
 
     def activates(self, activation: Activation, intermediate: int) -> bool:
         """Whether the core has this activation: silu-gated, concatenated, whole vectors."""
@@ -182,7 +182,12 @@ class Core:
             torch.get_num_threads(),
         )  # fmt: skip
 
-    def multiply_rows_by_blocks(
+    def multiplies_whole(self, codes: ScaledCodes) -> bool:
+        """Whether `multiply_whole` takes them: on a CPU with VNNI in 512 bits, codes that stand for whole numbers."""
+        of_bytes = codes.element == "e2m1" and codes.scale_values is not None and codes.block[1] in (16, 32)
+        return self.in_whole_numbers and (of_bytes or (_kind(codes) == "blocks" and codes.element != "nf4"))
+
+    def multiply_whole(
         self,
         offs_E: Tensor,
         rows: Tensor,
@@ -192,19 +197,18 @@ class Core:
         bias_EO: Tensor | None = None,
         index_N: Tensor | None = None,
     ) -> None:
-        """As `multiply_rows`, out[n] = rows[index[n]] @ matrixᵀ (+ bias), of ggml's blocks. Rows are rounded to 16 bits
-        with a scale for each 256 columns: 2e-5 of what is largest there. A row's results do not depend on others."""
+        """As `multiply_rows`, out[n] = rows[index[n]] @ matrixᵀ (+ bias). Rows are rounded to 16 bits with a scale for
+        each 256 columns: 2e-5 of what is largest there. A row's results do not depend on others."""
         (experts, columns, depth), count = codes.shape, out.shape[0]
-        (start, strides, coding), bias = _read("codes", codes, codes.shape), bias_EO
-        if not self.multiplies_blocks or _kind(codes) != "blocks" or coding is None:
-            expected = "blocks, and a CPU with VNNI in 512 bits"
-            raise bad_value("codes", expected, codes.element, "dequantise an expert at a time")
-        self._library.amoeba_rows_blocks(
+        start, strides, coding = _read("codes", codes, codes.shape)
+        if not self.multiplies_whole(codes) or coding is None:
+            raise bad_value("codes", "codes of whole numbers", codes.element, "ask `multiplies_whole` first")
+        self._library.amoeba_rows_whole(
             experts, address("offs_E", offs_E, torch.int32, (experts,)),
             _address_of_rows("rows", rows, depth, index_N, count), rows.stride(0),
             optional_address("index_N", index_N, torch.int64, (count,)),
             start, *strides, ctypes.addressof(coding),
-            optional_address("bias_EO", bias, torch.float32, (experts, columns)), depth, columns,
+            optional_address("bias_EO", bias_EO, torch.float32, (experts, columns)), depth, columns,
             address_to_write("out", out, torch.float32, (count, columns)), out.stride(0), torch.get_num_threads(),
         )  # fmt: skip
 
