@@ -321,3 +321,11 @@ def test_a_gpu_finds_the_codes_and_scales_that_a_cpu_finds(format: Format) -> No
     here, there = quantise(matrix, format), quantise(matrix.cuda(), format)
     assert torch.equal(here.data, there.data.cpu())
     assert torch.equal(here.scales, there.scales.cpu())
+
+
+@pytest.mark.parametrize("format", [MXFP4, NVFP4, FP8_128], ids=str)
+def test_without_numbers_only_shapes_are_made(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels are compiled ahead: to quantise hundreds of experts that hold nothing took most of the time."""
+    monkeypatch.setattr("amoeba.precision.quantised.quantise_again", None)
+    found = quantise(torch.empty(3, 64, 256, dtype=torch.bfloat16, device="meta"), format)
+    assert found.shape == (3, 64, 256) and found.data.is_meta
