@@ -99,7 +99,8 @@ def build(family: str, dtype: torch.dtype, sizes: dict[str, Any] = SMALL, device
     amoeba.register()
     config = AutoConfig.for_model(family, **changes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="amoeba").to(device, dtype).eval()
+    with device:
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="amoeba").to(dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 
