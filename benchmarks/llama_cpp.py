@@ -53,10 +53,12 @@ def ours(folder: Path, experts: str, dense: str, file: str, length: int) -> Any:
     from amoeba.jobs.cpu_dtype import DtypeChoice
     from amoeba.jobs.generate.token_steps import choose_steps
     from amoeba.jobs.placed_model import load_placed
+    from amoeba.system.cpu_features import compute_dtype
 
     name, placement = (file, "auto") if experts == GGUF else (str(folder), experts)
-    choice = DtypeChoice(torch.bfloat16, None, "as llama.cpp's")
-    model, _ = load_placed(name, choice, placement, trains=False, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    choice = DtypeChoice(compute_dtype(torch.bfloat16, cpu), None, "as generate's")
+    model, _ = load_placed(name, choice, placement, trains=False, device=cpu)
     steps = choose_steps(model, {}, batch=1, prompt_tokens=PROMPT, new_tokens=length, dense=dense)
     if steps.kind != "native":
         raise ValueError(steps.reason)
