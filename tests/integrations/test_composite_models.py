@@ -17,6 +17,7 @@ from amoeba.jobs.convert.merge import merge
 from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.jobs.finetune.finetune import finetune
 from amoeba.jobs.settings import FinetuneSettings
+from amoeba.stream.store import aligned_buffer, open_store
 from amoeba.stream.store.packing import pack
 from tiny_composites import VOCABULARY, composite_config, kinds, save_composite
 from tiny_runs import Quiet
@@ -29,7 +30,6 @@ QUICK = ("qwen3_5_moe", "gemma4")
 REFUSED = {"diffusion_gemma": "a language model that writes one token after another"}
 # Kinds that are loaded, trained and merged, but whose experts are not read one by one -> what is said.
 RESIDENT_ALONE = {
-    "ernie4_5_vl_moe": "converted in a way known here",
     "inkling2": "whose activation aMoEba computes itself",
     "muse_spark": "whose activation aMoEba computes itself",
 }
@@ -45,6 +45,23 @@ def test_a_folder_with_a_vision_part_goes_through_every_command(model_type: str,
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     every_command(model_type, tmp_path)
+
+
+def test_experts_for_text_and_for_images_are_told_apart_in_one_list(tmp_path: Path) -> None:
+    model_type = "ernie4_5_vl_moe"
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    folder = save_composite(model_type, tmp_path / "model")
+    expected = load_model(str(folder), None).state_dict()
+    with open_store(folder) as store:
+        assert {each.name.split(".")[-2] for each in store.layers} == {"text_moe", "vision_moe"}
+        for number, layer in enumerate(store.layers):
+            for expert in range(layer.experts):
+                blob = aligned_buffer(layer.expert_bytes)
+                store.read(number, expert, blob)
+                views = layer.views(blob)
+                assert torch.equal(views.gate_up_JH, expected[f"{layer.name}.gate_up_proj"][expert])
+                assert torch.equal(views.down_HI, expected[f"{layer.name}.down_proj"][expert])
 
 
 @pytest.mark.thorough

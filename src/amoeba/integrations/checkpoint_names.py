@@ -22,6 +22,9 @@ from amoeba.integrations.experts_module import experts_modules
 Sources = dict[str | None, list[str]]  # by the pattern of a conversion, None without one; experts in their order
 
 
+SPLITS_LISTS = "ErnieFuseAndSplitTextVisionExperts"  # a conversion of transformers
+
+
 @dataclass(frozen=True)
 class CheckpointNames:
     of_experts: dict[str, Sources]  # by parameter
@@ -32,6 +35,18 @@ class CheckpointNames:
     def sources(self, parameter: str) -> Sources:
         """Empty where the checkpoint has nothing for this parameter."""
         return self.of_experts.get(parameter) or self.of_rest.get(parameter, {})
+
+    def own_sources(self, parameter: str) -> Sources:
+        """As `sources`; of tensors that several parameters are made of, those that are this one's alone: Ernie's lists
+        of experts have those for text first, as many as there are for images."""
+        group = self.made_together(parameter)
+        found = self.sources(group[0])
+        kinds = [type(each).__name__ for each in getattr(self.converter(parameter), "operations", ())]
+        if len(group) == 1 or kinds != [SPLITS_LISTS]:
+            return self.sources(parameter)
+        sizes = {pattern: -(-len(names) // len(group)) for pattern, names in found.items()}
+        place = group.index(parameter)
+        return {pattern: names[place * sizes[pattern] :][: sizes[pattern]] for pattern, names in found.items()}
 
     def made_together(self, parameter: str) -> list[str]:
         """The parameters that one conversion makes of the same tensors, the one with these as its sources first:
@@ -47,7 +62,8 @@ class CheckpointNames:
 
     def converter(self, parameter: str) -> Any | None:
         """What makes the parameter of its sources; None where there is one tensor that is already it."""
-        return next((self.converters[each] for each in self.sources(parameter) if each in self.converters), None)
+        sources = self.sources(self.made_together(parameter)[0])
+        return next((self.converters[each] for each in sources if each in self.converters), None)
 
 
 def sort_names(model: Any, names: Iterable[str]) -> CheckpointNames:

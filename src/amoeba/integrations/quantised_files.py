@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value, one_line
-from amoeba.integrations.checkpoint_names import CheckpointNames, sort_names
+from amoeba.integrations.checkpoint_names import SPLITS_LISTS, CheckpointNames, sort_names
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules, layout_of
 from amoeba.integrations.nf4_files import ABSMAX, read_nf4, state_of
 from amoeba.integrations.nf4_files import SUFFIXES as NF4_SUFFIXES
@@ -389,7 +389,7 @@ def _check_tensors(name: str, format: Format, data: Tensor, codes: torch.dtype, 
 def matrices_of(names: CheckpointNames, parameter: str, found: ExpertsModule) -> list[list[str]]:
     """The weights that a parameter of experts is made of: of each part of its rows, gate and up, all experts' in their
     order; or one alone, of all experts."""
-    sources, converter = names.sources(parameter), names.converter(parameter)
+    sources, converter = names.own_sources(parameter), names.converter(parameter)
     if not sources:
         raise bad_value("MODEL", f"weights for {parameter}", "none in the checkpoint", "download it again")
     if converter is None:
@@ -398,7 +398,7 @@ def matrices_of(names: CheckpointNames, parameter: str, found: ExpertsModule) ->
     if is_stack(names, parameter) and not (found.interleaved or found.transposed):
         return [[_one(names, parameter)]]
     kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
-    known = {("MergeModulelist", 0), ("Concatenate", 1), ("Force16BytesAlignment", None)}
+    known = {("MergeModulelist", 0), ("Concatenate", 1), ("Force16BytesAlignment", None), (SPLITS_LISTS, None)}
     if set(sources) != set(patterns) or not set(kinds) <= known or found.interleaved or found.transposed:
         raise bad_value("MODEL", "experts stored one by one, gate, up and down", f"{parameter} by {kinds}", REMEDY)
     return [sources[each] for each in patterns]

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.integrations.checkpoint_names import sort_names
+from amoeba.integrations.checkpoint_names import SPLITS_LISTS, sort_names
 from amoeba.integrations.coverage import check_coverage
 from amoeba.integrations.experts_module import ExpertsLayout, ExpertsModule, described, experts_modules, layout_of
 from amoeba.integrations.model_folder import load_config, load_without_weights
@@ -132,7 +132,7 @@ class _Checkpoint:
         found = {
             self._tensors[name].dtype: name
             for parameter in parameters
-            for names in self._names.sources(parameter).values()
+            for names in self._names.own_sources(parameter).values()
             for name in names
         }
         for dtype, name in found.items():
@@ -144,8 +144,8 @@ class _Checkpoint:
         return next(iter(found), torch.bfloat16)  # with none of its tensors there the layer is refused soon
 
     def _pieces(self, parameter: str, target: _Axes, experts: int) -> list[Piece]:
-        sources, converter = self._names.sources(parameter), self._names.converter(parameter)
-        if not sources:
+        sources, converter = self._names.own_sources(parameter), self._names.converter(parameter)
+        if not sources or not all(sources.values()):
             raise bad_value("MODEL", f"weights for {parameter}", "none in the checkpoint", "download it again")
         patterns: list[str | None] = [None] if converter is None else list(converter.source_patterns)
         if set(sources) != set(patterns):
@@ -233,11 +233,12 @@ def _undo(operation: Any, axes: _Axes, sources: int, whole: bool) -> list[_Axes]
             return [axes]
         one, other = operation.dim0 % rank, operation.dim1 % rank
         return [axes.swapped(one - 1, other - 1)] if one and other else None
-    axis = getattr(operation, "dim", 0) % rank - 1
+    fuses = kind == SPLITS_LISTS and operation.stack_dim == 0
+    axis = (operation.concat_dim if fuses else getattr(operation, "dim", 0)) % rank - 1
     if axis < 0 or axes.groups[axis] != 1:
         return None
     size = axes.shape[axis]
-    if kind == "Concatenate" and size % sources == 0:
+    if (kind == "Concatenate" or fuses) and size % sources == 0:
         return axes.cut(axis, sources)
     if kind == "Interleave" and size % 2 == 0:
         return [axes.in_turns(axis, size // 2 if getattr(operation, "inverse", False) else 2)]
