@@ -126,7 +126,7 @@ def _as_streamed(model: Any, folder: Path) -> tuple[Tensor, Tensor]:
         for piece in mapped.pieces:
             file, start = piece.range_of(expert)
             data = file.read_bytes()[start : start + piece.size]
-            piece.put(torch.frombuffer(bytearray(data), dtype=torch.uint8), blob)
+            piece.put(expert, torch.frombuffer(bytearray(data), dtype=torch.uint8), blob)
     dense = dequantise_experts(entry.weights(blobs))
     return dense.gate_up_EJH, dense.down_EHI
 
