@@ -117,6 +117,9 @@ class ExactGroups(CoreGroups):
         index_N: Tensor | None = None,
     ) -> None:
         rows_NI = rows if index_N is None else rows.index_select(0, index_N)
+        if bias_EO is None and _at_once(matrix_EIO):
+            self._multiply(rows_NI, matrix_EIO, out)
+            return
         if isinstance(matrix_EIO, Tensor) and 1 in matrix_EIO.stride()[1:]:  # all experts by one call
             found = torch.empty(out.shape, dtype=torch.float32, device=out.device)
             load_core().multiply_rows_exactly(self.offs_E, rows_NI, matrix_EIO.detach(), out=found)
@@ -128,8 +131,26 @@ class ExactGroups(CoreGroups):
             target.copy_(found if bias_EO is None else found.add_(bias_EO[e]))
 
     def add_product(self, rows_NI: Tensor, matrix_EIO: Tensor, out_NO: Tensor) -> None:
+        if _at_once(matrix_EIO):
+            out_NO = out_NO[: self.rows]  # behind them, a spare one
+            added = torch.empty(out_NO.shape, dtype=torch.float32, device=out_NO.device)
+            self._multiply(rows_NI, matrix_EIO, added)
+            out_NO.copy_(added.add_(out_NO))
+            return
         for e, part, target in self.each(rows_NI, out_NO):
             target.copy_(product(part[None], matrix_EIO[e][None])[0].add_(target))
+
+    def _multiply(self, rows_NI: Tensor, matrix_EIO: Tensor, out: Tensor) -> None:
+        """Of all experts by one call; rows of sentinels hold anything."""
+        direct = out.dtype == torch.float32 and out.is_contiguous()
+        found = out if direct else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        load_core().multiply_rows_exactly(self.offs_E, rows_NI[: self.rows], matrix_EIO.detach(), out=found)
+        if not direct:
+            out.copy_(found)
+
+
+def _at_once(matrix_EIO: object) -> bool:
+    return isinstance(matrix_EIO, Tensor) and 1 in matrix_EIO.stride()[1:] and matrix_EIO.dtype in ops.DTYPES[:2]
 
 
 BACKENDS = ExactBackend(), QuantisedExactBackend()

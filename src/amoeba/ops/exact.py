@@ -23,7 +23,7 @@ M rows, K summed, N columns of each
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ PIECE = 1 << 14  # elements: torch gives no part of so few to another thread
 WHOLE = 128  # a multiple of the vectors of every CPU, as torch unrolls its loops over them
 ALIGNED = 64  # bytes
 CHUNK = 1 << 24  # scores of attention at a time
+QUERIES = 64  # at a time on a CPU: keys that none of them sees are left out
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -169,10 +170,16 @@ def _attended(
     return y.flatten(1, 2)
 
 
-def _chunks(q: Tensor, k: Tensor) -> list[slice]:
-    """Of the queries."""
+def _parts(q: Tensor, k: Tensor, seen: Tensor) -> Iterator[tuple[slice, int]]:
+    """Of the queries, and how many keys these need: on a CPU none behind the last that they see, which add zeros."""
     step = max(1, CHUNK // (q.shape[0] * q.shape[1] * k.shape[2]))
-    return [slice(first, first + step) for first in range(0, q.shape[2], step)]
+    if seen.is_cuda:  # where the host would wait for it
+        yield from ((slice(first, first + step), k.shape[2]) for first in range(0, q.shape[2], step))
+        return
+    step = min(step, QUERIES)
+    for first in range(0, q.shape[2], step):
+        slots = seen[:, :, first : first + step].flatten(0, 2).any(0).nonzero()
+        yield slice(first, first + step), int(slots[-1]) + 1 if len(slots) else 1
 
 
 def _attention_forward(
@@ -181,12 +188,10 @@ def _attention_forward(
     if (kernels := kernels_on(q.device)) is not None:
         return (kernels.attention(q, k, v, sink, seen, scale, softcap),)
     y = q.new_empty((*q.shape[:3], v.shape[-1]))
-    slots = seen.flatten(0, 2).any(0).nonzero()
-    end = int(slots[-1]) + 1 if len(slots) else 1
-    k, v, seen = k[:, :, :end], v[:, :, :end], seen[..., :end]  # a cache has room for what is to come
     v = v if v.stride(-1) == 1 else v.contiguous()  # zeros of what is not seen add nothing then
-    for part in _chunks(q, k):
-        y[:, :, part] = _attended(product, in_pieces, q[:, :, part], k, v, sink, seen[:, :, part], scale, softcap)
+    for part, end in _parts(q, k, seen):
+        some = q[:, :, part], k[:, :, :end], v[:, :, :end], sink, seen[:, :, part, :end]
+        y[:, :, part] = _attended(product, in_pieces, *some, scale, softcap)
     return (y,)
 
 
@@ -219,9 +224,10 @@ class _Attention(operators.reverse_only("amoeba::exact_attention")):  # type: ig
         found = [torch.zeros_like(each) for each in wide]
         q, k, v = wide[:3]
         sink = wide[3] if len(wide) > 3 else None
-        for part in _chunks(q, k):
+        for part, end in _parts(q, k, seen):
             with torch.enable_grad():
-                y = _attended(torch.bmm, _at_once, q[:, :, part], k, v, sink, seen[:, :, part], *ctx.numbers)
+                some = q[:, :, part], k[:, :, :end], v[:, :, :end], sink, seen[:, :, part, :end]
+                y = _attended(torch.bmm, _at_once, *some, *ctx.numbers)
             for total, more in zip(found, torch.autograd.grad(y, wide, dy[:, :, part].float()), strict=True):
                 total += more
         gradients = [total.to(each.dtype) for total, each in zip(found, given, strict=False)]
@@ -309,8 +315,9 @@ def _added(x: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -
 
 def _softmax(x: Tensor, dim: int, to_float: bool = False, *, log: bool = False) -> Tensor:
     last = x.movedim(dim, -1)
-    found = log_softmax(last)
-    if not log:
+    if log:
+        found = log_softmax(last)
+    else:
         weight = value("exp", last.float() - last.float().amax(-1, keepdim=True))
         found = weight / row_sum(weight)[..., None]
     return found.movedim(-1, dim).to(torch.float32 if to_float else x.dtype)

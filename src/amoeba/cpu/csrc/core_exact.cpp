@@ -12,24 +12,119 @@ using namespace amoeba;
 
 namespace {
 
+constexpr int BLOCK_ROWS = LANES == 8 ? 2 : 6;  // whose sums with WEIGHT_ROWS weights stay in registers
+
+#ifndef __clang__
+template <int HALF>
+struct Halves {  // of each stretch of two halves, in one vector and then in another
+  alignas(64) int32_t lower[LANES], upper[LANES];
+  constexpr Halves() : lower(), upper() {
+    for (int i = 0; i < LANES; ++i) {
+      lower[i] = i / HALF * 2 * HALF + i % HALF;
+      upper[i] = lower[i] + HALF;
+    }
+  }
+};
+
+template <int HALF>
+inline void add_halves(Floats* sums) {
+  static constexpr Halves<HALF> halves;
+  const Integers lower = load_as<int32_t, LANES>(halves.lower), upper = load_as<int32_t, LANES>(halves.upper);
+#pragma GCC unroll 8
+  for (int i = 0; i < HALF; ++i) {
+    const Floats first = sums[2 * i], second = sums[2 * i + 1];
+    sums[i] = __builtin_shuffle(first, second, lower) + __builtin_shuffle(first, second, upper);
+  }
+  if constexpr (HALF > 1) add_halves<HALF / 2>(sums);
+}
+#endif
+
+// The `total` of each of LANES vectors, side by side.
+inline Floats totals(const Floats* sums) {
+  Floats found[LANES];
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i) found[i] = sums[i];
+#ifdef __clang__
+  for (int i = 0; i < LANES; ++i) found[0][i] = total(sums[i]);
+#else
+  add_halves<LANES / 2>(found);
+#endif
+  return found[0];
+}
+
+// `dots` of WEIGHT_ROWS weights and R rows, whose results lie next to each other.
+template <int R, class Weight>
+void block_of_dots(const Weight* w, int64_t w_row, const float* const* rows, int64_t n, float* out, int64_t out_row) {
+  constexpr int W = WEIGHT_ROWS, ALL = (R * W + LANES - 1) / LANES * LANES;
+  Floats sum[ALL] = {};
+  int64_t k = 0;
+  for (; k + LANES <= n; k += LANES) {
+    Floats left[W];
+#pragma GCC unroll 4
+    for (int j = 0; j < W; ++j) left[j] = load<LANES>(w + j * w_row + k);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const Floats right = load<LANES>(rows[r] + k);
+#pragma GCC unroll 4
+      for (int j = 0; j < W; ++j) sum[r * W + j] += left[j] * right;
+    }
+  }
+  float found[ALL];
+#pragma GCC unroll 6
+  for (int i = 0; i < ALL; i += LANES) store(found + i, totals(sum + i));
+  if (k == n) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) std::memcpy(out + r * out_row, found + r * W, W * sizeof(float));
+    return;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < W; ++j) {
+      float product = found[r * W + j];
+      for (int64_t i = k; i < n; ++i) product += widen(w[j * w_row + i]) * rows[r][i];
+      out[r * out_row + j] = product;
+    }
+}
+
+template <class Weight>
+using BlockOfDots = void (*)(const Weight*, int64_t, const float* const*, int64_t, float*, int64_t);
+
+template <class Weight, int R = BLOCK_ROWS>
+BlockOfDots<Weight> block_for(int64_t rows) {
+  if constexpr (R > 1)
+    if (rows < R) return block_for<Weight, R - 1>(rows);
+  return block_of_dots<R, Weight>;
+}
+
 // Weights contiguous along the summed dimension: each result is one of `dots`, whatever the number of rows and columns.
+// Many rows meet a few weights while these are near.
 template <class Weight>
 void rows_times_dots(const ExpertProduct<Weight>& p, int64_t first_row, int64_t row_count, int64_t first_column,
                      int64_t columns) {
+  constexpr int64_t FEW = 4, PANEL_ROWS = 8 * WEIGHT_ROWS;
   const PlainMatrix<Weight> weights{p.matrix, 0, p.matrix_n};
-  const int64_t last = first_column + columns;
-  for (int64_t j = first_column, width; j < last; j += width) {
-    width = j + WEIGHT_ROWS <= last ? WEIGHT_ROWS : 1;
-    for (int64_t r = first_row; r < first_row + row_count; r += 4) {
-      const int64_t count = std::min<int64_t>(4, first_row + row_count - r);
-      const float* rows[4];
+  const int64_t last = first_column + columns, end = first_row + row_count;
+  const float* rows[BLOCK_ROWS > FEW ? BLOCK_ROWS : FEW];
+  const auto by_weights = [&](int64_t from, int64_t to) {
+    for (int64_t r = first_row; r < end; r += FEW) {
+      const int64_t count = std::min(FEW, end - r);
       for (int64_t i = 0; i < count; ++i) rows[i] = p.rows[r + i];
-      each_weight_row(weights, 0, j, j + width, std::min(j + width, last - 1), count, rows, p.depth,
+      each_weight_row(weights, 0, from, to, std::min(to, last - 1), count, rows, p.depth,
                       [&](int64_t n, const float* products) {
                         for (int64_t i = 0; i < count; ++i) p.out[(r + i) * p.out_stride + n] = products[i];
                       });
     }
-  }
+  };
+  if (row_count <= FEW) return by_weights(first_column, last);
+  const int64_t whole = first_column + columns / WEIGHT_ROWS * WEIGHT_ROWS;
+  for (int64_t n = first_column; n < whole; n += PANEL_ROWS)
+    for (int64_t r = first_row; r < end; r += BLOCK_ROWS) {
+      const int64_t count = std::min<int64_t>(BLOCK_ROWS, end - r);
+      for (int64_t i = 0; i < count; ++i) rows[i] = p.rows[r + i];
+      const BlockOfDots<Weight> block = block_for<Weight>(count);
+      for (int64_t j = n; j < std::min(whole, n + PANEL_ROWS); j += WEIGHT_ROWS)
+        block(p.matrix + j * p.matrix_n, p.matrix_n, rows, p.depth, p.out + r * p.out_stride + j, p.out_stride);
+    }
+  by_weights(whole, last);
 }
 
 template <class Weight>
