@@ -4,7 +4,8 @@
     gap.log_probability, gap.choices        # 0.0 and 0.0 in exact mode
 
 Texts are generated token by token with a cache, in batches padded on the left; on a GPU by captured steps, and some of
-them again by plain ones. A training pass then reads each text
+them again by plain ones; in exact mode on a CPU once more by the core's own steps, where it knows the model. A training
+pass then reads each text
 alone, all of a batch with padding on the left, and its halves with padding on the right. Compared are the
 log-probabilities of the new tokens, and for each token and layer the experts that the router chose. Models are small
 and random.
@@ -29,7 +30,8 @@ from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
 from amoeba.core.errors import counted
 from amoeba.decoding import Decoder, Sampling
-from amoeba.integrations.exact import exact, log_probabilities
+from amoeba.decoding.decoder import NativeModel, native_steps
+from amoeba.integrations.exact import exact, is_exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 
 CPU = torch.device("cpu")
@@ -70,6 +72,7 @@ class Gap:
 
     log_probability: float = 0.0
     choices: float = 0.0
+    steps: float = -1.0  # of the core\'s own ones in exact mode; -1 where there are none
     tokens: int = 0
     pairs: int = 0
 
@@ -111,6 +114,13 @@ def gap_of(model: Any, lengths: Sequence[tuple[int, ...]], new_tokens: int) -> G
     runs += [(each, False) for each in lengths if each in PLAIN and model.device.type == "cuda"]
     for each, capture in runs:
         texts, rollout, chosen = _generated(model, each, new_tokens, capture)
+        native = _native(model) if is_exact(model) else None
+        if native is not None:
+            prompts = [text[:-new_tokens] for text in texts]
+            own_texts, own = _rolled_out(model, prompts, new_tokens, native=native)
+            gap.steps = max(gap.steps, *(float((a - b).abs().max()) for a, b in zip(own, rollout, strict=True)))
+            gap.steps = gap.steps if own_texts == texts else float("inf")
+            gap.log_probability = max(gap.log_probability, gap.steps)
         everyone = list(range(len(texts)))
         batches = [([place], "left") for place in everyone]
         if len(texts) > 1:
@@ -137,12 +147,24 @@ def _generated(
     ]
     most = max(lengths) + new_tokens
     with replay.recording(model, rows=len(prompts), length=most) as recorder:
-        sampling = Sampling(do_sample=True)
-        options: Any = {"length": most, "sampling": sampling, "capture": capture, "return_logprobs": True}
-        decoder = Decoder(model, batch=len(prompts), **options)
-        steps = list(decoder.generate(prompts, new_tokens, seed=sum(lengths)))
+        texts, found = _rolled_out(model, prompts, new_tokens, capture=capture)
+    return texts, found, [record.expert_NLK for record in recorder.take(texts)]
+
+
+def _rolled_out(
+    model: Any, prompts: list[list[int]], new_tokens: int, **options: Any
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Texts, and the log-probabilities of their new tokens."""
+    most, sampling = max(map(len, prompts)) + new_tokens, Sampling(do_sample=True)
+    decoder = Decoder(model, batch=len(prompts), length=most, sampling=sampling, return_logprobs=True, **options)
+    steps = list(decoder.generate(prompts, new_tokens, seed=sum(map(len, prompts))))
     texts = [prompt + [tokens[row] for tokens in steps] for row, prompt in enumerate(prompts)]
-    return texts, list(decoder.logprobs(new_tokens)), [record.expert_NLK for record in recorder.take(texts)]
+    return texts, list(decoder.logprobs(new_tokens))
+
+
+def _native(model: Any) -> NativeModel | None:
+    found = native_steps(model) if model.device.type == "cpu" else ""
+    return None if isinstance(found, str) else found
 
 
 def _read(texts: list[list[int]], model: Any, new_tokens: int, side: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -206,16 +228,16 @@ def cost_of(dtype: torch.dtype, rounds: int, sizes: dict[str, Any] = COST, devic
     def since(began: tuple[float, float], count: int) -> tuple[float, ...]:
         return tuple((end - begin) / count for begin, end in zip(began, now(), strict=True))
 
-    def decode(is_exact: bool, batch: int) -> tuple[float, ...]:
-        if (is_exact, batch) not in decoders:
-            decoders[is_exact, batch] = Decoder(model, batch=batch, length=64 + new)
-        steps = decoders[is_exact, batch].generate([prompt] * batch, new)
+    def decode(in_exact_mode: bool, batch: int) -> tuple[float, ...]:
+        if (in_exact_mode, batch) not in decoders:
+            decoders[in_exact_mode, batch] = Decoder(model, batch=batch, length=64 + new, native=_native(model))
+        steps = decoders[in_exact_mode, batch].generate([prompt] * batch, new)
         next(steps)
         began = now()
         list(steps)
         return since(began, new - 1)
 
-    def train(is_exact: bool) -> tuple[float, ...]:
+    def train(in_exact_mode: bool) -> tuple[float, ...]:
         model.train()
         began = now()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -230,13 +252,13 @@ def cost_of(dtype: torch.dtype, rounds: int, sizes: dict[str, Any] = COST, devic
     names[f"training step, {tokens} tokens"] = train
     found = [Cost(name, str(dtype).removeprefix("torch.")) for name in names]
     for turn in range(rounds + 1):  # the first compiles and warms up
-        for is_exact in (False, True):
-            with exact(model) if is_exact else contextlib.nullcontext():
+        for in_exact_mode in (False, True):
+            with exact(model) if in_exact_mode else contextlib.nullcontext():
                 for cost, run in zip(found, names.values(), strict=True):
-                    wall, cpu = (round(each * 1e3, 3) for each in run(is_exact))
+                    wall, cpu = (round(each * 1e3, 3) for each in run(in_exact_mode))
                     if turn:
-                        (cost.exact if is_exact else cost.without).append(wall)
-                        (cost.exact_cpu if is_exact else cost.without_cpu).append(cpu)
+                        (cost.exact if in_exact_mode else cost.without).append(wall)
+                        (cost.exact_cpu if in_exact_mode else cost.without_cpu).append(cpu)
     return found
 
 
