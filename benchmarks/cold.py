@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,8 @@ def run(
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert process.stdout is not None
+    stop = threading.Timer(limit, process.kill)  # also one that says nothing more
+    stop.start()
     try:
         for line in process.stdout:
             lines.append(f"[{time.monotonic() - began:.1f} s] {line.rstrip()}")
@@ -79,12 +82,11 @@ def run(
                 first = time.monotonic() - began
                 if not until_end:
                     break
-            if time.monotonic() - began > limit:
-                break
     finally:
         if not until_end:
             process.kill()  # nobody wants what it would save
-        code = process.wait(timeout=60)
+        code = process.wait()
+        stop.cancel()
     compiled = [each.split() for each in notes.read_text().splitlines()] if notes.exists() else []
     own = [name for pid, hit, name in compiled if int(pid) == process.pid and hit == "0"]
     found = sum(int(pid) == process.pid and hit == "1" for pid, hit, _ in compiled)
