@@ -140,7 +140,10 @@ def choose_cells(
     if ranks:
         training = [each for each in purposes or ("finetune", "train") if each != "generate"]
         return [
-            Cell(model, each, RANKS, ranks=count, **small) for model in chosen for each in training for count in ranks
+            Cell(model, each, RANKS, ranks=count, **small | {"batch": 2 * count})
+            for model in chosen
+            for each in training
+            for count in ranks
         ]
     longer = [replace(cell, repeats=250, checkpointing=cell.purpose != "generate") for cell in cells]
     return [*cells, *(cell for cell in longer if gpu and cell.place == "resident")]

@@ -27,6 +27,15 @@ def test_the_most_telling_cells_come_first_and_unknown_ones_are_refused():
         choose_cells([], [], ["elsewhere"], gpu=False)
 
 
+def test_experts_over_ranks_are_cells_of_their_own():
+    cells = choose_cells(["tiny"], [], [], gpu=False, ranks=[2, 4])
+    assert [(cell.purpose, cell.place, cell.ranks) for cell in cells] == [
+        ("finetune", "ranks", 2), ("finetune", "ranks", 4), ("train", "ranks", 2), ("train", "ranks", 4),
+    ]  # fmt: skip
+    work = suite._work(cells[1])
+    assert (work.ranks, work.batch) == (4, 2), "rows of each rank"
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5])
 @pytest.mark.parametrize("purpose", ["generate", "finetune"])
 def test_a_budget_has_room_for_its_share_of_the_experts(facts, share, purpose):

@@ -1,5 +1,6 @@
-"""Runs of whole models on an H200 (docs/benchmarks.md), planned: peaks never above the plan nor 8 % below, speeds
-within a quarter. The constants of the plan come from these runs, so this holds them together; other runs test it."""
+"""Runs of whole models on an H200 (docs/benchmarks.md) and on one core of a Xeon (dev/log/plan.md), planned: peaks
+never above the plan nor 8 % below, speeds within a quarter. The constants of the plan come from most of these runs, so
+this holds them together; other runs test it."""
 
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from amoeba.plan.machine import described_machine
+from amoeba.plan.machine import Machine, described_machine
 from amoeba.plan.memory import Choice, Work, memory_of, total
 from amoeba.plan.model import read_facts
 from amoeba.plan.speed import speed_of
@@ -62,3 +63,45 @@ def test_streamed_layers_take_at_least_what_their_misses_take(code, share, micro
     slots = int(128 * share)
     missed = 8 * (1 - hit_rate(slots, 128, 8)) * 9.4372e6
     assert 21.6 + 1e6 * (missed / (55e9 * _LINK) + _MISS) == pytest.approx(microseconds, rel=0.25)
+
+
+# Cascade Lake, one core, CPU time: experts in float32, packed, or as codes; the other weights in float32.
+_CORE = {"cpu_flops": 125e9, "cpu_bandwidth": 11.3e9, "disk": 1e9}
+CORE = Machine("Xeon", "measured", ram_bytes=24 << 30, ram_free=24 << 30, cores=1, **_CORE)
+MIDDLE = {
+    "num_hidden_layers": 4, "hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 32,
+    "num_experts_per_tok": 4, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 300,
+}  # fmt: skip
+ON_A_CORE = {  # tokens/s of prompts of 26, 208 and 1300 tokens, then of new ones, then of LoRA steps of 256 and 1024
+    "resident": ((257, 795, 874), (83.5, 79.6, 68.8), (238, 278)),
+    "cpu-bf16": ((452, 913, 989), (131, 123, 107), (338, 411)),
+    "cpu-int8": ((596, 1612, 1516), (178, 169, 133), (423, 527)),
+    "fp8-weights": ((260, 603, 833), (132, 128, 81.8), (174, 221)),
+    "mxfp4-weights": ((284, 511, 878), (207, 200, 141), (187, 225)),
+}
+
+
+@pytest.mark.parametrize("placement", ON_A_CORE)
+def test_speeds_on_a_core(placement):
+    facts = read_facts("middle", config=AutoConfig.for_model("qwen3_moe", **MIDDLE, dtype="bfloat16"))
+    choice = Choice(placement, "cpu", torch.float32)
+    prompts, steps, training = ON_A_CORE[placement]
+    for tokens, prompt, step in zip((26, 208, 1300), prompts, steps, strict=True):
+        found = speed_of(facts, choice, Work("generate", tokens + 24, 1, prompt=tokens), CORE)
+        assert (found.prefill, found.decode) == (pytest.approx(prompt, rel=0.25), pytest.approx(step, rel=0.3))
+    for rows, length, measured in ((2, 128, training[0]), (4, 256, training[1])):
+        found = speed_of(facts, choice, Work("finetune", length, rows, rank=8), CORE)
+        assert found.step_tokens_per_second == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("placement", "prompt", "step", "training"), [("resident", 141, 14.6, 38.6), ("cpu-int8", 370, 39.1, 77)]
+)
+def test_speeds_on_a_core_of_a_model_that_set_no_constant(placement, prompt, step, training):
+    sizes = MIDDLE | {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 12}
+    facts = read_facts("1b", config=AutoConfig.for_model("qwen3_moe", **sizes, dtype="bfloat16"))
+    choice = Choice(placement, "cpu", torch.float32)
+    found = speed_of(facts, choice, Work("generate", 200, 1, prompt=176), CORE)
+    assert (found.prefill, found.decode) == (pytest.approx(prompt, rel=0.25), pytest.approx(step, rel=0.25))
+    found = speed_of(facts, choice, Work("finetune", 128, 2, rank=8), CORE)
+    assert found.step_tokens_per_second == pytest.approx(training, rel=0.3)

@@ -77,6 +77,16 @@ def test_a_plan_file_says_where_and_options_win(folder, tmp_path):
     assert document["streaming"]["ram_bytes"] == 2**31
 
 
+@pytest.mark.parametrize("command", [("generate", "Once"), ("chat",), ("serve",)])
+def test_a_plan_file_with_exact_mode_is_refused(folder, tmp_path, command):
+    name, *prompt = command
+    words = [name, str(folder), *prompt, "--plan", str(tmp_path / "plan.json"), "--exact"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "--plan: expected a command without --exact; got both" in " ".join(
+        result.output.split()
+    )
+
+
 @pytest.fixture
 def serve(folder, monkeypatch):
     """`amoeba serve`, stopped before its first request."""

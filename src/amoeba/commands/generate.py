@@ -168,6 +168,9 @@ class Computing:
 
         defaults = {"experts": "auto", "precision": None, "ram": None, "vram": None}
         given = {name: value for name, value in vars(self).items() if defaults.get(name, value) != value}
+        if self.exact and self.plan is not None:
+            remedy = "leave it out: exact mode keeps experts resident"
+            raise bad_value("--plan", "a command without --exact", "both", remedy)
         if launched_processes() > 1 or self.exact:  # exact mode takes no placement that a plan would choose
             return Taken()
         return take_plan(
