@@ -209,6 +209,11 @@ class TestTheCommand:
         result = call("plan", folder, *words, code=2)
         assert said in result.stderr
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_gpu_memory_of_a_machine_without_a_gpu_is_refused_before_anything_is_measured(self, folder, monkeypatch):
+        monkeypatch.setattr("amoeba.plan.machine.measured_machine", lambda **_: pytest.fail("measured"))
+        assert "--vram: expected a machine with a GPU" in call("plan", folder, "--vram", "4GiB", code=2).said
+
     def test_a_preset_is_planned_before_it_has_files(self):
         result, document = plan_json("demo", "--for", "train", "--machine", "4090")
         assert result.exit_code == 0 and document["candidates"][document["best"]]["placement"] == "resident"

@@ -95,7 +95,7 @@ def serve(folder, monkeypatch):
     monkeypatch.setattr("amoeba.serve.server.run", lambda app, served, *_: served.stop())
 
     def invoke(*words):
-        result = CliRunner().invoke(app, ["serve", str(folder), "--device", "cpu", "--json", *words])
+        result = CliRunner().invoke(app, ["serve", str(folder), "--port", "0", "--device", "cpu", "--json", *words])
         assert result.exit_code == 0, result.output
         return result, json.loads(result.stdout.splitlines()[-1])
 
@@ -103,7 +103,7 @@ def serve(folder, monkeypatch):
 
 
 def test_a_server_streams_what_does_not_fit(serve, too_small):
-    result, document = serve("--slots", "1", "--context", "16")
+    result, document = serve("--slots", "1", "--context", "8")
     assert document["placement"] == "streamed" and "amoeba: plan: experts streamed (" in result.stderr
     assert document["plan"]["measured"]["peak_memory_bytes"] == document["peak_memory_bytes"]
 

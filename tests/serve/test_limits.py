@@ -17,6 +17,7 @@ import torch
 from conftest import running
 
 from amoeba.jobs.generate.options import GenerationOptions
+from called import call as command
 
 NAME = "tiny"
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Once"}], "max_tokens": 5, "temperature": 0}
@@ -271,3 +272,12 @@ def test_an_unread_answer_counts_until_it_is_generated(server):
         return server.server.open
 
     assert asyncio.run(begin()) == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "999.1.1.1"])
+def test_an_address_that_cannot_be_taken_is_refused_before_the_model_is_loaded(folder, monkeypatch, host):
+    monkeypatch.setattr("amoeba.serve.served_model.open_model", lambda *_, **__: pytest.fail("it was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = command("serve", folder, "--host", host, "--port", port, "--device", "cpu", code=2)
+    assert f"expected an address that is free here; got {host} and {port}" in ended.said

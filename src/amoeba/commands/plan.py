@@ -125,6 +125,8 @@ def facts_for(model: str, work: Work, trust_remote_code: bool) -> ModelFacts:
 def _machine(options: PlanOptions) -> Machine:
     import shutil
 
+    import torch
+
     from amoeba.plan.machine import described_machine, measured_machine
     from amoeba.stream.sizes import parse_size
 
@@ -132,10 +134,10 @@ def _machine(options: PlanOptions) -> Machine:
     vram, ram, disk = (None if size is None else parse_size(name, size) for name, size in sizes.items())
     if options.machine is not None:
         return described_machine(options.machine).within(vram, ram, disk)
-    found = measured_machine(gpu=vram != 0)
-    if vram and found.gpu is None:
+    if vram and not torch.cuda.is_available():  # before seconds of measuring
         remedy = "leave it out, or describe one: --machine 4090"
         raise bad_value("--vram", "a machine with a GPU", "none here", remedy)
+    found = measured_machine(gpu=vram != 0)
     return found.within(vram, ram, shutil.disk_usage(Path()).free if disk is None else disk)
 
 

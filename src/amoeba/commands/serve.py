@@ -55,7 +55,7 @@ def serve(
         with loading():
             from amoeba.jobs.generate.options import GenerationOptions
             from amoeba.serve.served_model import DEFAULT_CONTEXT, open_model, parse_adapters
-            from amoeba.serve.server import Limits, make_app, run
+            from amoeba.serve.server import Limits, bound, make_app, run
 
         def say(text: str) -> None:
             output.progress(f"amoeba: {text}")
@@ -63,6 +63,7 @@ def serve(
         if not 0 <= port < 2**16 or queue < 0 or max_body < 1:
             expected, got = "--port 0 to 65535, --queue from 0, --max-body from 1", f"{port}, {queue}, {max_body}"
             raise bad_value("serve", expected, got, "leave them out")
+        address = bound(host, port)
         hide_loading_bars(model, output)
         options = GenerationOptions(max_new_tokens, **vars(sampling), **computing.told())
         adapters = parse_adapters(adapter or [])
@@ -80,12 +81,12 @@ def serve(
             served = open_model(model, options, name=name, adapters=adapters, slots=slots, context=context, say=say)
         except KeyboardInterrupt:
             raise interrupted("before the first request") from None
-        with closing(served):
+        with closing(served), closing(address):
             engine = served.engine
             say(f"steps {engine.kind}: {engine.reason}; {engine.slots} slots of {served.context} tokens")
             app = make_app(served, Limits(queue, max_body), api_key or os.environ.get(_KEY) or None, taken.chosen)
             shown = f"[{host}]" if ":" in host else host
-            run(app, served, host, port, lambda chosen: say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"))
+            run(app, served, address, lambda chosen: say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"))
             document = {"document": "amoeba serve", **served.status(), **served.loaded.facts()}
             document["plan"] = taken.compared(document)
     finish(output, document, True, json)

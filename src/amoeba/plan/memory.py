@@ -40,7 +40,8 @@ _X86_PRODUCTS = 0 if platform.machine().lower() in ("aarch64", "arm64") else 64 
 _CPU_SLACK, CPU_SLACK_SHARE = 16 << 20, 0.05
 # Passes over streamed experts were 10 MiB above the plan without these, with 192 MiB of slots.
 _STREAMED_STEP, SLOTS_SHARE = 16 << 20, 1 / 16
-_EXCHANGE = 32 << 20  # a rank's peak was 6 MiB above the plan without it (two ranks, gloo)
+# Of a rank: without it, peaks of two and four ranks were 6 to 56 MiB above the plan (gloo).
+_EXCHANGE = 64 << 20
 # On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own.
 _GPU_WORKSPACE = 96 << 20
 
@@ -266,6 +267,9 @@ def _trained(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
         rounding = numbers * 2 if here == CUDA else 0
         lines = [Line("gradients", numbers * dtype.itemsize, here, "running")]
         lines.append(Line("optimizer", numbers * moments + rounding, here, "running"))
+        if work.ranks > 1:  # DistributedDataParallel's buckets, and a gradient while it is copied there
+            between = 2 * facts.rest_numbers * dtype.itemsize
+            lines.append(Line("gradients between ranks", between, here, "running"))
         if work.precision != "bf16":
             lines.append(Line("experts in fp8", _fp8_copies(facts) // share, here, "running"))
         return lines

@@ -1,7 +1,7 @@
 """The HTTP server: OpenAI's endpoints over a `ServedModel`, with limits, metrics and a page to try it.
 
     app = make_app(served, Limits(queue=64), api_key=None)
-    run(app, served, host="127.0.0.1", port=8000)      # until SIGTERM or Ctrl-C; answers that have begun are finished
+    run(app, served, bound("127.0.0.1", 8000), ready)      # until SIGTERM or Ctrl-C; finishes answers that have begun
 
 /v1/chat/completions, /v1/completions and /v1/models are OpenAI's. /health says whether requests can be answered,
 /metrics is for Prometheus, /status is what the page at / shows. With an API key, /v1 and /status need it.
@@ -16,6 +16,7 @@ import hmac
 import json
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -34,6 +35,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from amoeba._version import __version__
+from amoeba.core.errors import bad_value
 from amoeba.decoding import engine
 from amoeba.decoding.engine import End, Token
 from amoeba.serve.answer import ChoiceText, Logprob
@@ -475,15 +477,30 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(each, handler)
 
 
-def run(app: FastAPI, served: ServedModel, host: str, port: int, ready: Callable[[int], object]) -> None:
+def bound(host: str, port: int) -> socket.socket:
+    """The address, taken before a model is loaded; nothing is accepted until the server runs."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        try:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+        except OSError:
+            taken.close()
+            raise
+    except OSError as error:
+        got = f"{host} and {port} ({error.strerror})"
+        raise bad_value("--host and --port", "an address that is free here", got, "choose another port") from None
+    return taken
+
+
+def run(app: FastAPI, served: ServedModel, address: socket.socket, ready: Callable[[int], object]) -> None:
     """ready: is told the port when connections are accepted."""
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=30, lifespan="off"
-    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=30, lifespan="off")
 
     def at_signal() -> None:
         app.state.server.stopping = True
 
-    server = _Uvicorn(config, at_signal, lambda: ready(server.servers[0].sockets[0].getsockname()[1]))
-    server.run()
+    server = _Uvicorn(config, at_signal, lambda: ready(address.getsockname()[1]))
+    server.run(sockets=[address])
     served.stop(10)
