@@ -210,7 +210,7 @@ class TestTheCommand:
         assert said in result.stderr
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_gpu_memory_of_a_machine_without_a_gpu_is_refused_before_anything_is_measured(self, folder, monkeypatch):
+    def test_gpu_memory_without_a_gpu_is_refused_before_anything_is_measured(self, folder, monkeypatch):
         monkeypatch.setattr("amoeba.plan.machine.measured_machine", lambda **_: pytest.fail("measured"))
         assert "--vram: expected a machine with a GPU" in call("plan", folder, "--vram", "4GiB", code=2).said
 
