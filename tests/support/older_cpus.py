@@ -27,6 +27,8 @@ OLDER = {
 TESTS = (
     "system/test_cpu_features.py",
     "cpu/test_core.py",
+    "cpu/test_core_blocks.py",
+    "cpu/test_step_products.py",
     "cpu/test_products.py",
     "cpu/test_node.py",
     "cpu/test_training.py",
