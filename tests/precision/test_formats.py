@@ -323,7 +323,7 @@ def test_a_gpu_finds_the_codes_and_scales_that_a_cpu_finds(format: Format) -> No
     assert torch.equal(here.scales, there.scales.cpu())
 
 
-@pytest.mark.parametrize("format", [MXFP4, NVFP4, FP8_128], ids=str)
+@pytest.mark.parametrize("format", [MXFP4, NVFP4, FP8_128], ids=lambda format: format.name)
 def test_without_numbers_only_shapes_are_made(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """As kernels are compiled ahead: to quantise hundreds of experts that hold nothing took most of the time."""
     monkeypatch.setattr("amoeba.precision.quantised.quantise_again", None)
