@@ -434,6 +434,8 @@ def test_a_hub_name_goes_to_transformers_as_it_is(monkeypatch):
         raise OSError(f"asked for {name}\nand more")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", not_there)
+    monkeypatch.setattr("amoeba.integrations.model_folder._offline_without_hub", lambda: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # also where there is no network
     line = refusal("somebody/some-Model.1b", "Once")
     assert "'somebody/some-Model.1b' (no folder here): asked for somebody/some-Model.1b. " in line
 
@@ -468,7 +470,7 @@ def test_the_last_line_is_a_complete_document_and_the_text_comes_before_it(folde
 def test_exact_mode(folder):
     result = call("generate", str(folder), "ab", "--exact", "--dtype", "float32", "--max-new-tokens", "3", "--json")
     document = result.document
-    assert (document["backend"], document["placement"], document["steps"]) == ("exact", "resident", "plain")
+    assert (document["backend"], document["placement"], document["steps"]) == ("exact", "resident", "native")
     refused = call("generate", str(folder), "ab", "--exact", "--experts", "cpu-int8", code=2)
     assert "exact mode of model.layers.0.mlp.experts" in refused.said
 
