@@ -1,7 +1,7 @@
 """Decoding and prompts on a CPU next to llama.cpp, of a model of the same sizes, in alternating rounds of one process.
 
     python -m benchmarks.llama_cpp --llama-bench build/bin/llama-bench --model FOLDER \\
-        --pair bf16=resident,auto,bf16.gguf --pair int8=cpu-int8,int8,q8_0.gguf --threads 2 --out benchmarks/results
+        --pair bf16=cpu-bf16,auto,bf16.gguf --pair int8=cpu-int8,int8,q8_0.gguf --threads 2 --out benchmarks/results
 
 A pair is NAME=EXPERTS,DENSE,GGUF: what `amoeba generate --experts` and `--dense` would be, and the file for llama.cpp.
 With "gguf" for EXPERTS both sides read that file:
