@@ -21,7 +21,7 @@ IN_BLOCKS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "nf4")
 # Bytes of a thread's stack and accesses to it that a version of Triton leaves.
 SPILLED = {
     "3.6": {"down_by_expert mxfp4": (8, 4), "up_by_expert q6_k many": (8, 2)},
-    "3.9": {"down_by_expert q6_k many": (8, 2)},
+    "3.9": {"down_by_expert q6_k many": (8, 2), "up_by_expert q6_k listed": (8, 2)},
 }
 
 
@@ -33,9 +33,8 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
 def test_nothing_is_spilled_but_what_is_known(kernels):
     assert len(kernels) == 87
     known = SPILLED.get(triton.__version__.rpartition(".")[0], {})
-    for name, found in kernels.items():
-        stack, accesses = known.get(name, (0, 0))
-        assert found["stack_bytes"] <= stack and found["local_accesses"] <= accesses, (name, found)
+    spilled = {name: (found["stack_bytes"], found["local_accesses"]) for name, found in kernels.items()}
+    assert {name: each for name, each in spilled.items() if any(each) and each != known.get(name)} == {}
 
 
 def test_lanes_that_hold_one_sum_hold_the_same_bits(kernels):
