@@ -2,7 +2,7 @@
 // bits, with a scale for each 256 columns, and codes as 16 bits, too, whose pairs one instruction multiplies and adds up.
 //
 // Lanes are rows: of sixteen rows the pairs of one place lie together, and a weight's pair goes to all of them. So no
-// weight is transposed. A row's result does not depend on the rows beside it.
+// weight is transposed. A row's result does not depend on other rows.
 #include "block_products.h"
 #include "core_products.h"
 #include "interleave.h"
