@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from amoeba import ExpertWeights, Routing, experts
+from amoeba.core.torch_internals import capture
 
 LAYERS = ("2048,768,128,8", "2880,2880,32,4", "1024,512,64,8", "7168,2048,64,8")
 TOKENS = (32, 64, 128, 256, 512, 1024)
@@ -74,7 +75,7 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
         function()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with capture(graph, stream=stream):
         function()
     return graph.replay
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from amoeba.core.torch_internals import occupy_gpu
+from amoeba.core.torch_internals import capture, occupy_gpu
 from amoeba.stream.cpu.memory import ExpertMemory
 from amoeba.stream.gpu.device import CudaDevice, Device
 from amoeba.stream.report import copy_rate
@@ -127,7 +127,7 @@ class GpuPlace(LinkedPlace):
         self.wait()
         with (
             nullcontext() if replays is None else replays.capturing() as passes,
-            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            capture(graph, stream=stream),
         ):
             run()
         return graph.replay if replays is None else lambda: replays.replay(passes, graph.replay)

@@ -345,7 +345,7 @@ def test_on_a_gpu_times_bytes_and_both_references(tokens):
         assert all(0 < m.min_ms <= m.median_ms < 1000 for m in timed)
     for measurement in training.measurements:
         if measurement.ours and measurement.status == "timed":
-            kernels = ("amoeba triton", "amoeba tasks", "amoeba fp8", THROUGH_TRANSFORMERS)
+            kernels = ("amoeba triton", "amoeba tasks", "amoeba exact", "amoeba fp8", THROUGH_TRANSFORMERS)
             map_itemsize = 4 if measurement.implementation.startswith(kernels) else 8
             maps = cost.row_map_bytes(
                 rows=shape.rows, experts=shape.experts, weight_itemsize=2, map_itemsize=map_itemsize

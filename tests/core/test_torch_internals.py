@@ -1,6 +1,8 @@
 """What torch has no public name for answers as we believe; a new version of torch that does not fails here first."""
 
+import gc
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -162,3 +164,35 @@ def test_another_shape_of_the_same_memory_is_no_view() -> None:
     assert found.data_ptr() == y.data_ptr() and not found._is_view()
     found.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [2.0] * 6
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_during_a_capture(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = []
+
+    @contextmanager
+    def stand_in(graph, **options):
+        inside.append((gc.isenabled(), len(kept), options["capture_error_mode"]))
+        yield
+
+    class Circle:
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            kept.pop()
+
+    monkeypatch.setattr(torch.cuda, "graph", stand_in)
+    kept, before = [None], gc.isenabled()
+    Circle()
+    try:
+        gc.enable() if enabled else gc.disable()
+        with torch_internals.capture(None):
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        with pytest.raises(ZeroDivisionError), torch_internals.capture(None):
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
+    assert inside == [(False, 0, "thread_local")] * 2

@@ -180,5 +180,5 @@ def test_a_decoder_whose_steps_were_captured_in_the_other_mode_is_refused() -> N
     model = made("qwen3_moe", torch.bfloat16).cuda()
     decoder = Decoder(model, batch=1, length=40)
     list(decoder.generate(prompts(5), 4))
-    with exact(model), pytest.raises(BadValue, match="make a new Decoder"):
+    with exact(model), pytest.raises(BadValue, match="Make a new Decoder"):
         list(decoder.generate(prompts(5), 4))

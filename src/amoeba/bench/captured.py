@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from amoeba.bench.timing import Step, Timing, time_in_turns
 from amoeba.bench.workload import Workload
+from amoeba.core import torch_internals
 from amoeba.core.weights import LoraFactors
 
 Run = Callable[[], Tensor]
@@ -61,9 +62,9 @@ def capture(run: Run, workload: Workload) -> tuple[Replay, Replay]:
     """Forward and backward, which have run before. Raises what a step raises that cannot be captured."""
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle()  # theirs as long as they live: what they read and write stays where it is
-    with torch.cuda.graph(forward, pool=pool):
+    with torch_internals.capture(forward, pool=pool):
         y_TH = run()
-    with torch.cuda.graph(backward, pool=pool):
+    with torch_internals.capture(backward, pool=pool):
         torch.autograd.grad(y_TH, list(workload.leaves().values()), workload.dy_TH, allow_unused=True)
     return forward.replay, backward.replay
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from amoeba.core.torch_internals import occupy_gpu
+from amoeba.core.torch_internals import capture, occupy_gpu
 from amoeba.system.cpu_features import compute_dtype
 from amoeba.system.machine import available_memory
 
@@ -171,7 +171,7 @@ def graph_ms(steps: Sequence[Callable[[], object]], device: torch.device, repeat
     read so much that none finds in the cache what another has left. Raises what a step raises that cannot be captured.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
+    with torch.no_grad(), capture(graph):
         for step in steps:
             step()
     found = []

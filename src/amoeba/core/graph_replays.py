@@ -2,7 +2,7 @@
 
     (replays,) = replays_of(model_experts)                  # of all weights in a model, each once; two cannot be served
     with replays.rehearsing(): step()                       # as it is; all that will be captured is loaded
-    with replays.capturing() as passes, torch.cuda.graph(graph): step()
+    with replays.capturing() as passes, torch_internals.capture(graph): step()
     replays.replay(passes, graph.replay)                    # and serves it; returns when nothing is left to serve
     replays.check()                                         # behind a wait for the step, before its results are used
 

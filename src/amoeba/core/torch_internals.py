@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "TorchDispatchMode",
     "backward_goes_on_to",
+    "capture",
     "constant_when_traced",
     "custom_graph_pass",
     "default_store",
@@ -192,6 +194,23 @@ def occupy_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+@contextmanager
+def capture(
+    graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: Any = None, capture_error_mode: str = "thread_local"
+) -> Iterator[None]:
+    """As `torch.cuda.graph`, without garbage collection inside: collecting another graph frees it, which CUDA does not
+    permit during a capture, and ends this one."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def end_failed_capture(pool: tuple[int, int]) -> None:
     """Where CUDA refuses to end a spoiled capture, torch leaves it open: memory stays set aside for it in this pool,
     and random numbers are refused until another capture has come to its end."""
@@ -199,7 +218,7 @@ def end_failed_capture(pool: tuple[int, int]) -> None:
     with suppress(RuntimeError):  # it was ended
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+    with suppress(RuntimeError), capture(torch.cuda.CUDAGraph()):
         torch.zeros((), dtype=torch.float32, device=torch.device("cuda", device))
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value, one_line
+from amoeba.core.torch_internals import capture
 from amoeba.decoding.decoder import AHEAD, PIECE, Outlet
 from amoeba.decoding.sampling import Sampler, Sampling, Uses
 from amoeba.decoding.slots import make_slots
@@ -457,7 +458,7 @@ class _Lane:
         graph = self._graphs.get(key)
         if graph is None and key in self._graphs and self.rows.captured:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with capture(graph):
                 self._choose_now(count, uses)
         self._graphs[key] = graph
         if graph is None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amoeba.core import torch_internals
 from amoeba.core.errors import bad_value
 from amoeba.core.graph_replays import Replays, replays_of
 from amoeba.decoding.cache import FixedCache
@@ -93,7 +94,7 @@ class Step:
             if self._replays is not None:
                 self._passes = stack.enter_context(self._replays.capturing())
             memory = self.rows.graph_memory
-            with torch.cuda.graph(graph, pool=memory, stream=ready, capture_error_mode="thread_local"):
+            with torch_internals.capture(graph, pool=memory, stream=ready):
                 self._run()
         self._graph, self.rows.graph_memory = graph, memory or graph.pool()
         self._captured_exact = self._is_exact

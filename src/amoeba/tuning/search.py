@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import is_out_of_memory, one_line
+from amoeba.core.torch_internals import capture
 from amoeba.system import tuned
 
 # A candidate's result may differ from ours by this much, relative in the L2 norm: the order of a sum is another one.
@@ -119,7 +120,7 @@ def _captured(run: Callable[[], object]) -> Callable[[], object]:
     graph, side_stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     try:
-        with torch.cuda.graph(graph, stream=side_stream):
+        with capture(graph, stream=side_stream):
             run()
     except RuntimeError as reason:
         if is_out_of_memory(reason):

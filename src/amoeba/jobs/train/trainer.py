@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from amoeba.core.errors import bad_value
-from amoeba.core.torch_internals import end_failed_capture
+from amoeba.core.torch_internals import capture, end_failed_capture
 from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
 from amoeba.integrations.experts_module import ATTRIBUTE
@@ -328,7 +327,6 @@ class CapturedStep:
         What it raises is raised here, and torch is as it was before."""
         self._inputs = {name: _copy(value) for name, value in inputs.items()}
         self._predicted = predicted.clone()
-        gc.collect()
         torch.cuda.empty_cache()  # the graph has memory of its own
         self._graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
@@ -336,7 +334,7 @@ class CapturedStep:
             # the outer one stays the current stream also where a capture fails to end
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"),
+                capture(self._graph, pool=pool, stream=stream),
             ):
                 self._loss = run(self._inputs, self._predicted)
         except Exception as error:
