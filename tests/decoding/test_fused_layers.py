@@ -11,6 +11,7 @@ import greedy_texts
 from amoeba.decoding import Decoder, fused_layers
 from amoeba.decoding.step import Step
 from amoeba.kernels import norm_rotate, rms_norm
+from amoeba.kernels.decode import gated_delta
 from amoeba.ops import rotary_attention
 from greedy_texts import endless, prompts
 
@@ -25,7 +26,12 @@ def calls(monkeypatch) -> list[str]:
     enter = Step._enter
     monkeypatch.setattr(Step, "_enter", lambda self, stack, compiled, fused=True: enter(self, stack, compiled, True))
     found: list[str] = []
-    for module, name in ((norm_rotate, "norm_rotate_cached"), (rms_norm, "rms_norm"), (rms_norm, "add_rms_norm")):
+    for module, name in (
+        (norm_rotate, "norm_rotate_cached"),
+        (rms_norm, "rms_norm"),
+        (rms_norm, "add_rms_norm"),
+        (gated_delta, "gated_delta"),
+    ):
         own = getattr(module, name)
 
         def noted(*arguments, own=own, name=name, **options):
@@ -37,6 +43,15 @@ def calls(monkeypatch) -> list[str]:
 
 
 plain, decoded = (functools.partial(each, tokens=6) for each in (greedy_texts.plain, greedy_texts.decoded))
+
+
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def small(family: str = "qwen3_moe", **changes):
@@ -68,6 +83,18 @@ def test_what_is_not_recognised_is_left_and_the_rest_is_fused(calls, family):
     assert "norm_rotate_cached" not in calls and calls
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_gated_delta_networks_step_in_one_launch_and_give_plain_tokens(calls, family):
+    """Of two layers the first is one: each of the five steps of a text of six tokens."""
+    model, rows = small(family, **_DELTA), prompts(17)
+    expected, weights = plain(model, rows), {name: value.clone() for name, value in model.state_dict().items()}
+    fused_layers.join_projections(model)
+    assert decoded(model, rows) == expected
+    assert [calls.count(name) for name in ("gated_delta", "add_rms_norm", "rms_norm")] == [5, 10, 25]
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert plain(model, rows) == expected
+
+
 def test_without_joined_projections_the_layers_own_attention_runs(calls):
     model, rows = small(), prompts(5)
     assert decoded(model, rows) == plain(model, rows)
@@ -87,11 +114,12 @@ def test_projections_are_joined_once_and_parameters_stay_what_they_are(calls):
     assert attention.v_proj.weight.data_ptr() == place
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
     assert torch.equal(attention.q_proj.weight, values[0]) and torch.equal(attention.v_proj.weight, values[1])
-    assert torch.equal(fused_layers._whole(attention, "weight")[-len(values[1]) :], values[1])
+    whole = fused_layers._whole(fused_layers._projections(attention), "weight")
+    assert torch.equal(whole[-len(values[1]) :], values[1])
 
 
 class _Shifted(nn.Module):
-    """As Gemma's."""
+    """By more than Gemma's."""
 
     def __init__(self, own):
         super().__init__()
@@ -99,7 +127,7 @@ class _Shifted(nn.Module):
 
     def forward(self, x):
         x = x.float()
-        return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+        return (2 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def test_a_norm_or_a_layer_that_computes_something_else_is_left(calls):
@@ -113,7 +141,8 @@ def test_a_norm_or_a_layer_that_computes_something_else_is_left(calls):
             return 2 * super().forward(*arguments, **options)
 
     layer.__class__ = Doubled
-    assert not fused_layers._adds_and_norms(layer) and fused_layers._adds_and_norms(model.model.layers[1])
+    assert fused_layers._adds_and_norms(layer) is None
+    assert fused_layers._adds_and_norms(model.model.layers[1]) == "self_attn"
     assert fused_layers._norm_of(model.model.norm) is None
     assert decoded(model, rows) == plain(model, rows)
     with ExitStack() as stack:

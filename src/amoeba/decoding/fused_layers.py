@@ -11,6 +11,7 @@ made of is recognised by evaluating it, as `integrations.fused_attention` does, 
 
 norms       one launch each; q_norm and k_norm too where their attention is not recognised
 attention   one joined projection, one launch that norms, rotates and writes the cache, one for the output projection
+gated delta networks, the same number: one joined projection, one for all up to the output projection (`delta_layers`)
 layers      the sum after attention, and its norm, in one launch
 
 Numbers are rounded where transformers rounds them.
@@ -28,11 +29,13 @@ from torch import Tensor, nn
 
 from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.cache_attention import decode_attention
+from amoeba.decoding.delta_layers import DeltaForm, linears_of, states_of
+from amoeba.decoding.delta_layers import recognise as recognise_delta
 from amoeba.integrations import fused_attention
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.ops.attention import document_attention
 
-_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_MIXERS = ("self_attn", "linear_attn")
 _TOKENS = 4
 
 
@@ -43,12 +46,14 @@ def fused_layers(model: Any) -> Iterator[bool]:
         for layer, form in zip(decoder_layers(model), forms, strict=True):
             if form is not None:
                 stack.enter_context(_as(layer.self_attn, _StepAttention, form))
+            if (delta := _delta_of(layer)) is not None:
+                stack.enter_context(_as(layer.linear_attn, _StepDelta, delta))
         for module in model.modules():
             if (found := _norm_of(module)) is not None:
                 stack.enter_context(_as(module, _StepNorm, found))
         for layer in decoder_layers(model):
-            if _adds_and_norms(layer):
-                stack.enter_context(_as(layer, _StepLayer, None))
+            if (mixer := _adds_and_norms(layer)) is not None:
+                stack.enter_context(_as(layer, _StepLayer, mixer))
         yield None not in forms
 
 
@@ -63,14 +68,25 @@ def _form_of(layer: Any) -> fused_attention.Form | None:
     return None if isinstance(form, str) else form
 
 
+def _delta_of(layer: Any) -> DeltaForm | None:
+    module = getattr(layer, "linear_attn", None)
+    weight = next(module.parameters(), None) if isinstance(module, nn.Module) else None
+    form = "" if weight is None or _why_not(weight[0]) else recognise_delta(module)
+    return None if isinstance(form, str) else form
+
+
 def join_projections(model: Any) -> None:
     """The weights of queries, keys and values of each recognised layer one below the other: its parameters become views
     of one tensor, once."""
     for layer in decoder_layers(model):
-        if _form_of(layer) is None:
+        if _form_of(layer) is not None:
+            linears = _projections(layer.self_attn)
+        elif (delta := _delta_of(layer)) is not None:
+            linears = linears_of(layer.linear_attn, delta)
+        else:
             continue
         for name in ("weight", "bias"):
-            parts = [getattr(linear, name) for linear in _projections(layer.self_attn)]
+            parts = [getattr(linear, name) for linear in linears]
             if all(part is not None for part in parts) and _joined(parts) is None:
                 whole = torch.cat([part.detach() for part in parts])
                 for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
@@ -122,7 +138,7 @@ class _StepAttention:
         layer: Any = self
         size = layer.q_norm.weight.shape[0]
         rows, tokens, _ = hidden_states.shape
-        weight, bias = (_whole(layer, name) for name in ("weight", "bias"))
+        weight, bias = (_whole(_projections(layer), name) for name in ("weight", "bias"))
         ends: Any = others.get("cu_seq_lens_q")
         steps = tokens == 1 and attention_mask is not None
         tables = [table.shape[1:] == (tokens, size) for table in position_embeddings]
@@ -176,14 +192,40 @@ def _is_plain(module: Any) -> bool:
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
-def _whole(attention: Any, name: str) -> Tensor | None:
-    parts = [getattr(linear, name) for linear in _projections(attention)]
+def _whole(linears: list[nn.Linear], name: str) -> Tensor | None:
+    parts = [getattr(linear, name) for linear in linears]
     return None if any(part is None for part in parts) else _joined(parts)
+
+
+class _StepDelta:
+    form: DeltaForm
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **others: Any
+    ) -> Tensor:
+        layer: Any = self
+        states = states_of(cache_params.layers[layer.layer_idx]) if isinstance(cache_params, FixedCache) else None
+        weight = _whole(linears_of(layer, self.form), "weight")
+        if hidden_states.shape[1] > 1 or attention_mask is not None or states is None or weight is None:
+            return super().forward(  # type: ignore[misc]
+                hidden_states=hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others
+            )
+        from amoeba.kernels.decode.gated_delta import gated_delta
+        from amoeba.kernels.decode.linear import linear
+
+        conv, out = layer.conv1d, layer.out_proj
+        y_BQV = gated_delta(
+            linear(hidden_states[:, 0], weight), self.form.places, conv.weight[:, 0], conv.bias, layer.A_log,
+            layer.dt_bias, layer.norm.weight, *states, eps=self.form.eps,
+        )  # fmt: skip
+        y_BC = y_BQV.flatten(1)
+        return (linear(y_BC, out.weight, out.bias) if _is_plain(out) else out(y_BC))[:, None]
 
 
 class _Norm(NamedTuple):
     eps: float
     rounds_late: bool
+    adds_one: bool = False  # to the weight, as Gemma's and Qwen3-Next's
 
 
 class _StepNorm:
@@ -195,15 +237,14 @@ class _StepNorm:
         norm: Any = self
         if hidden_states.dtype != norm.weight.dtype or more or others:  # norms of Mamba layers take a gate
             return super().forward(hidden_states, *more, **others)  # type: ignore[misc]
-        return rms_norm(hidden_states.contiguous(), norm.weight, self.form.eps, rounds_late=self.form.rounds_late)
+        return rms_norm(hidden_states.contiguous(), norm.weight, **self.form._asdict())
 
     def of_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """x + added, and its norm."""
         from amoeba.kernels.rms_norm import add_rms_norm
 
         norm: Any = self
-        given = x.contiguous(), added.contiguous(), norm.weight
-        return add_rms_norm(*given, self.form.eps, rounds_late=self.form.rounds_late)
+        return add_rms_norm(x.contiguous(), added.contiguous(), norm.weight, **self.form._asdict())
 
 
 @torch.no_grad()
@@ -227,6 +268,7 @@ def _norm_of(module: Any) -> _Norm | None:
     for form, expected in (
         (_Norm(eps, False), random * normed.to(x.dtype)),
         (_Norm(eps, True), (random * normed).to(x.dtype)),
+        (_Norm(eps, True, True), ((1 + random.float()) * normed).to(x.dtype)),
     ):
         if isinstance(given, Tensor) and torch.equal(given, expected):
             return form
@@ -240,36 +282,48 @@ def _why_not(weight: Tensor) -> bool:
 
 
 class _StepLayer:
+    form: str  # how it names what mixes tokens
+
     def forward(self, hidden_states: Tensor, *more: Any, **others: Any) -> Any:
         layer: Any = self
         norm = layer.post_attention_layernorm
         same = hidden_states.dtype == getattr(norm, "weight", hidden_states).dtype
         if more or not isinstance(norm, _StepNorm) or not same:
             return super().forward(hidden_states, *more, **others)  # type: ignore[misc]
-        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **others)
+        x = layer.input_layernorm(hidden_states)
+        if self.form == "self_attn":
+            attended, _ = layer.self_attn(hidden_states=x, **others)
+        else:
+            mask, cache = others.get("attention_mask"), others.get("past_key_values")
+            attended = layer.linear_attn(hidden_states=x, cache_params=cache, attention_mask=mask)
         total, normed = norm.of_sum(hidden_states, attended)
         out = layer.mlp(normed)
         return total + (out[0] if isinstance(out, tuple) else out)
 
 
 @torch.no_grad()
-def _adds_and_norms(layer: Any) -> bool:
-    """Whether it is x + attention(norm(x)), then the same with its experts, and hands its arguments to attention."""
-    parts: list[Any] = [getattr(layer, name, None) for name in _PARTS]
+def _adds_and_norms(layer: Any) -> str | None:
+    """How it names what mixes its tokens, if it is x + mixed(norm(x)), then the same with its experts, and hands its
+    arguments to what mixes."""
+    mixer = next((name for name in _MIXERS if isinstance(getattr(layer, name, None), nn.Module)), "self_attn")
+    parts: list[Any] = [
+        getattr(layer, name, None) for name in ("input_layernorm", mixer, "post_attention_layernorm", "mlp")
+    ]
     if not all(isinstance(part, nn.Module) for part in parts) or layer._forward_hooks or layer._forward_pre_hooks:
-        return False
+        return None
     weight = next(iter(parts[0].parameters()), None)
     if weight is None or weight.dim() != 1:
-        return False
+        return None
     x, *factors = (_random(weight, 1, _TOKENS, len(weight), seed=seed) for seed in range(5))
     others = {name: object() for name in ("attention_mask", "position_ids", "past_key_values", "position_embeddings")}
     seen: dict[str, Any] = {}
 
-    def attend(hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+    def mix(hidden_states: Tensor, **given: Any) -> Any:
         seen.update(given)
-        return hidden_states * factors[1], None
+        mixed = hidden_states * factors[1]
+        return (mixed, None) if mixer == "self_attn" else mixed
 
-    functions: list[Callable] = [lambda x: x * factors[0], attend, lambda x: x * factors[2], lambda x: x * factors[3]]
+    functions: list[Callable] = [lambda x: x * factors[0], mix, lambda x: x * factors[2], lambda x: x * factors[3]]
     try:
         for part, function in zip(parts, functions, strict=True):
             part.forward = function
@@ -277,14 +331,16 @@ def _adds_and_norms(layer: Any) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception:  # it wants other arguments
-        return False
+        return None
     finally:
         for part in parts:
             part.__dict__.pop("forward", None)
     total = x + x * factors[0] * factors[1]
     expected = total + total * factors[2] * factors[3]
+    if mixer == "linear_attn":
+        others = {"attention_mask": others["attention_mask"], "cache_params": others["past_key_values"]}
     handed = all(seen.get(name) is value for name, value in others.items())
-    return isinstance(given, Tensor) and torch.equal(given, expected) and handed
+    return mixer if isinstance(given, Tensor) and torch.equal(given, expected) and handed else None
 
 
 def _random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:

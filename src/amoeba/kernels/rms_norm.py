@@ -6,7 +6,7 @@ N rows · H numbers of a row
     sum_NH, y_NH = add_rms_norm(x_NH, added_NH, weight_H, eps=1e-6)      # of x + added, rounded to their dtype
 
 Numbers are rounded where transformers rounds them: normed ones before they meet the weight, or, if rounds_late, after
-it alone.
+it alone. adds_one: the weight is that of a norm less one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,33 @@ ELEMENTS = 2048  # of the rows that a program takes; not measured yet
 MOST = 16384  # numbers of a row, which a program holds at once
 
 
-def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float, *, rounds_late: bool = False) -> Tensor:
-    return _launch(x_NH, None, None, weight_H, eps, rounds_late)
+def rms_norm(
+    x_NH: Tensor, weight_H: Tensor, eps: float, *, rounds_late: bool = False, adds_one: bool = False
+) -> Tensor:
+    return _launch(x_NH, None, None, weight_H, eps, rounds_late, adds_one)
 
 
 def add_rms_norm(
-    x_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float, *, rounds_late: bool = False
+    x_NH: Tensor,
+    added_NH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    *,
+    rounds_late: bool = False,
+    adds_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     sum_NH = x_NH.new_empty(x_NH.shape)
-    return sum_NH, _launch(x_NH, added_NH, sum_NH, weight_H, eps, rounds_late)
+    return sum_NH, _launch(x_NH, added_NH, sum_NH, weight_H, eps, rounds_late, adds_one)
 
 
 def _launch(
-    x: Tensor, added: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, rounds_late: bool
+    x: Tensor,
+    added: Tensor | None,
+    total: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rounds_late: bool,
+    adds_one: bool,
 ) -> Tensor:
     width = x.shape[-1]
     given = [each for each in (x, added, weight) if each is not None]
@@ -55,7 +69,8 @@ def _launch(
         at_once, overlap = max(1, ELEMENTS // block), can_overlap(x.device)
         _rms_norm[(cdiv(rows, at_once),)](
             x, added, total, weight, y, rows, eps, H=width, BLOCK=block, ROWS=at_once, ROUNDS_LATE=rounds_late,
-            OVERLAP=overlap, num_warps=min(16, max(4, block // 512)), **({"launch_pdl": True} if overlap else {}),
+            ADDS_ONE=adds_one, OVERLAP=overlap, num_warps=min(16, max(4, block // 512)),
+            **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return y
 
@@ -64,7 +79,7 @@ def _launch(
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, added, total, weight, y, rows, eps, H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    ROUNDS_LATE: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUNDS_LATE: tl.constexpr, ADDS_ONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -72,6 +87,8 @@ def _rms_norm(
     inside = (row < rows)[:, None] & (column < H)[None, :]
     at = row[:, None] * H + column[None, :]
     w = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
+    if ADDS_ONE:
+        w += 1.0
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
