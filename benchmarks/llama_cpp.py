@@ -3,8 +3,8 @@
     python -m benchmarks.llama_cpp --llama-bench build/bin/llama-bench --model FOLDER \\
         --pair bf16=cpu-bf16,auto,bf16.gguf --pair int8=cpu-int8,int8,q8_0.gguf --threads 2 --out benchmarks/results
 
-A pair is NAME=EXPERTS,DENSE,GGUF: what `amoeba generate --experts` and `--dense` would be, and the file for llama.cpp.
-With "gguf" for EXPERTS both sides read that file:
+`benchmarks.gguf_models` makes such files. A pair is NAME=EXPERTS,DENSE,GGUF: what `amoeba generate --experts` and
+`--dense` would be, and the file for llama.cpp. With "gguf" for EXPERTS both sides read that file:
 
     python -m benchmarks.llama_cpp --llama-bench build/bin/llama-bench --pair q4_k=gguf,int8,q4_k.gguf
 
@@ -34,12 +34,14 @@ PROMPT = 512
 GGUF = "gguf"
 
 
-def samples_of_peer(given: argparse.Namespace, file: str, prompt: int, tokens: int) -> list[float]:
-    """Seconds of each repetition."""
+def samples_of_peer(given: argparse.Namespace, file: str, prompt: int, tokens: int) -> dict[str, list[float]]:
+    """Seconds per token of each repetition of what is not 0."""
     words = [given.llama_bench, "-m", file, "-t", given.threads, "-p", prompt, "-n", tokens, "-r", 3, "-o", "json"]
     words += given.prompt_options.split() if prompt else []
-    found = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=True)
-    return [nanoseconds / 1e9 for nanoseconds in json.loads(found.stdout)[0]["samples_ns"]]
+    found = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, text=True, check=True)
+    runs = {"prefill" if run["n_prompt"] else "decode": run for run in json.loads(found.stdout)}
+    counts = {"prefill": prompt, "decode": tokens}
+    return {name: [each / 1e9 / counts[name] for each in run["samples_ns"]] for name, run in runs.items()}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -101,9 +103,10 @@ def compare(pair: str, given: argparse.Namespace) -> dict[str, Any]:
             found["amoeba"].setdefault("decode", []).append(spent / given.tokens)
             spent = seconds(lambda: next(decoder.generate([prompt(PROMPT)], max_new_tokens=2)))
             found["amoeba"].setdefault("prefill", []).append(spent / PROMPT)
-        for name, sizes in {"decode": (0, given.tokens), "prefill": (PROMPT, 0)}.items():
-            samples = samples_of_peer(given, file, *sizes)
-            found["llama.cpp"].setdefault(name, []).extend(each / max(sizes) for each in samples)
+        apart = given.prompt_options != ""
+        for sizes in [(0, given.tokens), (PROMPT, 0)] if apart else [(PROMPT, given.tokens)]:
+            for name, samples in samples_of_peer(given, file, *sizes).items():
+                found["llama.cpp"].setdefault(name, []).extend(samples)
     read = bytes_per_token(decoder.model.config, experts, dense, file)
     result: dict[str, Any] = {"experts": experts, "dense": dense, "file": Path(file).name, "bytes_per_token": read}
     for side, passes in found.items():
@@ -121,7 +124,7 @@ def compare(pair: str, given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="A transformers folder of the same sizes.")
+    parser.add_argument("--model", type=Path, help="A transformers folder or a GGUF file of the same sizes.")
     parser.add_argument("--pair", action="append", required=True)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
