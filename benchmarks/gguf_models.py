@@ -66,15 +66,16 @@ def random_bytes(kind: str, numbers: int) -> np.ndarray:
 
 
 def metadata(layers: int, vocabulary: int) -> dict[str, int | float | str]:
-    own = {
+    own: dict[str, int | float] = {
         "context_length": 4096, "block_count": layers, "embedding_length": HIDDEN, "feed_forward_length": INTERMEDIATE,
         "attention.head_count": HEADS, "attention.head_count_kv": KEY_HEADS, "attention.key_length": HEAD,
         "attention.value_length": HEAD, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
         "expert_count": EXPERTS, "expert_used_count": CHOSEN, "expert_feed_forward_length": INTERMEDIATE,
         "vocab_size": vocabulary,
     }  # fmt: skip
-    common = {"general.architecture": "qwen3moe", "general.alignment": ALIGNMENT, "tokenizer.ggml.model": "none"}
-    return common | {f"qwen3moe.{key}": value for key, value in own.items()}
+    found: dict[str, int | float | str] = {f"qwen3moe.{key}": value for key, value in own.items()}
+    found |= {"general.architecture": "qwen3moe", "general.alignment": ALIGNMENT, "tokenizer.ggml.model": "none"}
+    return found
 
 
 def text(words: str) -> bytes:
@@ -105,8 +106,8 @@ def write(path: Path, layers: int, vocabulary: int, kind: str) -> Path:
             bits = pools[of] if len(shape) > 1 else np.ones(shape, np.float32).view(np.uint8)
             whole, left = divmod(size, len(bits))
             for _ in range(whole):
-                file.write(bits)
-            file.write(bits[:left])
+                file.write(bits.data)
+            file.write(bits[:left].data)
             file.write(bytes(-size % ALIGNMENT))
     return path
 
