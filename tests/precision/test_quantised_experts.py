@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 import amoeba
 from amoeba import Activation, ExpertWeights, Request, Routing, experts
 from amoeba.backends import quantised_triton
+from amoeba.backends.registry import all_backends_of
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.blocks import BLOCK_KINDS, PACKED_KINDS
-from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
+from amoeba.precision.formats import OF_BLOCKS, Element, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
@@ -307,3 +308,28 @@ def test_bytes_of_a_parameter() -> None:
     parameters = sum(tensor.numel() for tensor in (weights.gate_up_EJH, weights.down_EHI))
     for format, most in ((FP8_128, 1.01), (MXFP8, 1.04), (MXFP4, 0.54), (NVFP4, 0.57)):
         assert quantise_experts(weights, format).nbytes <= most * parameters
+
+
+class _Whole(Element):
+    """Whole numbers from -8 to 7, which no kernel knows."""
+
+    name, largest, exponent, bits = "int4", 7.0, 2, 4
+
+    @staticmethod
+    def encode(values: Tensor) -> Tensor:
+        return (values.round().clamp(-7, 7).to(torch.int8) & 15).to(torch.uint8)
+
+    @staticmethod
+    def decode(codes: Tensor) -> Tensor:
+        return ((codes.to(torch.int16) + 8) % 16 - 8).to(torch.float32)
+
+
+def test_an_element_that_kernels_do_not_know_is_computed_by_plain_torch_alone() -> None:
+    """They tell elements by their bits, and would read its codes as e2m1."""
+    layer = Layer()
+    weights = quantise_experts(frozen(layer), Format("int4", _Whole(), (1, 32), "e8m0"))
+    request = Request(layer.tensors["x"], Routing(layer.expert_TK, layer.tensors["weight"]), weights)
+    reasons = {each.name: each.why_not(request) for each in all_backends_of(QuantisedExperts, CPU)}
+    assert reasons["eager"] is None
+    assert "int4" in reasons["triton"] and "int4" in reasons["cpu"]
+    assert sum(reason is None for reason in reasons.values()) == 1, reasons

@@ -17,7 +17,7 @@ from amoeba.backends.experts_operator import SavedRows
 from amoeba.backends.fp8_choice import takes_w8a8, why_no_w8a8_kernel, with_products_for
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
-from amoeba.precision.formats import MXFP4, Format
+from amoeba.precision.formats import E2M1, E4M3, IN_BLOCKS, MXFP4, Format
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 # Up to this many tokens a pass without gradients decodes, as in `triton`.
@@ -44,6 +44,8 @@ class QuantisedTritonBackend(PassesBackend):
     def why_not(self, request: Request) -> str | None:
         weights = request.weights
         assert isinstance(weights, QuantisedExperts)
+        if weights.format.element not in (E4M3, E2M1, IN_BLOCKS):  # kernels tell the first two by their bits
+            return f"reads e4m3, e2m1 and blocks; these weights are in {weights.format.element.name}"
         if (reason := triton.why_not_on(weights.device, weights.dtype)) is not None:
             return reason
         asked = weights.products == "w8a8" and request.lora is None

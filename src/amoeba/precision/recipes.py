@@ -71,14 +71,19 @@ SUMMARIES = {
     "mxfp8": "as fp8, with a scale for each 32 numbers of a row",
     "nvfp4": "as fp8, with e2m1 for e4m3 and a scale for each 16 numbers of a row",
 }
-_OPERANDS = {"mxfp8": (MXFP8_TRAINING_ROWS, MXFP8_TRAINING), "nvfp4": (NVFP4_TRAINING_ROWS, NVFP4_TRAINING)}
+_FP8 = FP8_TRAINING_ROWS, FP8_TRAINING
+_OPERANDS: dict[str, tuple[Format, Format]] = {
+    **dict.fromkeys(("fp8", "fp8-ste", "fp8-saved", "fp8-all", AUTO), _FP8),
+    "mxfp8": (MXFP8_TRAINING_ROWS, MXFP8_TRAINING),
+    "nvfp4": (NVFP4_TRAINING_ROWS, NVFP4_TRAINING),
+}
 # Has scales over all tokens, of which a rank has a part: not for experts over ranks.
 OF_ALL_TOKENS: Precision = "fp8-all"
 
 
 def operand_formats(recipe: str) -> tuple[Format, Format]:
     """Of rows, and of weights."""
-    return _OPERANDS.get(recipe, (FP8_TRAINING_ROWS, FP8_TRAINING))
+    return _OPERANDS[recipe]
 
 
 def summary_of(precision: str) -> str:
