@@ -11,7 +11,7 @@ import greedy_texts
 from amoeba.decoding import Decoder, fused_layers
 from amoeba.decoding.step import Step
 from amoeba.kernels import norm_rotate, rms_norm
-from amoeba.kernels.decode import gated_delta
+from amoeba.kernels.decode import gated_delta, shared_expert
 from amoeba.ops import rotary_attention
 from greedy_texts import endless, prompts
 
@@ -31,6 +31,7 @@ def calls(monkeypatch) -> list[str]:
         (rms_norm, "rms_norm"),
         (rms_norm, "add_rms_norm"),
         (gated_delta, "gated_delta"),
+        (shared_expert, "add_shared_expert"),
     ):
         own = getattr(module, name)
 
@@ -93,6 +94,34 @@ def test_gated_delta_networks_step_in_one_launch_and_give_plain_tokens(calls, fa
     assert [calls.count(name) for name in ("gated_delta", "add_rms_norm", "rms_norm")] == [5, 10, 25]
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert plain(model, rows) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next"])
+def test_a_shared_expert_that_a_token_scales_is_added_in_two_launches(calls, family):
+    model = small(family).half()
+    block = model.model.layers[1].mlp
+    experts = block.experts
+    experts.forward = lambda *given, own=experts.forward: own(*given)  # as placed ones have
+    x, placed = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(0)).half(), experts.forward
+    expected = block(x)
+    fused_layers.join_projections(model)
+    with fused_layers.fused_layers(model):
+        assert not calls
+        found = block(x)
+        assert calls == ["add_shared_expert"]
+        many = block(x.repeat(1, 3, 1))
+    assert calls == ["add_shared_expert"] and experts.forward is placed
+    assert (found - expected).norm() < 2e-3 * expected.norm() and (many[:, :1] - expected).norm() < 2e-3 * many.norm()
+
+    own = type(block)
+
+    class Doubled(own):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    block.__class__ = Doubled
+    assert fused_layers._block_of(model.model.layers[1]) is None
 
 
 def test_without_joined_projections_the_layers_own_attention_runs(calls):

@@ -13,6 +13,7 @@ norms       one launch each; q_norm and k_norm too where their attention is not 
 attention   one joined projection, one launch that norms, rotates and writes the cache, one for the output projection
 gated delta networks, the same number: one joined projection, one for all up to the output projection (`delta_layers`)
 layers      the sum after attention, and its norm, in one launch
+shared experts that a token scales (Qwen2-MoE, Qwen3-Next), with their sum: two launches for few tokens
 
 Numbers are rounded where transformers rounds them.
 """
@@ -20,6 +21,7 @@ Numbers are rounded where transformers rounds them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -52,6 +54,8 @@ def fused_layers(model: Any) -> Iterator[bool]:
             if (found := _norm_of(module)) is not None:
                 stack.enter_context(_as(module, _StepNorm, found))
         for layer in decoder_layers(model):
+            if (block := _block_of(layer)) is not None:
+                stack.enter_context(_as(block, _StepBlock, None))
             if (mixer := _adds_and_norms(layer)) is not None:
                 stack.enter_context(_as(layer, _StepLayer, mixer))
         yield None not in forms
@@ -76,16 +80,17 @@ def _delta_of(layer: Any) -> DeltaForm | None:
 
 
 def join_projections(model: Any) -> None:
-    """The weights of queries, keys and values of each recognised layer one below the other: its parameters become views
-    of one tensor, once."""
+    """The weights that read the same rows, as those of queries, keys and values, of each recognised layer one below the
+    other: its parameters become views of one tensor, once."""
     for layer in decoder_layers(model):
+        found = []
         if _form_of(layer) is not None:
-            linears = _projections(layer.self_attn)
-        elif (delta := _delta_of(layer)) is not None:
-            linears = linears_of(layer.linear_attn, delta)
-        else:
-            continue
-        for name in ("weight", "bias"):
+            found.append(_projections(layer.self_attn))
+        if (delta := _delta_of(layer)) is not None:
+            found.append(linears_of(layer.linear_attn, delta))
+        if (block := _block_of(layer)) is not None:
+            found.append(_shared_projections(block))
+        for linears, name in itertools.product(found, ("weight", "bias")):
             parts = [getattr(linear, name) for linear in linears]
             if all(part is not None for part in parts) and _joined(parts) is None:
                 whole = torch.cat([part.detach() for part in parts])
@@ -222,6 +227,80 @@ class _StepDelta:
         return (linear(y_BC, out.weight, out.bias) if _is_plain(out) else out(y_BC))[:, None]
 
 
+def _shared_projections(block: Any) -> list[nn.Linear]:
+    return [block.shared_expert.gate_proj, block.shared_expert.up_proj, block.shared_expert_gate]
+
+
+class _StepBlock:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        from amoeba.kernels.decode import shared_expert
+
+        block: Any = self
+        x_TH = hidden_states.flatten(0, -2)
+        joined, down = _whole(_shared_projections(block), "weight"), block.shared_expert.down_proj.weight
+        if joined is None or not shared_expert.serves(x_TH, joined, down):
+            return super().forward(hidden_states)  # type: ignore[misc]
+        _, weight_TK, expert_TK = block.gate(x_TH)
+        routed_TH = block.experts(x_TH, expert_TK, weight_TK)
+        return shared_expert.add_shared_expert(x_TH, joined, down, routed_TH).view_as(hidden_states)
+
+
+@torch.no_grad()
+def _block_of(layer: Any) -> Any | None:
+    """Its experts with their router and a shared expert, if the latter is gated by silu, scaled by the sigmoid of one
+    product, and added to what the routed ones return."""
+    block: Any = getattr(layer, "mlp", None)
+    shared: Any = getattr(block, "shared_expert", None)
+    linears: list[Any] = [getattr(shared, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    linears.append(getattr(block, "shared_expert_gate", None))
+    if not all(_is_plain(linear) and linear.bias is None for linear in linears) or linears[3].out_features != 1:
+        return None
+    hooked = any(each._forward_hooks or each._forward_pre_hooks for each in (block, shared))
+    if hooked or _why_not(linears[0].weight[0]):
+        return None
+    x, *factors = (_random(linears[0].weight, _TOKENS, linears[0].in_features, seed=seed) for seed in range(7))
+    routing, seen = [object() for _ in range(3)], list[Any]()
+
+    def routed(x: Tensor, *given: Any) -> Tensor:
+        seen.extend(given)
+        return x * factors[0]
+
+    def scaled(part: int) -> Callable:
+        return lambda x: x * factors[part]
+
+    functions: list[Callable] = [lambda x: routing, routed, scaled(1), scaled(2), scaled(3)]
+    functions.append(lambda x: x[:, :1] * factors[4][:, :1])
+    parts = [getattr(block, "gate", None), getattr(block, "experts", None), *linears]
+    given = _with_functions(parts, functions, lambda: block(x[None]))
+    gate = x * factors[1]
+    expected = x * factors[0] + torch.sigmoid(x[:, :1] * factors[4][:, :1]) * (
+        nn.functional.silu(gate) * (x * factors[2]) * factors[3]
+    )
+    handed = len(seen) == 2 and seen[0] is routing[2] and seen[1] is routing[1]
+    return block if isinstance(given, Tensor) and torch.equal(given, expected[None]) and handed else None
+
+
+def _with_functions(parts: list[Any], functions: list[Callable], run: Callable[[], Any]) -> Any:
+    """What `run` returns while functions stand in for these modules; None if it fails."""
+    if not all(isinstance(part, nn.Module) for part in parts):
+        return None
+    own = [part.__dict__.get("forward") for part in parts]  # as placed experts have
+    try:
+        for part, function in zip(parts, functions, strict=True):
+            part.forward = function
+        return run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # it wants other arguments
+        return None
+    finally:
+        for part, forward in zip(parts, own, strict=True):
+            if forward is None:
+                del part.forward
+            else:
+                part.forward = forward
+
+
 class _Norm(NamedTuple):
     eps: float
     rounds_late: bool
@@ -324,17 +403,7 @@ def _adds_and_norms(layer: Any) -> str | None:
         return (mixed, None) if mixer == "self_attn" else mixed
 
     functions: list[Callable] = [lambda x: x * factors[0], mix, lambda x: x * factors[2], lambda x: x * factors[3]]
-    try:
-        for part, function in zip(parts, functions, strict=True):
-            part.forward = function
-        given = layer(x, **others, use_cache=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # it wants other arguments
-        return None
-    finally:
-        for part in parts:
-            part.__dict__.pop("forward", None)
+    given = _with_functions(parts, functions, lambda: layer(x, **others, use_cache=True))
     total = x + x * factors[0] * factors[1]
     expected = total + total * factors[2] * factors[3]
     if mixer == "linear_attn":

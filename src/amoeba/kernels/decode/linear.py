@@ -25,7 +25,7 @@ MOST_TOKENS, MOST_DEPTH = 4, 8192
 WARPS = 4
 
 
-def _is_few(x_TH: Tensor, weight_OH: Tensor) -> bool:
+def is_few(x_TH: Tensor, weight_OH: Tensor) -> bool:
     return (
         x_TH.dtype == weight_OH.dtype
         and x_TH.element_size() == 2
@@ -36,20 +36,26 @@ def _is_few(x_TH: Tensor, weight_OH: Tensor) -> bool:
 
 
 def linear(x_TH: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    if not _is_few(x_TH, weight_OH):
+    if not is_few(x_TH, weight_OH):
         return torch.nn.functional.linear(x_TH, weight_OH, bias_O)
     tokens, (width, depth) = x_TH.shape[0], weight_OH.shape
     y_TO = x_TH.new_empty((tokens, width))
     block = next_power_of_2(depth)
-    columns = max(1, BYTES // (block * x_TH.element_size()))
-    while columns > 1 and cdiv(width, columns) < PROGRAMS:
-        columns //= 2
+    columns = columns_of_a_program(width, block)
     overlap = can_overlap(x_TH.device)
     _linear[(cdiv(width, columns),)](
         x_TH.contiguous(), weight_OH, bias_O, y_TO, width, H=depth, TOKENS=tokens, COLUMNS=columns, BLOCK=block,
         OVERLAP=overlap, num_warps=WARPS, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return y_TO
+
+
+def columns_of_a_program(width: int, block: int) -> int:
+    """block: 16-bit numbers of each."""
+    columns = max(1, BYTES // (block * 2))
+    while columns > 1 and cdiv(width, columns) < PROGRAMS:
+        columns //= 2
+    return columns
 
 
 @quick
