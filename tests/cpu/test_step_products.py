@@ -50,16 +50,21 @@ def made(name: str, outputs: int, inputs: int) -> tuple[Tensor | PackedWeights |
     return scaled_codes(ReadInBlocks(matrix, torch.float32)), matrix[0].dequantise(torch.float32).double()
 
 
-def products(weight: Tensor | PackedWeights | ScaledCodes, outputs: int, x_BH: Tensor) -> Tensor:
-    """By the output head of a model without layers, whose norm has a weight of 1."""
+def head_alone(weight: Tensor | PackedWeights | ScaledCodes, outputs: int, x_BH: Tensor) -> step.Stepper:
+    """Of a model without layers, whose norm has a weight of 1."""
     (rows, inputs), kept = x_BH.shape, []
     ones = torch.ones(inputs)
     model = step.CStepModel(
         rows, inputs, outputs, 1, 1, 2, 1, 0, None, address("x", x_BH, torch.float32, tuple(x_BH.shape)), 0,
         0, step.norm("norm", ones, 0.0, kept), step.matrix("head", weight, None, kept), 1.0, 1.0,
     )  # fmt: skip
+    return step.Stepper(ctypes.pointer(model).contents, kept, {})
+
+
+def products(weight: Tensor | PackedWeights | ScaledCodes, outputs: int, x_BH: Tensor) -> Tensor:
+    rows = len(x_BH)
     out_BV, zeros = torch.full((rows, outputs), torch.nan), torch.zeros(rows, 1, dtype=torch.int64)
-    stepper = step.Stepper(ctypes.pointer(model).contents, kept, {})
+    stepper = head_alone(weight, outputs, x_BH)
     stepper.run(zeros, zeros[:, 0].contiguous(), slot=0, x_BH=x_BH.clone(), layers=(0, 0), logits_BV=out_BV)
     return out_BV
 
@@ -97,3 +102,20 @@ def test_every_scale_is_what_torch_makes_of_it(name: str, inputs: int) -> None:
         held = wanted[:, 0].abs() < 2.0**96  # sums in fixed point end there
         torch.testing.assert_close(found[held], wanted[held, 0], rtol=1e-4, atol=0)
         matrix.scales[0, :, block] = 127 if format.scale == "e8m0" else 0x30
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 256, 300, 1000])
+def test_the_first_of_the_largest_logits_is_chosen(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    x_B1, weight_V1 = torch.ones(2, 1), torch.randn(vocabulary, 1, generator=generator).round(decimals=1)
+    for value in (None, -3.0, 3.0, torch.inf, -torch.inf, torch.nan):
+        for place in (0, vocabulary // 2, vocabulary - 1):
+            if value is not None:
+                weight_V1[place:] = value
+            stepper = head_alone(weight_V1.clone(), vocabulary, x_B1)
+            logits_BV, chosen_B1 = torch.empty(2, vocabulary), torch.full((2, 1), -1)
+            zeros = torch.zeros(2, 1, dtype=torch.int64)
+            first_B, x_BH = torch.zeros(2, dtype=torch.int64), x_B1.clone()
+            call = stepper.call(zeros, first_B, x_BH=x_BH, logits_BV=logits_BV, chosen_B1=chosen_B1)
+            stepper.run_call(call, 0)
+            assert torch.equal(chosen_B1[:, 0], logits_BV.argmax(1)), (value, place)

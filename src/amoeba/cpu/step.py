@@ -123,11 +123,11 @@ class CStepModel(Structure):
     ]
 
 
-class _CStepCall(Structure):
+class CStepCall(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "position", "first")),
-        *((name, c_int64) for name in ("slot", "first_layer", "last_layer", "resumes")),
-        *((name, c_void_p) for name in ("x", "logits")),
+        *((name, c_int64) for name in ("first_layer", "last_layer", "resumes")),
+        *((name, c_void_p) for name in ("x", "logits", "chosen")),
     ]
 
 
@@ -293,21 +293,43 @@ class Stepper:
         """From tokens, or from what enters the first of the layers, which x_BH holds, and what leaves the last
         afterwards. first_B: the first slot that each row sees; its token is written as many slots behind that as its
         position says. slot: the last of these."""
-        model = self.model
-        rows, (first, last) = model.rows, layers or (0, model.layer_count)
-        if not 0 <= slot < model.length or not 0 <= first <= last <= model.layer_count:
-            expected = f"a slot below {model.length} and layers up to {model.layer_count}"
-            raise bad_value("slot", expected, f"{slot}, layers {layers}", "make a Decoder with a longer cache")
+        first, last = layers or (0, self.model.layer_count)
+        if not 0 <= first <= last <= self.model.layer_count:
+            raise bad_value(
+                "layers", f"up to {self.model.layer_count}", layers, "make a Stepper of the model as it is now"
+            )
+        call = self.call(position_B1, first_B, token_B1=token_B1, x_BH=x_BH, logits_BV=logits_BV)
+        call.first_layer, call.last_layer = first, last
+        self.run_call(call, slot)
+
+    def call(
+        self,
+        position_B1: Tensor,
+        first_B: Tensor,
+        *,
+        token_B1: Tensor | None = None,
+        x_BH: Tensor | None = None,
+        logits_BV: Tensor | None = None,
+        chosen_B1: Tensor | None = None,
+    ) -> CStepCall:
+        """All layers, for `run_call`, which may be given it again; it holds addresses, so the tensors have to live as
+        long. chosen_B1: gets the first of each row's largest logits, and may be token_B1."""
         if (token_B1 is None) == (x_BH is None):
             raise bad_value("token_B1", "tokens, or x_BH", "both or neither", "pass one of them")
-        call = _CStepCall(
+        rows, vocabulary = self.model.rows, self.model.vocabulary
+        return CStepCall(
             optional_address("token_B1", token_B1, torch.int64, (rows, 1)),
             address("position_B1", position_B1, torch.int64, (rows, 1)),
             address("first_B", first_B, torch.int64, (rows,)),
-            slot, first, last, 0,
-            optional_address("x_BH", x_BH, torch.float32, (rows, model.hidden)),
-            optional_address("logits_BV", logits_BV, torch.float32, (rows, model.vocabulary)),
+            0, self.model.layer_count, 0,
+            optional_address("x_BH", x_BH, torch.float32, (rows, self.model.hidden)),
+            optional_address("logits_BV", logits_BV, torch.float32, (rows, vocabulary)),
+            optional_address("chosen_B1", chosen_B1, torch.int64, (rows, 1)),
         )  # fmt: skip
+
+    def run_call(self, call: CStepCall, slot: int) -> None:
+        if not 0 <= slot < self.model.length:
+            raise bad_value("slot", f"below {self.model.length}", slot, "make a Decoder with a longer cache")
         if not self._streamed:
             self._run(call)
             return
@@ -316,11 +338,12 @@ class Stepper:
                 stack.enter_context(layer.alone())
             self._run_streamed(call)
 
-    def _run(self, call: _CStepCall) -> int:
+    def _run(self, call: CStepCall) -> int:
         """The layer before whose experts it ended, or the last one's end."""
         return self._run_in_core(self._handle, ctypes.byref(call))
 
-    def _run_streamed(self, call: _CStepCall) -> None:
+    def _run_streamed(self, call: CStepCall) -> None:
+        call = CStepCall.from_buffer_copy(call)
         last, logits, rows = call.last_layer, call.logits, self.model.rows
         while True:
             call.resumes, call.last_layer, call.logits = 0, last, logits

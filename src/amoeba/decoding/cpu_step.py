@@ -3,7 +3,7 @@
 B rows · C tokens · H hidden · Q query heads · G key and value heads · D of a head · L slots · V vocabulary
 
     native = native_model(model)            # NativeModel, or why not; weights are packed once for each model
-    step = CpuStep(native, rows, choose)    # as `Step`, which runs transformers' layers
+    step = CpuStep(native, rows, None)      # as `Step`, which runs transformers' layers
     step()
 
 A model is recognised in two steps. Its modules have to be of known parts (`model_reader`). Then it is evaluated: for a
@@ -52,22 +52,32 @@ _QUANTISED_TOLERANCE = 5e-2
 
 
 class CpuStep:
-    """One token of each row. What it reads of a prompt's keys and values lies in the rows' cache."""
+    """One token of each row. What it reads of a prompt's keys and values lies in the rows' cache.
 
-    def __init__(self, native: NativeModel, rows: Rows, choose: Choose) -> None:
+    choose: None: the core takes the largest logit. After each step the caches of the cores are full of weights, and any
+    operator of torch then takes tens of microseconds: so there is none."""
+
+    def __init__(self, native: NativeModel, rows: Rows, choose: Choose | None) -> None:
         self.native, self.rows, self.choose = native, rows, choose
         batch = rows.token_B1.shape[0]
         self._logits_BV = torch.empty(batch, native.vocabulary, dtype=torch.float32, device="cpu")
+        self._first_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
         shapes = [(batch, native.key_heads, 1, size) for size in native.cache_sizes]
         like = [torch.empty(shape, dtype=native.dtype, device="cpu") for shape in shapes]
         for layer in rows.cache.layers:
             if not layer.is_initialized:
                 layer.lazy_initialization(*like)
-        self._stepper = self._new_stepper()
+        self._arrays = tuple(each.numpy() for each in (rows.live_BL, self._first_B, rows.position_B1))
+        self._begin()
 
-    def _new_stepper(self) -> core.Stepper:
+    def _begin(self) -> None:
         layers: Any = self.rows.cache.layers
-        return self.native.stepper([layer.keys for layer in layers], [layer.values for layer in layers])
+        token_B1 = self.rows.token_B1
+        self._stepper = self.native.stepper([layer.keys for layer in layers], [layer.values for layer in layers])
+        self._call = self._stepper.call(
+            self.rows.position_B1, self._first_B, token_B1=token_B1, logits_BV=self._logits_BV,
+            chosen_B1=token_B1 if self.choose is None else None,
+        )  # fmt: skip
 
     def prepare(self, capture: bool) -> None:
         pass
@@ -80,15 +90,13 @@ class CpuStep:
 
     def __call__(self) -> None:
         if self._stepper.threads != torch.get_num_threads():
-            self._stepper = self._new_stepper()
-        rows = self.rows
-        first_B = rows.live_BL.to(torch.uint8).argmax(1)
-        self._stepper.run(
-            rows.position_B1, first_B, slot=int(rows.cache.slot), token_B1=rows.token_B1, logits_BV=self._logits_BV
-        )
-        rows.token_B1.copy_(self.choose(self._logits_BV)[:, None])
-        rows.position_B1.add_(1)
-        rows.cache.slot.add_(1)
+            self._begin()
+        live_BL, first_B, position_B1 = self._arrays
+        live_BL.argmax(1, out=first_B)
+        self._stepper.run_call(self._call, int(first_B[0] + position_B1[0, 0]))
+        if self.choose is not None:
+            self.rows.token_B1.copy_(self.choose(self._logits_BV)[:, None])
+        position_B1 += 1
 
 
 # Of each model, whether it is exact: as what it was recognised.

@@ -102,7 +102,8 @@ class Decoder:
         if native is None:
             self._step = Step(model, self._rows, self._choose, compiled=compiled)
         else:
-            self._step = CpuStep(native, self._rows, self._choose)
+            is_greedy = choose is None and not any(uses) and not return_logprobs
+            self._step = CpuStep(native, self._rows, None if is_greedy else self._choose)
         self._keeps = native is not None and batch == 1
         self._held: list[int] = []  # tokens whose keys and values the cache has, where it keeps them
         self._waits_for_experts = replays_in(model) is not None  # many tokens ask for more than there is room for
@@ -190,7 +191,7 @@ class Decoder:
             if len(out) > ahead:
                 yield self._received(out)
             length += 1
-            read = [int(self._rows.token_B1)] if self._keeps else []
+            read = out.last if self._keeps else []
             self._step_at(length)
             self._held += read  # only now: an interruption may come before
             out.send()
@@ -329,15 +330,18 @@ class Outlet:
 
     def __init__(self, token_B1: Tensor) -> None:
         self._token_B1 = token_B1
-        self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._array = None if token_B1.device.type == "cuda" else token_B1.numpy()
+        self.last: list[int] = []  # of a CPU: what was sent last
+        self._sent: deque[tuple[Tensor, torch.cuda.Event] | list[int]] = deque()
         self._free: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def __len__(self) -> int:
         return len(self._sent)
 
     def send(self) -> None:
-        if self._token_B1.device.type != "cuda":
-            self._sent.append((self._token_B1.clone(), None))
+        if self._array is not None:
+            self.last = [token for (token,) in self._array.tolist()]
+            self._sent.append(self.last)
             return
         if not self._free:
             host = torch.empty(self._token_B1.shape, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -348,10 +352,12 @@ class Outlet:
         self._sent.append((host, event))
 
     def receive(self) -> list[int]:
-        host, event = self._sent.popleft()
-        if event is not None:
-            event.synchronize()
-            self._free.append((host, event))
+        sent = self._sent.popleft()
+        if isinstance(sent, list):
+            return sent
+        host, event = sent
+        event.synchronize()
+        self._free.append((host, event))
         return host.flatten().tolist()
 
 

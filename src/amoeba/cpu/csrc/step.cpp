@@ -85,6 +85,7 @@ class Stepper {
 #else
     thread(call, x, 0, 1);
 #endif
+    if (stopped_ == call.last_layer) choose_largest(call, m.rows, m.vocabulary);
     return stopped_;
   }
 

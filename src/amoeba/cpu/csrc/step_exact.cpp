@@ -64,6 +64,7 @@ class ExactStepper {
 #else
     thread(call, x, 0, 1);
 #endif
+    choose_largest(call, m.rows, m.vocabulary);
   }
 
  private:

@@ -71,10 +71,41 @@ struct StepModel {  // the order of `CStepModel`
 struct StepCall {  // the order of `CStepCall`
   const int64_t *tokens;          // (B), or null: x holds what enters the first layer
   const int64_t *position, *first;  // (B): for the rotation, and the first slot that is seen
-  int64_t slot, first_layer, last_layer;
+  int64_t first_layer, last_layer;
   int64_t resumes;  // the first layer from its experts on, those that are there and were not yet
   float *x, *logits;              // (B, H); (B, V) or null
+  int64_t* chosen;                // (B) or null: gets the first of the largest logits of each row
 };
+
+// NaN counts as the largest.
+inline int64_t first_of_largest(const float* x, int64_t count) {
+  constexpr int64_t BLOCK = 256;
+  int64_t best = 0;
+  float largest = -std::numeric_limits<float>::infinity();
+  for (int64_t from = 0; from < count; from += BLOCK) {
+    const int64_t end = std::min(count, from + BLOCK);
+    Floats most = Floats{} + largest, zeros{};
+    int64_t i = from;
+    for (; i + LANES <= end; i += LANES) {
+      const Floats value = load<LANES>(x + i);
+      most = select(value > most, value, most);
+      zeros += value * 0.0f;
+    }
+    bool exceeds = i < end || std::isnan(total(zeros));
+    for (int lane = 0; lane < LANES; ++lane) exceeds |= most[lane] > largest;
+    if (!exceeds) continue;
+    for (i = from; i < end; ++i) {
+      if (std::isnan(x[i])) return i;
+      if (x[i] > largest) largest = x[i], best = i;
+    }
+  }
+  return best;
+}
+
+inline void choose_largest(const StepCall& call, int64_t rows, int64_t vocabulary) {
+  if (!call.chosen || !call.logits) return;
+  for (int64_t r = 0; r < rows; ++r) call.chosen[r] = first_of_largest(call.logits + r * vocabulary, vocabulary);
+}
 
 constexpr int64_t UNIT = PANEL;  // results that are divided over the threads together
 constexpr int64_t MOST_HEADS = 4;  // of one group that read the same keys at once
