@@ -202,7 +202,33 @@ _SIX_LAYERS = tuple(
     )
     for rows in (2, 8)
 )
-SIZES = {size.name: size for size in (*_ALL, *_SIX_LAYERS)}
+_QWEN3_NEXT = ModelSize(
+    "qwen3_next_4_layers",
+    "qwen3_next",
+    {
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "intermediate_size": 5120,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "vocab_size": 32768,
+        "max_position_embeddings": 4096,
+    },
+    {"lora": Batch(2, 2048)},
+    "four layers of Qwen3-Next-80B-A3B's dimensions, three of them gated delta networks",
+)
+SIZES = {size.name: size for size in (*_ALL, *_SIX_LAYERS, _QWEN3_NEXT)}
 
 
 def choose_problems(sizes: list[str], kind: str | None, device: torch.device) -> list[Problem]:
