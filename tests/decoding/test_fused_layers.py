@@ -11,7 +11,7 @@ import greedy_texts
 from amoeba.decoding import Decoder, fused_layers
 from amoeba.decoding.step import Step
 from amoeba.kernels import norm_rotate, rms_norm
-from amoeba.kernels.decode import gated_delta, shared_expert
+from amoeba.kernels.decode import gated_attention, gated_delta, shared_expert
 from amoeba.ops import rotary_attention
 from greedy_texts import endless, prompts
 
@@ -30,6 +30,7 @@ def calls(monkeypatch) -> list[str]:
         (norm_rotate, "norm_rotate_cached"),
         (rms_norm, "rms_norm"),
         (rms_norm, "add_rms_norm"),
+        (gated_attention, "norm_rotate_gated"),
         (gated_delta, "gated_delta"),
         (shared_expert, "add_shared_expert"),
     ):
@@ -86,12 +87,13 @@ def test_what_is_not_recognised_is_left_and_the_rest_is_fused(calls, family):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
 def test_gated_delta_networks_step_in_one_launch_and_give_plain_tokens(calls, family):
-    """Of two layers the first is one: each of the five steps of a text of six tokens."""
+    """Of two layers the first is one, the other has gated attention; five steps for a text of six tokens."""
     model, rows = small(family, **_DELTA), prompts(17)
     expected, weights = plain(model, rows), {name: value.clone() for name, value in model.state_dict().items()}
     fused_layers.join_projections(model)
     assert decoded(model, rows) == expected
-    assert [calls.count(name) for name in ("gated_delta", "add_rms_norm", "rms_norm")] == [5, 10, 25]
+    names = ("gated_delta", "norm_rotate_gated", "add_rms_norm", "rms_norm")
+    assert [calls.count(name) for name in names] == [5, 5, 10, 15]
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert plain(model, rows) == expected
 
@@ -143,8 +145,17 @@ def test_projections_are_joined_once_and_parameters_stay_what_they_are(calls):
     assert attention.v_proj.weight.data_ptr() == place
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
     assert torch.equal(attention.q_proj.weight, values[0]) and torch.equal(attention.v_proj.weight, values[1])
-    whole = fused_layers._whole(fused_layers._projections(attention), "weight")
+    whole, _ = fused_layers._whole(fused_layers._projections(attention))
     assert torch.equal(whole[-len(values[1]) :], values[1])
+
+
+def test_biases_of_some_projections_alone_are_left_to_the_layer(calls):
+    model, rows = small(), prompts(5)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.bias = nn.Parameter(torch.randn(attention.q_proj.out_features))
+    fused_layers.join_projections(model)
+    assert fused_layers._whole(fused_layers._projections(attention)) is None
+    assert decoded(model, rows) == plain(model, rows)
 
 
 class _Shifted(nn.Module):

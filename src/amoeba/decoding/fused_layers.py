@@ -11,6 +11,7 @@ made of is recognised by evaluating it, as `integrations.fused_attention` does, 
 
 norms       one launch each; q_norm and k_norm too where their attention is not recognised
 attention   one joined projection, one launch that norms, rotates and writes the cache, one for the output projection
+gated attention (Qwen3-Next), one token a row: the same, and a product with the gates
 gated delta networks, the same number: one joined projection, one for all up to the output projection (`delta_layers`)
 layers      the sum after attention, and its norm, in one launch
 shared experts that a token scales (Qwen2-MoE, Qwen3-Next), with their sum: two launches for few tokens
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ def fused_layers(model: Any) -> Iterator[bool]:
         for layer, form in zip(decoder_layers(model), forms, strict=True):
             if form is not None:
                 stack.enter_context(_as(layer.self_attn, _StepAttention, form))
+            elif (gated := _form_of(layer, gated=True)) is not None:
+                stack.enter_context(_as(layer.self_attn, _StepGatedAttention, gated))
             if (delta := _delta_of(layer)) is not None:
                 stack.enter_context(_as(layer.linear_attn, _StepDelta, delta))
         for module in model.modules():
@@ -66,9 +69,12 @@ def reads_documents(model: Any) -> bool:
     return all(_form_of(layer) is not None for layer in decoder_layers(model))
 
 
-def _form_of(layer: Any) -> fused_attention.Form | None:
+def _form_of(layer: Any, gated: bool = False) -> fused_attention.Form | None:
     """Of its attention, if it is recognised."""
-    form = fused_attention.recognise(getattr(layer, "self_attn", None))
+    attention: Any = getattr(layer, "self_attn", None)
+    if gated and (not hasattr(attention, "q_norm") or _why_not(attention.q_norm.weight)):
+        return None
+    form = fused_attention.recognise(attention, gated=gated)
     return None if isinstance(form, str) else form
 
 
@@ -84,7 +90,7 @@ def join_projections(model: Any) -> None:
     other: its parameters become views of one tensor, once."""
     for layer in decoder_layers(model):
         found = []
-        if _form_of(layer) is not None:
+        if _form_of(layer) is not None or _form_of(layer, gated=True) is not None:
             found.append(_projections(layer.self_attn))
         if (delta := _delta_of(layer)) is not None:
             found.append(linears_of(layer.linear_attn, delta))
@@ -98,7 +104,7 @@ def join_projections(model: Any) -> None:
                     part.data = view
 
 
-def _joined(parts: list[Tensor]) -> Tensor | None:
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     """The tensor of which these are the parts, if they lie one behind the other."""
     first, *_ = parts
     ends = [part.data_ptr() + part.nbytes for part in parts]
@@ -143,13 +149,13 @@ class _StepAttention:
         layer: Any = self
         size = layer.q_norm.weight.shape[0]
         rows, tokens, _ = hidden_states.shape
-        weight, bias = (_whole(_projections(layer), name) for name in ("weight", "bias"))
+        joined = _whole(_projections(layer))
         ends: Any = others.get("cu_seq_lens_q")
         steps = tokens == 1 and attention_mask is not None
         tables = [table.shape[1:] == (tokens, size) for table in position_embeddings]
         if (
             not isinstance(past_key_values, FixedCache)
-            or weight is None
+            or joined is None
             or not all(tables)
             or not (steps or ends is not None)
         ):
@@ -169,7 +175,7 @@ class _StepAttention:
         if not own.is_initialized:
             like = hidden_states.new_empty(rows, groups, 1, size)
             own.lazy_initialization(like, like)
-        qkv_TC = linear(hidden_states.flatten(0, 1), weight, bias)
+        qkv_TC = linear(hidden_states.flatten(0, 1), *joined)
         q_TQD, k_TGD = norm_rotate_cached(
             qkv_TC,
             layer.q_norm.weight,
@@ -197,9 +203,60 @@ def _is_plain(module: Any) -> bool:
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
-def _whole(linears: list[nn.Linear], name: str) -> Tensor | None:
-    parts = [getattr(linear, name) for linear in linears]
-    return None if any(part is None for part in parts) else _joined(parts)
+def _whole(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """The weight and the bias of all, where `join_projections` has joined them."""
+    weight, biases = _joined([linear.weight for linear in linears]), [linear.bias for linear in linears]
+    bias = None if any(each is None for each in biases) else _joined(biases)
+    kept = bias is not None or all(each is None for each in biases)
+    return (weight, bias) if weight is not None and kept else None
+
+
+class _StepGatedAttention:
+    form: fused_attention.Form
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        layer: Any = self
+        size, joined = layer.q_norm.weight.shape[0], _whole(_projections(layer))
+        rows, tokens, _ = hidden_states.shape
+        fixed = isinstance(past_key_values, FixedCache) and attention_mask is not None
+        if tokens > 1 or not fixed or joined is None or any(table.shape[-1] > size for table in position_embeddings):
+            return super().forward(  # type: ignore[misc]
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **others,
+            )
+        from amoeba.kernels.decode.gated_attention import norm_rotate_gated
+        from amoeba.kernels.decode.linear import linear
+
+        own: Any = past_key_values.layers[layer.layer_idx]
+        if not own.is_initialized:
+            like = hidden_states.new_empty(rows, layer.k_proj.out_features // size, 1, size)
+            own.lazy_initialization(like, like)
+        cos_PR, sin_PR = (table.flatten(0, 1).contiguous() for table in position_embeddings)
+        q_BQD, gate_BQD = norm_rotate_gated(
+            linear(hidden_states[:, 0], *joined),
+            layer.q_norm.weight,
+            layer.k_norm.weight,
+            cos_PR,
+            sin_PR,
+            own.keys,
+            own.values,
+            past_key_values.slot,
+            query_heads=layer.q_proj.out_features // (2 * size),
+            eps=self.form.eps,
+        )
+        y, _ = decode_attention(layer, q_BQD[:, :, None], own.keys, own.values, attention_mask, self.form.scale)
+        y_BC, out = y.flatten(1) * gate_BQD.flatten(1), layer.o_proj
+        return (linear(y_BC, out.weight, out.bias) if _is_plain(out) else out(y_BC))[:, None], None
 
 
 class _StepDelta:
@@ -210,8 +267,8 @@ class _StepDelta:
     ) -> Tensor:
         layer: Any = self
         states = states_of(cache_params.layers[layer.layer_idx]) if isinstance(cache_params, FixedCache) else None
-        weight = _whole(linears_of(layer, self.form), "weight")
-        if hidden_states.shape[1] > 1 or attention_mask is not None or states is None or weight is None:
+        joined = _whole(linears_of(layer, self.form))
+        if hidden_states.shape[1] > 1 or attention_mask is not None or states is None or joined is None:
             return super().forward(  # type: ignore[misc]
                 hidden_states=hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others
             )
@@ -220,7 +277,7 @@ class _StepDelta:
 
         conv, out = layer.conv1d, layer.out_proj
         y_BQV = gated_delta(
-            linear(hidden_states[:, 0], weight), self.form.places, conv.weight[:, 0], conv.bias, layer.A_log,
+            linear(hidden_states[:, 0], *joined), self.form.places, conv.weight[:, 0], conv.bias, layer.A_log,
             layer.dt_bias, layer.norm.weight, *states, eps=self.form.eps,
         )  # fmt: skip
         y_BC = y_BQV.flatten(1)
@@ -237,12 +294,12 @@ class _StepBlock:
 
         block: Any = self
         x_TH = hidden_states.flatten(0, -2)
-        joined, down = _whole(_shared_projections(block), "weight"), block.shared_expert.down_proj.weight
-        if joined is None or not shared_expert.serves(x_TH, joined, down):
+        joined, down = _whole(_shared_projections(block)), block.shared_expert.down_proj.weight
+        if joined is None or not shared_expert.serves(x_TH, joined[0], down):
             return super().forward(hidden_states)  # type: ignore[misc]
         _, weight_TK, expert_TK = block.gate(x_TH)
         routed_TH = block.experts(x_TH, expert_TK, weight_TK)
-        return shared_expert.add_shared_expert(x_TH, joined, down, routed_TH).view_as(hidden_states)
+        return shared_expert.add_shared_expert(x_TH, joined[0], down, routed_TH).view_as(hidden_states)
 
 
 @torch.no_grad()

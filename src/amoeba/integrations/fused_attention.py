@@ -82,8 +82,9 @@ def fused_attention(model: nn.Module) -> Iterator[Found]:
             module.__class__ = own
 
 
-def recognise(module: Any) -> Form | str:
-    """Its form, or why it is left as it is."""
+def recognise(module: Any, *, gated: bool = False) -> Form | str:
+    """Its form, or why it is left as it is. gated: as Qwen3-Next's, where each head of queries comes with a gate that
+    multiplies the result, norms add one to their weights, and rotations turn as much of a head as they are wide."""
     if isinstance(module, _FusedAttention):
         return "it is fused already"
     if not all(hasattr(module, name) for name in _LINEARS):
@@ -102,7 +103,7 @@ def recognise(module: Any) -> Form | str:
         return "its norms do not have one epsilon that they tell"
     training = module.training
     try:
-        return _evaluated(module.train(), linears, size, eps)
+        return _evaluated(module.train(), linears, size, eps, gated)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # it wants other arguments
@@ -112,9 +113,11 @@ def recognise(module: Any) -> Form | str:
 
 
 @torch.no_grad()
-def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> Form | str:
+def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float, gated: bool) -> Form | str:
     weight = linears[0].weight
-    heads = linears[0].out_features // size
+    heads, rotated = linears[0].out_features // size, size
+    if gated:
+        heads, rotated = heads // 2, size // 2
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -122,7 +125,7 @@ def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> 
         return drawn.to(weight.device, weight.dtype)
 
     hidden, attended = random(1, _TOKENS, weight.shape[1]), random(1, _TOKENS, heads, size)
-    cos, sin, q_weight, k_weight = random(1, _TOKENS, size), random(1, _TOKENS, size), random(size), random(size)
+    cos, sin, q_weight, k_weight = *(random(1, _TOKENS, rotated) for _ in "12"), random(size), random(size)
     seen: list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = []
 
     def note(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
@@ -141,11 +144,14 @@ def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float) -> 
     if beyond or not isinstance(scale, float):
         return f"it wants more of attention: {', '.join(beyond) or 'a scale of its own'}"
     q, k, v = (linear(hidden).view(1, _TOKENS, -1, size).transpose(1, 2) for linear in linears[:3])
+    if gated:
+        q, gate = q.unflatten(1, (heads, 2)).unbind(2)
+        q_weight, k_weight, attended = 1 + q_weight, 1 + k_weight, attended * torch.sigmoid(gate.transpose(1, 2))
     expected = _normed_and_rotated(q, q_weight, cos, sin, eps), _normed_and_rotated(k, k_weight, cos, sin, eps), v
     pairs = [*zip(given, expected, strict=True), (returned[0], linears[3](attended.flatten(2)))]
     if not all(got.shape == wanted.shape and _distance(got, wanted) <= _TOLERANCE for got, wanted in pairs):
         return "it computes something else"
-    reason = rotary_attention.why_not(weight, heads, k.shape[1], size, scale)
+    reason = None if gated else rotary_attention.why_not(weight, heads, k.shape[1], size, scale)
     return Form(eps, scale, window) if reason is None else f"our kernel {reason}"
 
 
@@ -165,8 +171,9 @@ def _attention(config: Any, function: Any) -> Iterator[None]:
 def _normed_and_rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     x, weight, cos, sin = x.float(), weight.float(), cos.float().unsqueeze(1), sin.float().unsqueeze(1)
     m = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+    m, rest = m.split([cos.shape[-1], m.shape[-1] - cos.shape[-1]], -1)
     first, second = m.chunk(2, -1)
-    return m * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([m * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
 def _distance(got: Tensor, wanted: Tensor) -> float:
