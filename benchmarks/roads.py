@@ -59,11 +59,11 @@ def _same(sentence: str, page: str) -> Documented:
 
 DOCUMENTED = (
     # a slower path, and why
-    _same("its experts are computed on the CPU, and the host waits for their rows in every layer", "generate.md"),
-    _same("its experts are on several ranks, and the host watches over each exchange between them", "generate.md"),
+    _same("its experts are computed on the CPU, and the host waits for their rows in every layer", "decoding.md"),
+    _same("its experts are on several ranks, and the host watches over each exchange between them", "decoding.md"),
     Documented(
         r"tokens? may ask for \d+ experts of a layer, which has \d+ slots",
-        "generate.md",
+        "decoding.md",
         "tokens may ask for more experts of a layer than it has slots",
     ),
     _same("On a CPU, `transformers.Trainer` runs the steps", "training.md"),

@@ -1,6 +1,6 @@
 """Answers the prompts of a file on many machines: Ray Data spreads them, and each worker runs aMoEba's engine.
 
-    pip install 'ray[data]' 'amoeba-moe[serve]'
+    pip install 'ray[data]' -e '.[serve]'
     python examples/ray_batch.py models/base prompts.txt answers --workers 2
 
 Every prompt gets the text that `amoeba generate --prompts` writes for it with the same seed, on any number of workers.

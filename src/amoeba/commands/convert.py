@@ -30,7 +30,9 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def pack(
-    model: Annotated[str, typer.Argument(help="A Hugging Face model folder; with --check, a store works too.")],
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face model folder or a GGUF file; with --check, also a store.")
+    ],
     out: Annotated[str | None, typer.Option(help="Store to write or to resume (default: MODEL.store).")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only read the model's store and verify every checksum.")
@@ -128,7 +130,9 @@ class _Lines:
 
 
 def quantise(
-    model: Annotated[str, typer.Argument(help="A Hugging Face model folder or a store, quantised or not.")],
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face model folder, a store or a GGUF file, quantised or not.")
+    ],
     format: Annotated[str, typer.Option(help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")] = "fp8",
     out: Annotated[str | None, typer.Option(help="Folder to write or to resume (default: MODEL-FORMAT).")] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -167,7 +171,9 @@ def _quantise(folder: Path, out: Path, format: str, trust_remote_code: bool, out
 
 
 def merge(
-    model: Annotated[str, typer.Argument(help="Base model: a Hugging Face folder, a store or a hub name.")],
+    model: Annotated[
+        str, typer.Argument(help="Base model: a Hugging Face folder, a store, a GGUF file or a hub name.")
+    ],
     adapter: Annotated[str | None, typer.Option(help="PEFT adapter: its folder, or a run of amoeba finetune.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write. It must not exist yet.")] = None,
     dtype: Annotated[str, typer.Option(help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",

@@ -130,7 +130,7 @@ class Computing:
     ] = "auto"
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="The bits of a training pass, whatever the batch. Slower."),
+        typer.Option("--exact", help="Compute bitwise the same numbers as a training pass, for any batch. Slower."),
     ] = False
     compile: Annotated[
         bool | None,

@@ -33,7 +33,7 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. Can be repeated.")]
 
 # For every command that loads a model.
-ModelArgument = typer.Argument(help="A Hugging Face model folder, an expert store, or a hub name.")
+ModelArgument = typer.Argument(help="A Hugging Face model folder, an expert store, a GGUF file, or a hub name.")
 # On the command line alone: neither a YAML file nor a run's folder may set it.
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder or hub page.")
@@ -99,7 +99,8 @@ class RunOptions:
         str | None, typer.Option(help="Compile the decoder layers: auto (long runs on a GPU), on or off.")
     ] = None
     exact: Annotated[
-        bool, typer.Option("--exact", help="A forward pass with the bits of `generate --exact`. Slower.")
+        bool,
+        typer.Option("--exact", help="Make the forward pass bitwise identical to `generate --exact`. Slower."),
     ] = False
     optimizer_states: Annotated[
         str | None, typer.Option(help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory.")

@@ -41,7 +41,10 @@ class PlanOptions:
     )
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens per row: prompt and answer, or a training row (default: 4096, as trained)."),
+        typer.Option(
+            help="Tokens per row, prompt and answer (default: 4096) or a training row (default: 1024 to finetune, "
+            "256 to train)."
+        ),
     ] = None
     batch: Annotated[
         int | None,
@@ -147,7 +150,7 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
 
     trains, best = plan.work.trains, plan.best
     speeds = ["step s", "tokens/s"] if trains else ["prompt tokens/s", "new tokens/s"]
-    columns = ["experts", "numbers", *(["GPU"] if plan.machine.gpu else []), "host", *speeds, "error", ""]
+    columns = ["experts", "format", *(["GPU"] if plan.machine.gpu else []), "host", *speeds, "error", ""]
     rows = []
     for each in plan.candidates:
         if each.rejected is not None and not each.lines:
@@ -177,7 +180,7 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
         )
     work = plan.work
     rowed = f"{work.batch} x {work.context:,} tokens" + (f" on each of {work.ranks} ranks" if work.ranks > 1 else "")
-    output.table(f"{plan.model} to {work.purpose}, {rowed}", columns, rows, text=("experts", "numbers", ""))
+    output.table(f"{plan.model} to {work.purpose}, {rowed}", columns, rows, text=("experts", "format", ""))
     output.heading("machine")
     output.facts(_of_machine(plan.machine))
     if best is None:

@@ -47,7 +47,8 @@ def serve(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP in OpenAI's protocol, with a page at /. SIGTERM and Ctrl-C let it finish."""
+    """Serve a model through an OpenAI-compatible API, with a chat page at /. SIGTERM or Ctrl-C finishes current
+    answers, then exits."""
     output = start(verbose)
     with usage():
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")

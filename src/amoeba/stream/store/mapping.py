@@ -181,7 +181,7 @@ class _Checkpoint:
         return Piece(tensors, stacked, size, tuple(view.shape), view.stride(), int(view.storage_offset()), view.dtype)
 
     def _refused(self, parameter: str, got: str) -> ValueError:
-        expected = f"a checkpoint of {self.family} that is converted in a way known here"
+        expected = f"a checkpoint of {self.family} whose conversion streaming supports"
         return bad_value("MODEL", expected, f"{parameter} {got}", _BESIDE)
 
 
