@@ -10,6 +10,7 @@ from torch import nn
 import greedy_texts
 from amoeba.decoding import Decoder, fused_layers
 from amoeba.decoding.step import Step
+from amoeba.integrations import norms
 from amoeba.kernels import norm_rotate, rms_norm
 from amoeba.kernels.decode import gated_attention, gated_delta, shared_expert
 from amoeba.ops import rotary_attention
@@ -183,7 +184,7 @@ def test_a_norm_or_a_layer_that_computes_something_else_is_left(calls):
     layer.__class__ = Doubled
     assert fused_layers._adds_and_norms(layer) is None
     assert fused_layers._adds_and_norms(model.model.layers[1]) == "self_attn"
-    assert fused_layers._norm_of(model.model.norm) is None
+    assert norms.recognise(model.model.norm) is None
     assert decoded(model, rows) == plain(model, rows)
     with ExitStack() as stack:
         stack.enter_context(fused_layers.fused_layers(model))

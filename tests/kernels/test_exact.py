@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.kernels import exact
+from amoeba.kernels import exact, exact_attention
+from amoeba.ops import exact as ops
 from selection import quick
 
 ON_GPU = torch.cuda.is_available()
@@ -74,7 +75,7 @@ def causal(device: Any, tokens: int, window: int = 10_000) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None = None, softcap: float = 0.0) -> Tensor:
-    return exact.attention(q, k, v, sink, seen, 0.3, softcap)
+    return exact_attention.attention(q, k, v, sink, seen, exact_attention.seen_bounds(seen), 0.3, softcap)[0]
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None, softcap: float) -> Tensor:
@@ -103,12 +104,12 @@ def test_attention(
     dtype: torch.dtype,
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(exact, "SPLIT", 64)
+    monkeypatch.setattr(exact_attention, "SPLIT", 64)
     given, seen = heads(device, tokens, dtype, size, width), causal(device, tokens, window)
     sink = random(device, Q, seed=5, dtype=dtype) if with_sink else None
     found = attend(*given, seen, sink, softcap)
     assert relative(found, truth(*given, seen, sink, softcap)) < TOLERANCE[dtype]
-    monkeypatch.setattr(exact, "PARTS", 10 * B * Q * width)
+    monkeypatch.setattr(exact_attention, "PARTS", 10 * B * Q * width)
     assert torch.equal(attend(*given, seen, sink, softcap), found)
 
 
@@ -117,7 +118,7 @@ def test_attention(
 @pytest.mark.parametrize("split", [64, 512])
 @pytest.mark.parametrize("window", [10_000, 20])
 def test_a_query_alone_and_behind_padding(device: Any, window: int, split: int, dtype: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(exact, "SPLIT", split)
+    monkeypatch.setattr(exact_attention, "SPLIT", split)
     tokens = 70
     q, k, v = heads(device, tokens, dtype)
     seen = causal(device, tokens, window)
@@ -160,3 +161,40 @@ def test_a_query_that_sees_nothing_gives_zeros(device: Any) -> None:
     nothing = torch.zeros(B, 1, 3, 3, dtype=torch.bool, device=device)
     assert torch.equal(attend(q, k, v, nothing), torch.zeros_like(q))
     assert torch.equal(attend(q, k, v, nothing, random(device, Q)), torch.zeros_like(q))
+
+
+@quick(lambda tokens, dtype: tokens == 33)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "window", "with_sink", "softcap", "size", "width", "holes"),
+    [
+        (33, 9, True, 2.0, 8, 20, True),
+        (70, 99, False, 0.0, 16, 16, False),
+        (130, 40, True, 0.0, 24, 8, True),
+    ],
+)
+def test_gradients_of_attention(
+    device: Any,
+    tokens: int,
+    window: int,
+    with_sink: bool,
+    softcap: float,
+    size: int,
+    width: int,
+    holes: bool,
+    dtype: Any,
+) -> None:
+    given, seen = heads(device, tokens, dtype, size, width), causal(device, tokens, window)
+    if holes:
+        seen = seen & (torch.arange(tokens, device=device) % 5 != 2)
+    sink = random(device, Q, seed=5, dtype=dtype) if with_sink else None
+    dy = random(device, B, Q, tokens, width, seed=7, dtype=dtype)
+    leaves = [each.double().requires_grad_() for each in (*given, *([] if sink is None else [sink]))]
+    wanted = torch.autograd.grad(
+        truth(*leaves[:3], seen, leaves[3] if with_sink else None, softcap), leaves, dy.double()
+    )
+    own = [each.detach().clone().requires_grad_() for each in (*given, *([] if sink is None else [sink]))]
+    bounds = exact_attention.seen_bounds(seen)
+    y = ops._Attention.apply(*own[:3], own[3] if with_sink else None, seen, bounds, 0.3, softcap)
+    for got, true in zip(torch.autograd.grad(y, own, dy), wanted, strict=True):
+        assert relative(got, true) < TOLERANCE[dtype]

@@ -25,7 +25,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from amoeba.decoding.cache import FixedCache
 from amoeba.decoding.cache_attention import decode_attention
 from amoeba.decoding.delta_layers import DeltaForm, linears_of, states_of
 from amoeba.decoding.delta_layers import recognise as recognise_delta
-from amoeba.integrations import fused_attention
+from amoeba.integrations import fused_attention, norms
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.ops.attention import document_attention
 
@@ -54,7 +54,7 @@ def fused_layers(model: Any) -> Iterator[bool]:
             if (delta := _delta_of(layer)) is not None:
                 stack.enter_context(_as(layer.linear_attn, _StepDelta, delta))
         for module in model.modules():
-            if (found := _norm_of(module)) is not None:
+            if not _why_not(getattr(module, "weight", None)) and (found := norms.recognise(module)) is not None:
                 stack.enter_context(_as(module, _StepNorm, found))
         for layer in decoder_layers(model):
             if (block := _block_of(layer)) is not None:
@@ -315,7 +315,8 @@ def _block_of(layer: Any) -> Any | None:
     hooked = any(each._forward_hooks or each._forward_pre_hooks for each in (block, shared))
     if hooked or _why_not(linears[0].weight[0]):
         return None
-    x, *factors = (_random(linears[0].weight, _TOKENS, linears[0].in_features, seed=seed) for seed in range(7))
+    like, width = linears[0].weight, linears[0].in_features
+    x, *factors = (norms.random_like(like, _TOKENS, width, seed=seed) for seed in range(7))
     routing, seen = [object() for _ in range(3)], list[Any]()
 
     def routed(x: Tensor, *given: Any) -> Tensor:
@@ -358,14 +359,8 @@ def _with_functions(parts: list[Any], functions: list[Callable], run: Callable[[
                 part.forward = forward
 
 
-class _Norm(NamedTuple):
-    eps: float
-    rounds_late: bool
-    adds_one: bool = False  # to the weight, as Gemma's and Qwen3-Next's
-
-
 class _StepNorm:
-    form: _Norm
+    form: norms.Norm
 
     def forward(self, hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:
         from amoeba.kernels.rms_norm import rms_norm
@@ -383,38 +378,8 @@ class _StepNorm:
         return add_rms_norm(x.contiguous(), added.contiguous(), norm.weight, **self.form._asdict())
 
 
-@torch.no_grad()
-def _norm_of(module: Any) -> _Norm | None:
-    """What it computes, if it is a root mean square norm."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or names != {"weight"} or not isinstance(eps, float):
-        return None
-    if _why_not(weight) or module._forward_hooks or module._forward_pre_hooks:
-        return None
-    x, random = _random(weight, _TOKENS, len(weight)), _random(weight, len(weight))
-    try:
-        given = torch.func.functional_call(module, {"weight": random}, (x,))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # it wants other arguments
-        return None
-    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
-    for form, expected in (
-        (_Norm(eps, False), random * normed.to(x.dtype)),
-        (_Norm(eps, True), (random * normed).to(x.dtype)),
-        (_Norm(eps, True, True), ((1 + random.float()) * normed).to(x.dtype)),
-    ):
-        if isinstance(given, Tensor) and torch.equal(given, expected):
-            return form
-    return None
-
-
-def _why_not(weight: Tensor) -> bool:
-    from amoeba.kernels.rms_norm import MOST
-
-    return weight.device.type != "cuda" or len(weight) > MOST
+def _why_not(weight: Any) -> bool:
+    return not isinstance(weight, Tensor) or weight.device.type != "cuda" or weight.shape[-1:] > (norms.MOST,)
 
 
 class _StepLayer:
@@ -450,7 +415,7 @@ def _adds_and_norms(layer: Any) -> str | None:
     weight = next(iter(parts[0].parameters()), None)
     if weight is None or weight.dim() != 1:
         return None
-    x, *factors = (_random(weight, 1, _TOKENS, len(weight), seed=seed) for seed in range(5))
+    x, *factors = (norms.random_like(weight, 1, _TOKENS, len(weight), seed=seed) for seed in range(5))
     others = {name: object() for name in ("attention_mask", "position_ids", "past_key_values", "position_embeddings")}
     seen: dict[str, Any] = {}
 
@@ -467,9 +432,3 @@ def _adds_and_norms(layer: Any) -> str | None:
         others = {"attention_mask": others["attention_mask"], "cache_params": others["past_key_values"]}
     handed = all(seen.get(name) is value for name, value in others.items())
     return mixer if isinstance(given, Tensor) and torch.equal(given, expected) and handed else None
-
-
-def _random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """In its dtype, on the CPU: a model on the meta device has no numbers, and the host would wait for a GPU's."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like.dtype)

@@ -15,6 +15,7 @@ backward), is computed by `ops.exact`. `log_probabilities` does the same with lo
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ from amoeba.backends import triton
 from amoeba.backends.registry import all_backends_of
 from amoeba.core.errors import bad_value
 from amoeba.cpu.core import why_no_core
+from amoeba.integrations import norms
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import check_coverage, one_token
 from amoeba.integrations.experts_module import BACKEND, experts_modules
@@ -64,6 +66,9 @@ class Exact:
         self._experts = list(experts_modules(model).values())
         for module in self._experts:
             module.__dict__[BACKEND] = "exact"
+        self._fused = ExitStack()
+        if ops.kernels_on(models[0].device) is not None:
+            self._fused.enter_context(norms.one_launch(model))  # before they have our hooks
         # Activation checkpointing calls the parts of a layer again in backward, and not the layer.
         parts = (part for layer in decoder_layers(models[0]) for part in layer.children())
         passes = dict.fromkeys((model, *models, *parts))
@@ -75,6 +80,7 @@ class Exact:
     def undo(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._fused.close()
         for module in self._experts:
             module.__dict__.pop(BACKEND, None)
         for config, own in self._configs:

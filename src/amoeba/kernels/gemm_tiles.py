@@ -71,6 +71,27 @@ def accumulate(rows, matrix, source_M, column_N, inside_N, EVEN_COLUMNS: tl.cons
 
 
 @triton.jit
+def accumulate_part(
+    rows, matrix, source_M, column_N, inside_N, first, EVEN_COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """The same over LENGTH steps of the reduction, a multiple of BLOCK_K, from `first` on."""
+    P: tl.constexpr = PRODUCT
+    inner_K = first + tl.arange(0, P.BLOCK_K)
+    row_pointers = rows + (source_M.to(tl.int64) * P.STRIDE_ROW)[:, None] + (inner_K * P.STRIDE_ROW_IN)[None, :]
+    matrix_pointers = matrix + (inner_K * P.STRIDE_IN)[:, None] + (column_N.to(tl.int64) * P.STRIDE_OUT)[None, :]
+    result = tl.zeros((P.BLOCK_M, P.BLOCK_N), dtype=tl.float32)
+    for done in range(0, LENGTH, P.BLOCK_K):
+        left_K = inner_K < P.REDUCTION - done
+        row_tile = tl.load(row_pointers, mask=left_K[None, :], other=0.0)
+        matrix_tile = tl.load(matrix_pointers, mask=left_K[:, None] & inside_N[None, :], other=0.0)
+        result = tl.dot(row_tile, matrix_tile, result, input_precision="ieee")
+        row_pointers += P.BLOCK_K * P.STRIDE_ROW_IN
+        matrix_pointers += P.BLOCK_K * P.STRIDE_IN
+    return result
+
+
+@triton.jit
 def _add_product(
     result,
     rows,

@@ -171,7 +171,7 @@ def _constants(config: RouterConfig) -> dict[str, object]:
 
 
 @triton.jit
-def _ordered(value):
+def ordered(value):
     """int32 keys in the order of these fp32 numbers; NaN the largest, and none as small as the smallest int32."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 = 0: both zeros are equal
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -210,7 +210,7 @@ def _allow_best_groups(key, ROUTER: tl.constexpr, TILE_ROWS: tl.constexpr):
         member = tl.arange(0, SIZE_COLUMNS)[None, None, :]
         first = tl.min(tl.where(key_3d == best[:, :, None], member, SIZE_COLUMNS), axis=2)
         second = tl.max(tl.where(member == first[:, :, None], NOTHING, key_3d), axis=2)
-        rank = _ordered(_from_ordered(best) + _from_ordered(second))
+        rank = ordered(_from_ordered(best) + _from_ordered(second))
     else:
         rank = best
     rank = tl.where(group < ROUTER.GROUPS, rank, NOTHING)
@@ -288,7 +288,7 @@ def choose_experts(
         choice += tl.load(bias_E + expert, mask=exists, other=0.0)
     if GROUPS > 1:  # a group of one open expert among masked ones ranks above a group of masked ones alone
         choice = tl.maximum(choice, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
-    key = tl.where(exists, _ordered(choice), NOTHING)
+    key = tl.where(exists, ordered(choice), NOTHING)
     if GROUPS > 1:
         key = _allow_best_groups(key, ROUTER, TILE_ROWS)
 

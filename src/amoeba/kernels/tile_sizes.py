@@ -297,9 +297,20 @@ def as_many(experts: int) -> int:
 
 
 _any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
-# Per expert, as if there were no others: those of Hopper's matrix instruction. Narrow, since in decoding columns are
-# all that programs can share out. Speed not measured yet.
-_ROWS_OF_ANY, _WIDEST_OF_ANY = 64, 128
+# Rows per expert, as if there were no others; and columns of a product with one matrix, where they may be tokens.
+_ROWS_OF_ANY, _COLUMNS_OF_ANY, _WIDEST_OF_ANY = 64, 1024, 128
+# On Hopper the bits of a product of whole words are those of its steps of 16 along the reduction, whatever the tile.
+# The first of these is taken that has so many rows of an expert and of which there are _LEAST_PROGRAMS, else the last.
+_LEAST_PROGRAMS = 132
+_HOPPER_OF_ANY = (
+    (193, Configuration(128, 256, 64, 8, 8, 4)),
+    (193, Configuration(128, 128, 64, 8, 8, 4)),
+    (65, Configuration(64, 256, 64, 8, 4, 4)),
+    (0, Configuration(64, 128, 64, 8, 4, 4)),
+    (0, Configuration(64, 64, 64, 1, 4, 6)),
+    (0, Configuration(64, 32, 128, 1, 4, 5)),
+    (0, Configuration(64, 16, 128, 1, 4, 6)),
+)
 
 
 @contextmanager
@@ -313,9 +324,22 @@ def any_rows() -> Iterator[None]:
 
 
 def for_any_rows(device: torch.device, role: Role, product: Product) -> Configuration:
-    """Which does not depend on the number of rows, nor on what was measured."""
-    chosen = configuration(role, product._replace(rows=_ROWS_OF_ANY * product.experts), capability_of(device))
+    """Whose products have the same bits for all numbers of rows, and which does not depend on what was measured."""
+    capability = capability_of(device)
+    if capability == (9, 0) and role in ("product", "up") and not product.is_modest:
+        return clipped(_on_hopper(product), role, product.reduction, product.columns)
+    columns = product.columns if product.experts > 1 else _COLUMNS_OF_ANY
+    as_any = product._replace(rows=_ROWS_OF_ANY * product.experts, columns=columns)
+    chosen = configuration(role, as_any, capability)
     return replace(chosen, block_n=min(chosen.block_n, _WIDEST_OF_ANY))
+
+
+def _on_hopper(product: Product) -> Configuration:
+    for least_rows, each in _HOPPER_OF_ANY:
+        row_tiles = min(product.rows, product.rows // each.block_m + product.experts)
+        if product.rows_per_expert >= least_rows and row_tiles * -(-product.columns // each.block_n) >= _LEAST_PROGRAMS:
+            return each
+    return _HOPPER_OF_ANY[-1][1]
 
 
 def configuration_on(device: torch.device, role: Role, product: Product) -> Configuration:

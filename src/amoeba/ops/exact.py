@@ -53,24 +53,28 @@ def kernels_on(device: torch.device) -> Any:
     return exact
 
 
-def product(a_EMK: Tensor, b_EKN: Tensor) -> Tensor:
-    """a @ b in fp32. Zeros in a add nothing to the sum where b is contiguous along N."""
+def product(
+    a_EMK: Tensor, b_EKN: Tensor, *, bias_N: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """a @ b + bias, summed in fp32 and rounded once. Zeros in a add nothing where b is contiguous along N."""
     for each in (a_EMK, b_EKN):
         if each.dtype not in DTYPES or each.device.type not in ("cpu", "cuda"):
             got = f"{each.dtype} on {each.device}"
             raise bad_value("exact mode", "fp32, bf16 or fp16 on a CPU or GPU", got, "convert or move the model")
     if (kernels := kernels_on(a_EMK.device)) is not None:
-        return kernels.product(a_EMK, b_EKN)
+        return kernels.product(a_EMK, b_EKN, bias_N=bias_N, dtype=dtype)
     (count, rows, depth), columns = a_EMK.shape, b_EKN.shape[2]
     out = torch.empty(count * rows, columns, dtype=torch.float32, device=a_EMK.device)
     if depth == 0 or out.numel() == 0:
-        return out.zero_().view(count, rows, columns)
-    offs_E = torch.arange(1, count + 1, dtype=torch.int32, device=out.device) * rows
-    matrix = b_EKN.detach()
-    matrix = matrix if matrix.dtype == torch.bfloat16 else matrix.float()
-    matrix = matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
-    load_core().multiply_rows_exactly(offs_E, a_EMK.detach().reshape(count * rows, depth), matrix, out=out)
-    return out.view(count, rows, columns)
+        out.zero_()
+    else:
+        offs_E = torch.arange(1, count + 1, dtype=torch.int32, device=out.device) * rows
+        matrix = b_EKN.detach()
+        matrix = matrix if matrix.dtype == torch.bfloat16 else matrix.float()
+        matrix = matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
+        load_core().multiply_rows_exactly(offs_E, a_EMK.detach().reshape(count * rows, depth), matrix, out=out)
+    out = out.view(count, rows, columns)
+    return (out if bias_N is None else out + bias_N.float()).to(dtype)
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -119,6 +123,8 @@ _TORCH: dict[str, Callable[[Tensor], Tensor]] = {
 
 def log_softmax(x: Tensor) -> Tensor:
     """Over the last dimension, in fp32."""
+    if (kernels := kernels_on(x.device)) is not None:
+        return kernels.softmax(x, log=True)
     x = x.float() - x.float().amax(-1, keepdim=True)
     return x - in_pieces(torch.log, row_sum(value("exp", x)))[..., None]
 
@@ -137,7 +143,23 @@ def attention(
     softcap: float | None = None,
 ) -> Tensor:
     """y_BQTD. seen_B1TL: which keys each query sees; all others add exact zeros."""
-    return _Attention.apply(q_BQTD, k_BGLD, v_BGLD, sink_Q, seen_B1TL, scale, softcap or 0.0)
+    bounds = None if kernels_on(q_BQTD.device) is None else _bounds_of(seen_B1TL)
+    return _Attention.apply(q_BQTD, k_BGLD, v_BGLD, sink_Q, seen_B1TL, bounds, scale, softcap or 0.0)
+
+
+def _bounds_of(seen_B1TL: Tensor) -> Tensor:
+    """The layers of a pass have one mask, with which its bounds are kept."""
+    from amoeba.kernels.exact_attention import seen_bounds
+
+    version = -1 if seen_B1TL.is_inference() else seen_B1TL._version
+    known, bounds = getattr(seen_B1TL, _BOUNDS, (None, None))
+    if bounds is None or known != version or version < 0:
+        bounds = seen_bounds(seen_B1TL)
+        setattr(seen_B1TL, _BOUNDS, (version, bounds))
+    return bounds
+
+
+_BOUNDS = "_amoeba_bounds"
 
 
 def _scores(
@@ -183,16 +205,25 @@ def _parts(q: Tensor, k: Tensor, seen: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seen: Tensor, scale: float, softcap: float
-) -> tuple[Tensor]:
-    if (kernels := kernels_on(q.device)) is not None:
-        return (kernels.attention(q, k, v, sink, seen, scale, softcap),)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    seen: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    if bounds is not None:
+        from amoeba.kernels import exact_attention
+
+        return exact_attention.attention(q, k, v, sink, seen, bounds, scale, softcap)
     y = q.new_empty((*q.shape[:3], v.shape[-1]))
     v = v if v.stride(-1) == 1 else v.contiguous()  # zeros of what is not seen add nothing then
     for part, end in _parts(q, k, seen):
         some = q[:, :, part], k[:, :, :end], v[:, :, :end], sink, seen[:, :, part, :end]
         y[:, :, part] = _attended(product, in_pieces, *some, scale, softcap)
-    return (y,)
+    return y, q.new_empty(0, dtype=torch.float32)
 
 
 operators.define_forward(
@@ -201,25 +232,33 @@ operators.define_forward(
         *(Operand(name, "Tensor") for name in ("q", "k", "v")),
         Operand("sink", "Tensor?"),
         Operand("seen", "Tensor"),
+        Operand("bounds", "Tensor?"),
         Operand("scale", "float"),
         Operand("softcap", "float"),
     ),
-    results=("y",),
+    results=("y", "logsumexp"),
     forward=_attention_forward,
-    fake=lambda q, k, v, *_: (q.new_empty((*q.shape[:3], v.shape[-1])),),
+    fake=lambda q, k, v, *_: (
+        q.new_empty((*q.shape[:3], v.shape[-1])),
+        q.new_empty(q.shape[:3] if q.is_cuda else 0, dtype=torch.float32),
+    ),
 )
 
 
 class _Attention(operators.reverse_only("amoeba::exact_attention")):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        ctx.save_for_backward(*given[:5])
-        ctx.numbers = given[5:]
-        return torch.ops.amoeba.exact_attention(*given)
+        y, logsumexp = torch.ops.amoeba.exact_attention(*given)
+        of_kernels = given[5] is not None
+        ctx.save_for_backward(*given[:5], *((given[5], y, logsumexp) if of_kernels else ()))
+        ctx.numbers = given[6:]
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *given, seen = ctx.saved_tensors
+        *given, seen = saved = ctx.saved_tensors
+        if len(saved) > 5:
+            return _by_kernels(dy, *saved, *ctx.numbers)
         wide = [each.detach().float().requires_grad_() for each in given if each is not None]
         found = [torch.zeros_like(each) for each in wide]
         q, k, v = wide[:3]
@@ -231,7 +270,30 @@ class _Attention(operators.reverse_only("amoeba::exact_attention")):  # type: ig
             for total, more in zip(found, torch.autograd.grad(y, wide, dy[:, :, part].float()), strict=True):
                 total += more
         gradients = [total.to(each.dtype) for total, each in zip(found, given, strict=False)]
-        return (*gradients, *[None] * (7 - len(gradients)))
+        return (*gradients, *[None] * (8 - len(gradients)))
+
+
+def _by_kernels(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    seen: Tensor,
+    bounds: Tensor,
+    y: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor | None, ...]:
+    from amoeba.kernels.exact_attention import attention_backward
+
+    dq, dk, dv, delta = attention_backward(dy, q, k, v, y, logsumexp, seen, bounds, scale, softcap)
+    dsink = None
+    if sink is not None:
+        p_BQT = torch.exp(sink.float()[None, :, None] - logsumexp)
+        dsink = -(p_BQT * delta).sum((0, 2)).to(sink.dtype)
+    return dq, dk, dv, dsink, None, None, None, None
 
 
 def _at_once(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -240,7 +302,8 @@ def _at_once(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 # --- what torch is asked for
 
-OURS = {"exact", "quantised_exact", "exact_attention", "count_choices", "attach_balance"}  # operators of amoeba
+# operators of amoeba
+OURS = {"exact", "quantised_exact", "exact_attention", "exact_rms_norm", "count_choices", "attach_balance"}
 # Of torch: what moves elements, compares them, or has one right result for each.
 _SAME = frozenset(
     """
@@ -302,12 +365,14 @@ def _sum(
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    return product(a[None], b[None])[0].to(a.dtype)
+    return product(a[None], b[None], dtype=a.dtype)[0]
 
 
 def _added(x: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta x + alpha a b; the sum is rounded once."""
     batch = a.dim() == 3
+    if x.shape == b.shape[-1:] and alpha == beta == 1 and not batch and x.stride() == (1,):
+        return product(a[None], b[None], bias_N=x.detach(), dtype=a.dtype)[0]
     total = product(a if batch else a[None], b if batch else b[None])
     total = (total if batch else total[0]) * alpha
     return (total + x.float() * beta).to(a.dtype)
@@ -317,6 +382,8 @@ def _softmax(x: Tensor, dim: int, to_float: bool = False, *, log: bool = False) 
     last = x.movedim(dim, -1)
     if log:
         found = log_softmax(last)
+    elif (kernels := kernels_on(x.device)) is not None:
+        found = kernels.softmax(last)
     else:
         weight = value("exp", last.float() - last.float().amax(-1, keepdim=True))
         found = weight / row_sum(weight)[..., None]
@@ -362,6 +429,9 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    kernels = kernels_on(x.device)
+    if kernels is not None and largest and kernels.why_not_top_k(x, k, dim) is None:
+        return kernels.top_k(x, k)
     values, places = x.sort(dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
 
@@ -376,7 +446,7 @@ def _with_alpha(sign: int) -> Callable[..., Tensor]:
 
 _RULES: dict[str, Callable[..., Any]] = {
     "mm": _mm,
-    "bmm": lambda a, b: product(a, b).to(a.dtype),
+    "bmm": lambda a, b: product(a, b, dtype=a.dtype),
     "mv": lambda a, b: _mm(a, b[:, None])[:, 0],
     "dot": lambda a, b: _mm(a[None], b[:, None])[0, 0],
     "addmm": _added,
