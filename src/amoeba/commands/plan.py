@@ -42,8 +42,8 @@ class PlanOptions:
     context: Annotated[
         int | None,
         typer.Option(
-            help="Tokens per row, prompt and answer (default: 4096) or a training row (default: 1024 to finetune, "
-            "256 to train)."
+            help="Tokens per row: prompt and answer (default: 4096), or a training row (default: 1024 for finetune, "
+            "256 for train)."
         ),
     ] = None
     batch: Annotated[
