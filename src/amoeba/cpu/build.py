@@ -357,7 +357,8 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         if no_room := _NO_ROOM.search(done.stderr):
             raise OSError(errno.ENOSPC, no_room[0])
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        said = done.stderr.splitlines()  # a linker's reasons do not call themselves errors
+        lines = [line for line in said if re.search(r"error(?!: ld returned)|undefined|multiple def", line)] or said
         raise CoreUnavailable(
             f"the core did not compile: {(lines or ['no message'])[0].strip()}; set CXX to GCC or Clang with C++17"
         )

@@ -161,7 +161,8 @@ def _load_half(pointers, there):
 
 @triton.jit
 def _load_scales(blocks, group, there, MATRIX: tl.constexpr):
-    """Of groups: their scales, and what is added to their numbers where they have offsets. blocks: pointers (R, G)."""
+    """Of groups: their scales, and what is added to their numbers where they have offsets. blocks: pointers (R, G).
+    Triton negates by subtracting from 0, which gives 0 for 0; times -1.0 gives -0.0, as torch does."""
     if MATRIX.SCALES == "float":
         scale = tl.load(blocks.to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
     else:
@@ -174,7 +175,7 @@ def _load_scales(blocks, group, there, MATRIX: tl.constexpr):
         scale *= tl.load(at + group, mask=there, other=0).to(tl.int8, bitcast=True).to(tl.float32)
     elif MATRIX.SCALES == "four bits, offset":
         both = tl.load(at + group, mask=there, other=0)
-        offset = -(_load_half(blocks + MATRIX.HALF + 2, there) * (both >> 4).to(tl.float32))
+        offset = _load_half(blocks + MATRIX.HALF + 2, there) * (both >> 4).to(tl.float32) * -1.0
         scale *= (both & 15).to(tl.float32)
     elif MATRIX.SCALES == "six bits, offset":  # of the last four groups in two parts
         first = tl.load(at + group % 4, mask=there, other=0)
@@ -182,7 +183,7 @@ def _load_scales(blocks, group, there, MATRIX: tl.constexpr):
         third = tl.load(at + 8 + group % 4, mask=there, other=0)
         of_scale = tl.where(group < 4, first & 63, (third & 15) | (first >> 6 << 4))
         least = tl.where(group < 4, second & 63, (third >> 4) | (second >> 6 << 4))
-        offset = -(_load_half(blocks + 2, there) * least.to(tl.float32))
+        offset = _load_half(blocks + 2, there) * least.to(tl.float32) * -1.0
         scale *= of_scale.to(tl.float32)
     elif MATRIX.SCALES == "six bits":
         fine = tl.load(at + group % 8, mask=there, other=0) >> (group // 8 * 4).to(tl.uint8)
