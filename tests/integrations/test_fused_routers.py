@@ -78,6 +78,27 @@ def test_a_router_that_looks_alike_and_weighs_otherwise_is_not_taken_for_one():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_results_in_the_order_of_older_granite_routers_stay_in_it():
+    """transformers 5.17: experts, weights, logits."""
+    model = build("mixtral")
+    sharpen(model)
+    block = model.model.layers[0].mlp
+
+    class IdsFirst(type(block.gate)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states)[::-1]
+
+    block.gate.__class__ = IdsFirst
+    x = torch.randn(5, block.gate.weight.shape[1])
+    expected = block.gate(x)
+    with fused_routers(block) as count:
+        assert count == 1
+        found = block.gate(x)
+    assert torch.equal(found[0], expected[0]) and not found[0].is_floating_point()
+    torch.testing.assert_close(found[1:], expected[1:])
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_nothing_is_concluded_from_a_router_of_zeros_or_one_that_draws_noise():
     model = build("mixtral")
     sharpen(model)

@@ -41,6 +41,7 @@ _TOLERANCE = 1e-2  # weights may come in bf16
 class _Found(NamedTuple):
     config: RouterConfig
     weight_dtype: torch.dtype | None  # None: of the logits
+    ids_first: bool  # as Granite's routers before transformers 5.18: experts, weights, logits
 
 
 @contextmanager
@@ -91,7 +92,10 @@ def _recognised(router: Any) -> _Found | None:
         return None
     if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(each, Tensor) for each in output)):
         return None
-    logits_TE, weight_TK, expert_TK = output
+    ids_first = not output[0].is_floating_point()
+    logits_TE, weight_TK, expert_TK = output[::-1] if ids_first else output
+    if not logits_TE.is_floating_point() or logits_TE.dim() != 2 or expert_TK.is_floating_point():
+        return None
     if len(logits_TE.unique()) < logits_TE.shape[1]:
         return None  # among equals every choice looks right
     if not torch.equal(logits_TE, _logits(router, hidden_TH)) or weight_TK.shape != expert_TK.shape:
@@ -101,7 +105,7 @@ def _recognised(router: Any) -> _Found | None:
         routing = route(logits_TE, config)
         same_choice = torch.equal(_chosen(logits_TE, expert_TK), _chosen(logits_TE, routing.expert_TK))
         if same_choice and torch.allclose(weight_TK.float(), routing.weight_TK.float(), atol=_TOLERANCE, rtol=0):
-            return _Found(config, None if weight_TK.dtype == logits_TE.dtype else weight_TK.dtype)
+            return _Found(config, None if weight_TK.dtype == logits_TE.dtype else weight_TK.dtype, ids_first)
     return None
 
 
@@ -110,11 +114,11 @@ class _FusedRouter:
 
     found: _Found
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         kernels = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         logits_TE = _logits(self, x_TH, kernels and x_TH.device.type == "cuda")
-        config, dtype = self.found
+        config, dtype, ids_first = self.found
         if (requested := _route_and_request(self.__dict__[_EXPERTS], x_TH, logits_TE, config)) is not None:
             expert_TK, weight_TK = requested
         elif kernels and fused_router.why_not(logits_TE, config) is None:
@@ -124,7 +128,8 @@ class _FusedRouter:
         else:
             routing = route(logits_TE, config)
             expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
-        return logits_TE, weight_TK.to(logits_TE.dtype if dtype is None else dtype), expert_TK
+        output = logits_TE, weight_TK.to(logits_TE.dtype if dtype is None else dtype), expert_TK
+        return output[::-1] if ids_first else output
 
 
 def _route_and_request(
