@@ -80,8 +80,10 @@ def _form_of(layer: Any, gated: bool = False) -> fused_attention.Form | None:
 
 def _delta_of(layer: Any) -> DeltaForm | None:
     module = getattr(layer, "linear_attn", None)
-    weight = next(module.parameters(), None) if isinstance(module, nn.Module) else None
-    form = "" if weight is None or _why_not(weight[0]) else recognise_delta(module)
+    weight = getattr(getattr(module, "norm", None), "weight", None)
+    if not isinstance(weight, Tensor) or _why_not(weight):
+        return None
+    form = recognise_delta(module)
     return None if isinstance(form, str) else form
 
 

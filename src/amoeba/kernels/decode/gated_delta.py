@@ -10,25 +10,27 @@ queries and keys get length 1, and with g = -exp(decay)·softplus(a + time) and 
 
     state = exp(g)·state + k·(beta·(v - exp(g)·stateᵀk))ᵀ        y = norm(stateᵀq / √D)·silu(z)
 
-`places` says where in a row of x the parts of a head lie. Both states are written in place. A program takes one head of
-keys with all heads of values that share it: their channels of the convolution move on once. It asks for the first state
-before it looks at x, where launches overlap, so the launch before this one must not write states. Numbers are rounded
-where transformers rounds them; the state is read and added to in fp32.
+`places` says where in a row of x the parts of a head lie. Both states are written in place. There are two launches: one
+for the convolution, a program for each head of queries, keys and values, since heads of values share those of keys; and
+one for the rest, a program for each head of values. Where launches overlap they ask for states before they look at what
+the launch ahead computes, which must not write them. Numbers are rounded where transformers rounds them; the state is
+read and added to in fp32.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.decode.configuration import can_overlap
-from amoeba.kernels.launch import quick
+from amoeba.kernels.launch import next_power_of_2, quick
 from amoeba.kernels.launch.arguments import check_arguments
 
-MOST_WIDTH = 256  # of a head: a program holds two states
+MOST_WIDTH = 256  # of a head: a program holds its state
 ELEMENTS = 64  # of a state that a thread holds
 
 
@@ -78,7 +80,7 @@ def gated_delta(
         all(each.is_contiguous() for each in given)
         and x_BP.shape[0] == rows
         and conv_BCL.shape == (rows, channels, kept)
-        and taps - 1 <= kept <= 8
+        and kept >= taps - 1
         and channels == 2 * key_heads * key_width + value_heads * value_width
         and decay_Q.shape == time_Q.shape == (value_heads,)
         and norm_V.shape == (value_width,)
@@ -92,93 +94,103 @@ def gated_delta(
     )
     y_BQV = x_BP.new_empty((rows, value_heads, value_width))
     if rows:
+        mixed_BC = x_BP.new_empty((rows, channels), dtype=torch.float32)
+        rates_BQ2 = x_BP.new_empty((rows, value_heads, 2), dtype=torch.float32)  # exp(g) and beta
         overlap = can_overlap(x_BP.device)
-        _gated_delta[(rows, key_heads)](
-            x_BP, conv_CN, bias_C, decay_Q, time_Q, norm_V, conv_BCL, state_BQDV, y_BQV, eps,
-            key_width**-0.5, P=x_BP.shape[1],
-            C=channels, G=key_heads, GROUP=value_heads // key_heads, D=key_width, V=value_width, N=taps, L=kept,
-            OVERLAP=overlap, num_warps=max(1, min(16, key_width * value_width // (32 * ELEMENTS))), **places._asdict(),
-            **({"launch_pdl": True} if overlap else {}),
+        sizes = {"P": x_BP.shape[1], "C": channels, "G": key_heads, "GROUP": value_heads // key_heads}
+        sizes |= {"D": key_width, "V": value_width, "OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+        _convolve[(rows, 2 * key_heads + value_heads)](
+            x_BP, conv_CN, bias_C, decay_Q, time_Q, conv_BCL, mixed_BC, rates_BQ2, key_width**-0.5, N=taps, L=kept,
+            KEPT=next_power_of_2(kept), num_warps=1, **sizes, **places._asdict(),
+        )  # fmt: skip
+        _update[(rows, value_heads)](
+            x_BP, mixed_BC, rates_BQ2, norm_V, state_BQDV, y_BQV, eps, gate=places.gate, STRIDE=places.value_stride,
+            num_warps=max(1, min(16, key_width * value_width // (32 * ELEMENTS))), **sizes,
         )  # fmt: skip
     return y_BQV
 
 
-@triton.jit
-def _convolved(x, conv, bias, states, channel, DTYPE: tl.constexpr, N: tl.constexpr, L: tl.constexpr):
-    """Through the convolution and silu, in fp32. x: where the channels' new numbers lie, states: their old ones."""
-    total = tl.load(x).to(tl.float32) * tl.load(conv + channel * N + N - 1).to(tl.float32)
-    for tap in tl.static_range(N - 1):
-        old = tl.load(states + channel * L + L - N + 1 + tap).to(tl.float32)
-        total += old * tl.load(conv + channel * N + tap).to(tl.float32)
-    if bias is not None:
-        total += tl.load(bias + channel).to(tl.float32)
-    total = total.to(DTYPE).to(tl.float32)
-    return (total * tl.sigmoid(total)).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _older(states, channel, L: tl.constexpr):
-    """What the convolution's state holds afterwards, but for the new numbers."""
-    token = tl.arange(0, 8)
-    return tl.load(states + tl.expand_dims(channel * L, -1) + 1 + token, mask=token < L - 1, other=0.0)
-
-
-@triton.jit
-def _move_on(x, states, channel, older, L: tl.constexpr):
-    token = tl.arange(0, 8)
-    tl.store(states + tl.expand_dims(channel * L, -1) + token, older, mask=token < L - 1)
-    tl.store(states + channel * L + L - 1, tl.load(x).to(older.dtype))
-
-
 @quick
 @triton.jit
-def _gated_delta(
-    x, conv, bias, decay, time_bias, norm, conv_states, states, y, eps, scale, P: tl.constexpr,
-    C: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
-    L: tl.constexpr, OVERLAP: tl.constexpr, query: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
-    gate: tl.constexpr, beta: tl.constexpr, time: tl.constexpr, query_stride: tl.constexpr, value_stride: tl.constexpr,
+def _convolve(
+    x, conv, bias, decay, time_bias, states, mixed, rates, scale, P: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, L: tl.constexpr, KEPT: tl.constexpr,
+    OVERLAP: tl.constexpr, query: tl.constexpr, key: tl.constexpr, value: tl.constexpr, gate: tl.constexpr,
+    beta: tl.constexpr, time: tl.constexpr, query_stride: tl.constexpr, value_stride: tl.constexpr,
     beta_stride: tl.constexpr,
 ):  # fmt: skip
-    DTYPE: tl.constexpr = y.dtype.element_ty
+    """A head of queries, of keys or of values."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    BLOCK: tl.constexpr = D if D > V else V
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d, v = tl.arange(0, D), tl.arange(0, V)
-    first = row * (G * GROUP) + head * GROUP  # of the heads of values
-    tile = states + first * (D * V) + d[:, None] * V + v[None, :]
-    coming = tl.load(tile)
-    weight = tl.load(norm + v).to(tl.float32)
+    own = head - 2 * G  # of the heads of values
+    if own < 0:
+        width, first = D, head * D
+        column = head % G * query_stride + (query if head < G else key)
+    else:
+        width, first = V, 2 * G * D + own * V
+        column = own // GROUP * value_stride + own % GROUP * V + value
+    place, token = tl.arange(0, BLOCK), tl.arange(0, KEPT)
+    inside, channel = place < width, first + place
+    tile = states + row * (C * L) + (channel * L)[:, None] + token[None, :]
+    old = tl.load(tile, mask=inside[:, None] & (token < L)[None, :], other=0.0)
+    tap = token + N - 1 - L
+    taps = inside[:, None] & ((tap >= 0) & (token < L))[None, :]
+    weight = tl.load(conv + (channel * N)[:, None] + tap[None, :], mask=taps, other=0.0).to(tl.float32)
+    last = tl.load(conv + channel * N + N - 1, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x += row * P
-    conv_states += row * (C * L)
-    pair = tl.arange(0, 2)[None, :]  # queries and keys, one next to the other
-    qk_x = x + query + pair * (key - query) + head * query_stride + d[:, None]
-    qk_channel = pair * (G * D) + head * D + d[:, None]
-    qk = _convolved(qk_x, conv, bias, conv_states, qk_channel, DTYPE, N, L)
-    q, k = tl.split(qk * tl.rsqrt(tl.sum(qk * qk, axis=0) + 1e-6)[None, :])
-    q *= scale
-    qk_older = _older(conv_states, qk_channel, L)
-    for number in tl.static_range(GROUP):
-        state = coming.to(tl.float32)
-        if number + 1 < GROUP:
-            coming = tl.load(tile + (number + 1) * (D * V))
-        own = head * GROUP + number
-        v_x, v_channel = x + value + head * value_stride + number * V + v, 2 * G * D + own * V + v
-        v_new = _convolved(v_x, conv, bias, conv_states, v_channel, DTYPE, N, L)
-        v_older = _older(conv_states, v_channel, L)
-        b = tl.load(x + beta + head * beta_stride + number).to(tl.float32)
-        a = tl.load(x + time + head * beta_stride + number).to(tl.float32) + tl.load(time_bias + own).to(tl.float32)
+    new = tl.load(x + column + place, mask=inside, other=0.0)
+    total = tl.sum(old.to(tl.float32) * weight, axis=1) + new.to(tl.float32) * last
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(DTYPE).to(tl.float32)
+    out = (total * tl.sigmoid(total)).to(DTYPE).to(tl.float32)
+    if own < 0:
+        out *= tl.rsqrt(tl.sum(out * out, axis=0) + 1e-6)
+        if head < G:
+            out *= scale
+    else:
+        at = own // GROUP * beta_stride + own % GROUP
+        b, a = tl.load(x + beta + at).to(tl.float32), tl.load(x + time + at).to(tl.float32)
+        a += tl.load(time_bias + own).to(tl.float32)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        g = -tl.exp(tl.load(decay + own).to(tl.float32)) * softplus
-        state *= tl.exp(g)
-        change = (v_new - tl.sum(state * k[:, None], axis=0)) * tl.sigmoid(b).to(DTYPE).to(tl.float32)
-        state += k[:, None] * change[None, :]
-        out = tl.sum(state * q[:, None], axis=0).to(DTYPE).to(tl.float32)
-        normed = (out * tl.rsqrt(tl.sum(out * out, axis=0) / V + eps)).to(DTYPE).to(tl.float32)
-        z = tl.load(x + gate + head * value_stride + number * V + v).to(tl.float32)
-        gated = (weight * normed).to(DTYPE).to(tl.float32) * (z * tl.sigmoid(z))
-        tl.store(y + (first + number) * V + v, gated.to(DTYPE))
-        tl.debug_barrier()  # all threads have read what is written now
-        tl.store(tile + number * (D * V), state.to(states.dtype.element_ty))
-        _move_on(v_x, conv_states, v_channel, v_older, L)
-    _move_on(qk_x, conv_states, qk_channel, qk_older, L)
+        rates += (row * (G * GROUP) + own) * 2
+        tl.store(rates, tl.exp(-tl.exp(tl.load(decay + own).to(tl.float32)) * softplus))
+        tl.store(rates + 1, tl.sigmoid(b).to(DTYPE).to(tl.float32))
+    tl.store(mixed + row * C + channel, out, mask=inside)
+    tl.debug_barrier()  # all threads have read what is written now
+    tl.store(tile - 1, old, mask=inside[:, None] & ((token > 0) & (token < L))[None, :])
+    tl.store(states + row * (C * L) + channel * L + L - 1, new.to(old.dtype), mask=inside)
+
+
+@quick
+@triton.jit
+def _update(
+    x, mixed, rates, norm, states, y, eps, P: tl.constexpr, C: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, OVERLAP: tl.constexpr, gate: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, v = tl.arange(0, D), tl.arange(0, V)
+    own = row * (G * GROUP) + head
+    states += own * (D * V) + d[:, None] * V + v[None, :]
+    state, weight = tl.load(states).to(tl.float32), tl.load(norm + v).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    mixed += row * C
+    q, k = tl.load(mixed + head // GROUP * D + d), tl.load(mixed + (G + head // GROUP) * D + d)
+    new = tl.load(mixed + 2 * G * D + head * V + v)
+    decay, beta = tl.load(rates + own * 2), tl.load(rates + own * 2 + 1)
+    z = tl.load(x + row * P + gate + head // GROUP * STRIDE + head % GROUP * V + v).to(tl.float32)
+    state *= decay
+    state += k[:, None] * ((new - tl.sum(state * k[:, None], axis=0)) * beta)[None, :]
+    out = tl.sum(state * q[:, None], axis=0).to(DTYPE).to(tl.float32)
+    normed = (out * tl.rsqrt(tl.sum(out * out, axis=0) / V + eps)).to(DTYPE).to(tl.float32)
+    gated = (weight * normed).to(DTYPE).to(tl.float32) * (z * tl.sigmoid(z))
+    tl.store(y + own * V + v, gated.to(DTYPE))
+    tl.debug_barrier()  # all threads have read what is written now
+    tl.store(states, state.to(states.dtype.element_ty))

@@ -25,18 +25,18 @@ MOST_TOKENS, MOST_DEPTH = 4, 8192
 WARPS = 4
 
 
-def is_few(x_TH: Tensor, weight_OH: Tensor) -> bool:
+def is_few(x_TH: Tensor, weight_OH: Tensor, most_tokens: int | None = None) -> bool:
     return (
         x_TH.dtype == weight_OH.dtype
         and x_TH.element_size() == 2
-        and 0 < x_TH.shape[0] <= MOST_TOKENS
+        and 0 < x_TH.shape[0] <= (most_tokens or MOST_TOKENS)
         and x_TH.shape[1] <= MOST_DEPTH
         and weight_OH.is_contiguous()
     )
 
 
-def linear(x_TH: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    if not is_few(x_TH, weight_OH):
+def linear(x_TH: Tensor, weight_OH: Tensor, bias_O: Tensor | None = None, *, most_tokens: int | None = None) -> Tensor:
+    if not is_few(x_TH, weight_OH, most_tokens):
         return torch.nn.functional.linear(x_TH, weight_OH, bias_O)
     tokens, (width, depth) = x_TH.shape[0], weight_OH.shape
     y_TO = x_TH.new_empty((tokens, width))
