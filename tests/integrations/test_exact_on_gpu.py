@@ -182,3 +182,70 @@ def test_a_decoder_whose_steps_were_captured_in_the_other_mode_is_refused() -> N
     list(decoder.generate(prompts(5), 4))
     with exact(model), pytest.raises(BadValue, match="Make a new Decoder"):
         list(decoder.generate(prompts(5), 4))
+
+
+PARTS = (0, 1), (1, 8), (9, 17), (26, 64), (90, 500)  # first token and number of tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("depth", "columns"), [(2048, 4096), (4096, 2048), (2048, 128), (4096, 8), (768, 2050)])
+def test_products_of_real_sizes_on_a_gpu(depth: int, columns: int, dtype: torch.dtype) -> None:
+    """By tiles, and instructions, that differ with the number of rows."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, weight = (
+        torch.randn(size, depth, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+        for size in (2048, columns)
+    )
+    whole = ops.product(rows[None], weight.mT[None])[0]
+    assert relative(whole, rows.double() @ weight.double().mT) < 1e-5
+    for first, count in PARTS:
+        part = slice(first, first + count)
+        assert torch.equal(ops.product(rows[part][None], weight.mT[None])[0], whole[part])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 8])
+def test_experts_of_real_sizes_on_a_gpu(rank: int) -> None:
+    """By plain Triton for few tokens and by Gluon's kernels for many, where the GPU is a Hopper."""
+    hidden, intermediate, experts, tokens, top_k = 2048, 768, 128, 2048, 8
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32)
+        return (drawn / shape[-1] ** 0.5).bfloat16()
+
+    weights = ExpertWeights(normal(experts, 2 * intermediate, hidden), normal(experts, hidden, intermediate))
+    shapes = (rank, hidden), (intermediate, rank), (rank, hidden), (intermediate, rank), (rank, intermediate)
+    names = "gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a"
+    factors = {name: normal(experts, *shape) for name, shape in zip(names, shapes, strict=True)} if rank else {}
+    lora = LoraFactors(**factors, down_lora_b=normal(experts, hidden, rank), scaling=2.0) if rank else None
+    x = normal(tokens, hidden) * 40
+    expert = torch.randint(experts, (tokens, top_k), generator=generator, device="cuda")
+    weight = torch.rand(tokens, top_k, generator=generator, device="cuda")
+
+    def run(part: slice) -> torch.Tensor:
+        return amoeba.experts(x[part], Routing(expert[part], weight[part]), weights, lora=lora, backend="exact")
+
+    whole = run(slice(tokens))
+    for first, count in PARTS:
+        assert torch.equal(run(slice(first, first + count)), whole[first : first + count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [500, 1500])
+def test_attention_of_real_sizes_on_a_gpu(tokens: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, tokens, 128, generator=generator, device="cuda", dtype=torch.float32).bfloat16()
+        for heads in (32, 4, 4)
+    )
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").tril()[None, None]
+    whole = ops.attention(q, k, v, seen, scale=0.1)
+    for token in (0, 63, 64, tokens - 1):
+        at, kept = slice(token, token + 1), slice(token + 1)
+        one = ops.attention(q[:, :, at], k[:, :, kept], v[:, :, kept], seen[:, :, at, kept], scale=0.1)
+        assert torch.equal(one, whole[:, :, at])
+        room = [torch.nn.functional.pad(each[:, :, kept], (0, 0, 0, 700)) for each in (k, v)]
+        seen_room = torch.nn.functional.pad(seen[:, :, at, kept], (0, 700))
+        assert torch.equal(ops.attention(q[:, :, at], *room, seen_room, scale=0.1), one)

@@ -273,5 +273,5 @@ def test_on_a_gpu_a_pass_does_not_wait_and_a_replayed_graph_has_its_bits(monkeyp
 
 def test_a_recorded_pass_is_not_repeated_for_other_products() -> None:
     layer = Layer(hidden=64, inner=64, bias=False)
-    keys = {quantised_triton._pass_constants(problem_of(3, quantised(layer, each))) for each in ("bf16", "w8a8")}
+    keys = {quantised_triton.pass_constants(problem_of(3, quantised(layer, each))) for each in ("bf16", "w8a8")}
     assert len(keys) == 2

@@ -53,9 +53,19 @@ class ExactBackend(cpu.CpuBackend):
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
         if ops.kernels_on(problem.x_TH.device) is not None:
-            with any_rows():
-                return sorted_rows.forward(problem, save, self.kernel_rows())
+            from amoeba.kernels.launch.plan import planned
+
+            what = ("forward", self.operator_name or self.name, save, *self.pass_constants(problem))
+            return planned(what, triton.pass_tensors(problem), lambda: self._forward_on_gpu(problem, save))
         return sorted_rows.forward(self.sorted_rows(problem)[0], save, ExactRows)
+
+    def _forward_on_gpu(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
+        with any_rows():
+            return sorted_rows.forward(problem, save, self.kernel_rows())
+
+    @staticmethod
+    def pass_constants(problem: Problem) -> tuple:
+        return triton.pass_constants(problem)
 
     def rows_apart(self, problem: Problem, save: Save) -> RowsApart | None:
         return None
@@ -88,6 +98,10 @@ class QuantisedExactBackend(ExactBackend):
         from amoeba.backends.quantised_rows import QuantisedExactKernelRows
 
         return QuantisedExactKernelRows
+
+    @staticmethod
+    def pass_constants(problem: Problem) -> tuple:
+        return quantised_triton.pass_constants(problem)
 
     def sorted_rows(self, problem: Problem, save: Save = "h") -> tuple[Problem, type[TorchRows]]:
         return quantised_cpu.BACKEND.sorted_rows(problem)  # whose rows the passes above do not take

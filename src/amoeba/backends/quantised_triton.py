@@ -70,7 +70,7 @@ class QuantisedTritonBackend(PassesBackend):
         from amoeba.backends.fp8_kernel_rows import W8a8KernelRows
         from amoeba.kernels.launch.plan import planned
 
-        what = ("forward", self.operator_name, "w8a8", *_pass_constants(problem))
+        what = ("forward", self.operator_name, "w8a8", *pass_constants(problem))
         tensors = triton.pass_tensors(problem)
         return planned(what, tensors, lambda: sorted_rows.forward(problem, "nothing", W8a8KernelRows))[0]
 
@@ -79,7 +79,7 @@ class QuantisedTritonBackend(PassesBackend):
         from amoeba.backends.quantised_rows import QuantisedRows
         from amoeba.kernels.launch.plan import planned
 
-        what = ("forward", self.operator_name, save, *_pass_constants(problem))
+        what = ("forward", self.operator_name, save, *pass_constants(problem))
         tensors = triton.pass_tensors(problem)
         return planned(what, tensors, lambda: sorted_rows.forward(problem, save, QuantisedRows))
 
@@ -87,7 +87,7 @@ class QuantisedTritonBackend(PassesBackend):
         from amoeba.backends.quantised_rows import QuantisedRows
         from amoeba.kernels.launch.plan import planned
 
-        what = ("backward", self.operator_name, needs, saved is None, graph_is_freed(), *_pass_constants(problem))
+        what = ("backward", self.operator_name, needs, saved is None, graph_is_freed(), *pass_constants(problem))
         tensors = (*triton.pass_tensors(problem), dy_TH, *(saved or ()))
         return planned(what, tensors, lambda: sorted_rows.backward(problem, saved, dy_TH, needs, QuantisedRows))
 
@@ -108,7 +108,7 @@ def is_few_of_each(problem: Problem, experts: int) -> bool:
     return few and problem.x_TH.shape[0] > DECODE_TOKENS and problem.x_TH.element_size() == 2
 
 
-def _pass_constants(problem: Problem) -> tuple:
+def pass_constants(problem: Problem) -> tuple:
     """What a pass depends on besides its tensors."""
     return *triton.pass_constants(problem), problem.weights.constants()
 

@@ -30,6 +30,8 @@ from amoeba.kernels.sort import sort_rows
 
 # What H and I have to be multiples of in the kernels for Hopper.
 HOPPER_WIDTH = 64
+# Sorted rows from which on an exact pass takes them.
+EXACT_HOPPER_ROWS = 1024
 
 
 class TritonRows(SortedRows):
@@ -277,22 +279,6 @@ class TritonRows(SortedRows):
         return weight_gradient.heaviest_first(self.offs_E)
 
 
-class ExactKernelRows(TritonRows):
-    """Whose numbers do not depend on one another: the rows of `exact` on a GPU.
-
-    Within `tile_sizes.any_rows` products have one tile size for all numbers of rows. Left out is what differs between
-    passes: Hopper's kernels, and an activation in the epilogue, which sees h before it is rounded."""
-
-    @classmethod
-    def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
-        problem = with_plain_rows(problem)
-        kept: Sequence[Tensor] = saved[1:] if saved else sorted_maps(problem)
-        return cls(problem, *kept)
-
-    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor:
-        return self._multiply_x_then_activate(h_NJ, a_NI, addend)
-
-
 class HopperRows(TritonRows):
     """Gluon's kernels. dA' is written before its activation is taken back: fused into one kernel the two took 1.9 ms
     where one after the other takes 1.2 + 0.6 (H200, T=32768 H=2048 I=768 E=128 K=8, 2026-11-15)."""
@@ -396,6 +382,31 @@ class HopperRows(TritonRows):
         if self.block_m == gemm.BLOCK_M:
             return self.table
         return gemm.tile_table(self.offs_E, self.order_N.shape[0], block_m=self.block_m)
+
+
+class ExactKernelRows(TritonRows):
+    """Whose numbers do not depend on one another: the rows of `exact` on a GPU.
+
+    Within `tile_sizes.any_rows` products have the same bits for all numbers of rows. Left out is what differs between
+    passes: an activation in the epilogue, which sees h before it is rounded."""
+
+    @classmethod
+    def dispatch(cls, problem: Problem, saved: Saved | None) -> TritonRows:
+        problem = with_plain_rows(problem)
+        kept: Sequence[Tensor] = saved[1:] if saved else sorted_maps(problem)
+        if cls is ExactKernelRows and problem.rows >= EXACT_HOPPER_ROWS and why_not_hopper(problem) is None:
+            return ExactHopperRows(problem._replace(x_TH=in_whole_pieces(problem.x_TH)), *kept)
+        return cls(problem, *kept)
+
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor:
+        return self._multiply_x_then_activate(h_NJ, a_NI, addend)
+
+
+class ExactHopperRows(HopperRows):
+    """With the bits of `ExactKernelRows`: a step of the reduction is 16 numbers there, too."""
+
+    def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor:
+        return self._multiply_x_then_activate(h_NJ, a_NI, addend)
 
 
 def sorted_maps(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

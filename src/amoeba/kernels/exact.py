@@ -11,13 +11,15 @@ E matrices · M rows, K summed, N columns of each
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from amoeba.kernels.constants import Group
-from amoeba.kernels.gemm_tiles import accumulate, accumulate_part, of_matrix
+from amoeba.kernels.gemm_tiles import accumulate, accumulate_part
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 from amoeba.kernels.router import ordered
 from amoeba.kernels.tile_sizes import Product, for_any_rows
@@ -44,26 +46,51 @@ def product(
         return out.zero_() if bias_N is None else out.copy_(bias_N)
     a, b = a_EMK.detach(), b_EKN.detach()
     a = a if a.stride(2) == 1 else a.contiguous()
-    a_row = depth if rows == 1 else a.stride(1)
-    chosen = for_any_rows(out.device, "product", Product(rows, 1, depth, columns, a.dtype))
-    tiles = cdiv(rows, chosen.block_m) * cdiv(columns, chosen.block_n)
-    chunks = cdiv(depth, CHUNK) if a.dtype == torch.float32 else 1
-    apart = chunks > 1 and tiles * count < PROGRAMS
-    target = torch.empty((chunks, count, rows, columns), dtype=torch.float32, device=out.device) if apart else out
-    _product[(tiles, count, chunks if apart else 1)](
-        a, b, None if apart else bias_N, target, rows, a.stride(0), b.stride(0),
-        PRODUCT=Group(
-            STRIDE_ROW=a_row, STRIDE_ROW_IN=1, **of_matrix(b), BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n,
-            BLOCK_K=chosen.block_k, GROUP_M=chosen.group_m, CHUNK=CHUNK if chunks > 1 else depth, APART=apart,
-        ),
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
-    )  # fmt: skip
+    strides = depth if rows == 1 else a.stride(1), b.stride(1), b.stride(2)
+    grid, chunks, constants, options = _launch(out.device, a.dtype, count, rows, depth, columns, strides)
+    apart = grid[2] > 1
+    target = torch.empty((chunks, *out.shape), dtype=torch.float32, device=out.device) if apart else out
+    _product[grid](
+        a, b, None if apart else bias_N, target, rows, a.stride(0), b.stride(0), PRODUCT=constants, **options
+    )
     if apart:
-        count_of = out.numel()
-        _add_chunks[(cdiv(count_of, SUM_BLOCK),)](
-            target, bias_N, out, count_of, chunks, COLUMNS=columns, BLOCK=SUM_BLOCK, num_warps=WARPS
+        _add_chunks[(cdiv(out.numel(), SUM_BLOCK),)](
+            target, bias_N, out, out.numel(), chunks, COLUMNS=columns, BLOCK=SUM_BLOCK, num_warps=WARPS
         )
     return out
+
+
+@lru_cache(maxsize=1 << 12)
+def _launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    count: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    strides: tuple[int, int, int],
+) -> tuple[tuple[int, int, int], int, Group, dict[str, int]]:
+    """Its grid, the chunks of the depth, constants and options. strides: of rows, and those of a matrix."""
+    chosen = for_any_rows(device, "product", Product(rows, 1, depth, columns, dtype))
+    tiles = cdiv(rows, chosen.block_m) * cdiv(columns, chosen.block_n)
+    chunks = cdiv(depth, CHUNK) if dtype == torch.float32 else 1
+    apart = chunks > 1 and tiles * count < PROGRAMS
+    constants = Group(
+        STRIDE_ROW=strides[0],
+        STRIDE_ROW_IN=1,
+        STRIDE_IN=strides[1],
+        STRIDE_OUT=strides[2],
+        REDUCTION=depth,
+        COLUMNS=columns,
+        BLOCK_M=chosen.block_m,
+        BLOCK_N=chosen.block_n,
+        BLOCK_K=chosen.block_k,
+        GROUP_M=chosen.group_m,
+        CHUNK=CHUNK if chunks > 1 else depth,
+        APART=apart,
+    )
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    return (tiles, count, chunks if apart else 1), chunks, constants, options
 
 
 @quick
@@ -88,7 +115,8 @@ def _product(a, b, bias_N, out, rows, a_batch, b_batch, PRODUCT: tl.constexpr):
         for first in range(0, P.REDUCTION, P.CHUNK):
             result += accumulate_part(a, b, source_M, column_N, inside_N, first, EVEN, P.CHUNK, PRODUCT)
     else:
-        result = accumulate(a, b, source_M, column_N, inside_N, EVEN, PRODUCT)
+        inside_M = row_M < rows if P.BLOCK_M <= 64 else None
+        result = accumulate(a, b, source_M, column_N, inside_N, EVEN, PRODUCT, inside_M)
     if bias_N is not None:
         result += tl.load(bias_N + column_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
     out += (batch * rows + row_tile * P.BLOCK_M) * P.COLUMNS

@@ -16,7 +16,7 @@ M pairs of a token and one of the heads that share their keys, N keys of a tile
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
@@ -57,21 +57,29 @@ def _heads(*given: Tensor) -> list[Tensor]:
     return [each if each.stride(-1) == 1 else each.contiguous() for each in given]
 
 
-def _tile(q_BQTD: Tensor, k_BGLD: Tensor, v_BGLV: Tensor, softcap: float) -> tuple[dict[str, Any], dict[str, int]]:
-    """Its constants, warps and stages."""
-    size, width = q_BQTD.shape[3], v_BGLV.shape[3]
+def _tile(q_BQTD: Tensor, k_BGLD: Tensor, v_BGLV: Tensor, softcap: float) -> tuple[int, int, Group, dict[str, int]]:
+    """Its pairs and keys, constants, warps and stages."""
+    groups, size, width = k_BGLD.shape[1], q_BQTD.shape[3], v_BGLV.shape[3]
     kind = "fp32" if q_BQTD.dtype == torch.float32 else "half" if max(size, width) <= WIDE else "half, wide heads"
-    pairs, block, warps, stages = TILES[kind]
-    constants = {
-        "M": pairs,
-        "N": block,
-        "D": size,
-        "D_BLOCK": max(16, next_power_of_2(size)),
-        "V": width,
-        "V_BLOCK": max(16, next_power_of_2(width)),
-        "HEADS": q_BQTD.shape[1] // k_BGLD.shape[1],
-        "SOFTCAP": softcap,
-    }
+    pairs, keys, *_ = TILES[kind]
+    return pairs, keys, *_constants(*TILES[kind], size, width, q_BQTD.shape[1] // groups, softcap, SPLIT)
+
+
+@cache
+def _constants(
+    pairs: int, keys: int, warps: int, stages: int, size: int, width: int, heads: int, softcap: float, split: int
+) -> tuple[Group, dict[str, int]]:
+    constants = Group(
+        M=pairs,
+        N=keys,
+        D=size,
+        D_BLOCK=max(16, next_power_of_2(size)),
+        V=width,
+        V_BLOCK=max(16, next_power_of_2(width)),
+        HEADS=heads,
+        SOFTCAP=softcap,
+        SPLIT=split,
+    )
     return constants, {"num_warps": warps, "num_stages": stages}
 
 
@@ -93,7 +101,7 @@ def attention(
         return y.zero_(), logsumexp_BQT.fill_(torch.inf)
     q, k, v = _heads(q_BQTD, k_BGLD.to(q_BQTD.dtype), v_BGLV.to(q_BQTD.dtype))
     seen, sink = _bytes(seen_B1TL), None if sink_Q is None else sink_Q.contiguous()
-    constants, options = _tile(q, k, v, softcap)
+    pairs, _, tile, options = _tile(q, k, v, softcap)
     splits, of_group = cdiv(keys, SPLIT), heads // groups
     at_once = max(1, PARTS // (batch * heads * splits * width)) if splits > 1 else tokens
     for first in range(0, tokens, at_once):
@@ -107,16 +115,16 @@ def attention(
                 (2, splits, batch * heads * count), dtype=torch.float32, device=y.device
             ).unbind()
             part_SRV = torch.empty((*most_SR.shape, width), dtype=torch.float32, device=y.device)
-        _attend[(cdiv(count * of_group, constants["M"]), batch * groups, splits)](
+        _attend[(cdiv(count * of_group, pairs), batch * groups, splits)](
             q_part, k, v, seen_part, bounds_3BT[:, :, first:], sink, y_part, lse_part, part_SRV, most_SR, total_SR,
             count, keys, scale, groups, bounds_3BT.stride(0), tokens,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3], seen.stride(0), seen.stride(2),
-            TILE=Group(**constants, SPLIT=SPLIT), **options,
+            TILE=tile, **options,
         )  # fmt: skip
         if splits > 1:
             _combine[(count * of_group, batch * groups)](
                 part_SRV, most_SR, total_SR, sink, y_part, lse_part, count, splits, groups, tokens, *y.stride()[:3],
-                HEADS=of_group, V=width, V_BLOCK=constants["V_BLOCK"], num_warps=1,
+                HEADS=of_group, V=width, V_BLOCK=max(16, next_power_of_2(width)), num_warps=1,
             )  # fmt: skip
     return y, logsumexp_BQT
 
@@ -141,17 +149,17 @@ def attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), delta_BQT.zero_()
     dtype = q_BQTD.dtype
     q, k, v, dy = _heads(q_BQTD, k_BGLD.to(dtype), v_BGLV.to(dtype), dy_BQTV)
-    constants, options = _tile(q, k, v, softcap)
-    seen, tile = _bytes(seen_B1TL), Group(**constants)
+    pairs, block, tile, options = _tile(q, k, v, softcap)
+    seen = _bytes(seen_B1TL)
     scalars = tokens, keys, scale, groups
     strides = (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3], seen.stride(0), seen.stride(2)
     )  # fmt: skip
-    _query_gradient[(cdiv(tokens * (heads // groups), constants["M"]), batch * groups)](
+    _query_gradient[(cdiv(tokens * (heads // groups), pairs), batch * groups)](
         q, k, v, dy, y_BQTV, seen, bounds_3BT, logsumexp_BQT, delta_BQT, dq, *scalars, bounds_3BT.stride(0), *strides,
         TILE=tile, **options,
     )  # fmt: skip
-    _key_gradient[(cdiv(keys, constants["N"]), batch * groups)](
+    _key_gradient[(cdiv(keys, block), batch * groups)](
         q, k, v, dy, seen, bounds_3BT, logsumexp_BQT, delta_BQT, dk, dv, *scalars, bounds_3BT.stride(0), *strides,
         TILE=tile, BLOCK=RANGE_BLOCK, **options,
     )  # fmt: skip

@@ -61,12 +61,15 @@ def added(addend: Addend | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 @triton.jit
-def accumulate(rows, matrix, source_M, column_N, inside_N, EVEN_COLUMNS: tl.constexpr, PRODUCT: tl.constexpr):
-    """The product of the rows `source_M` with the columns `column_N` of one expert's matrix, in fp32."""
+def accumulate(
+    rows, matrix, source_M, column_N, inside_N, EVEN_COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, inside_M=None
+):
+    """The product of the rows `source_M` with the columns `column_N` of one expert's matrix, in fp32. inside_M: which
+    rows are read; where most of a tile are not, all programs would ask the same lines of the cache for them."""
     P: tl.constexpr = PRODUCT
     return _add_product(
         tl.zeros((P.BLOCK_M, P.BLOCK_N), dtype=tl.float32), rows, matrix, source_M, column_N, inside_N, P.STRIDE_ROW,
-        P.STRIDE_ROW_IN, P.STRIDE_IN, P.STRIDE_OUT, P.REDUCTION, EVEN_COLUMNS, P.BLOCK_K,
+        P.STRIDE_ROW_IN, P.STRIDE_IN, P.STRIDE_OUT, P.REDUCTION, EVEN_COLUMNS, P.BLOCK_K, inside_M,
     )  # fmt: skip
 
 
@@ -106,20 +109,25 @@ def _add_product(
     REDUCTION: tl.constexpr,
     EVEN_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    inside_M=None,
 ):
     inner_K = tl.arange(0, BLOCK_K)
     row_pointers = rows + (source_M.to(tl.int64) * STRIDE_ROW)[:, None] + (inner_K * STRIDE_ROW_IN)[None, :]
     matrix_pointers = matrix + (inner_K * STRIDE_IN)[:, None] + (column_N.to(tl.int64) * STRIDE_OUT)[None, :]
     for done in range(0, REDUCTION, BLOCK_K):
         if REDUCTION % BLOCK_K == 0:
-            row_tile = tl.load(row_pointers)
+            if inside_M is None:
+                row_tile = tl.load(row_pointers)
+            else:
+                row_tile = tl.load(row_pointers, mask=inside_M[:, None], other=0.0)
             if EVEN_COLUMNS:
                 matrix_tile = tl.load(matrix_pointers)
             else:
                 matrix_tile = tl.load(matrix_pointers, mask=inside_N[None, :], other=0.0)
         else:
             left_K = inner_K < REDUCTION - done
-            row_tile = tl.load(row_pointers, mask=left_K[None, :], other=0.0)
+            mask = left_K[None, :] if inside_M is None else left_K[None, :] & inside_M[:, None]
+            row_tile = tl.load(row_pointers, mask=mask, other=0.0)
             matrix_tile = tl.load(matrix_pointers, mask=left_K[:, None] & inside_N[None, :], other=0.0)
         result = tl.dot(row_tile, matrix_tile, result, input_precision="ieee")
         row_pointers += BLOCK_K * STRIDE_ROW_IN
@@ -180,7 +188,8 @@ def multiply_tile(
     column_N = column_tile * P.BLOCK_N + tl.arange(0, P.BLOCK_N)
     inside_N = column_N < P.COLUMNS
     matrix = matrix_EIO + expert.to(tl.int64) * P.STRIDE_EXPERT
-    result = accumulate(rows_NI, matrix, source_M, column_N, inside_N, P.COLUMNS % P.BLOCK_N == 0, PRODUCT)
+    inside_M = row_M < row_end if P.SLOT_PER_ROW else None
+    result = accumulate(rows_NI, matrix, source_M, column_N, inside_N, P.COLUMNS % P.BLOCK_N == 0, PRODUCT, inside_M)
     if P.SCALED:
         result *= scale
     finish_tile(

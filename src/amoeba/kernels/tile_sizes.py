@@ -299,18 +299,14 @@ def as_many(experts: int) -> int:
 _any_rows: ContextVar[bool] = ContextVar("any_rows", default=False)
 # Rows per expert, as if there were no others; and columns of a product with one matrix, where they may be tokens.
 _ROWS_OF_ANY, _COLUMNS_OF_ANY, _WIDEST_OF_ANY = 64, 1024, 128
-# On Hopper the bits of a product of whole words are those of its steps of 16 along the reduction, whatever the tile.
-# The first of these is taken that has so many rows of an expert and of which there are _LEAST_PROGRAMS, else the last.
-_LEAST_PROGRAMS = 132
-_HOPPER_OF_ANY = (
-    (193, Configuration(128, 256, 64, 8, 8, 4)),
-    (193, Configuration(128, 128, 64, 8, 8, 4)),
-    (65, Configuration(64, 256, 64, 8, 4, 4)),
-    (0, Configuration(64, 128, 64, 8, 4, 4)),
-    (0, Configuration(64, 64, 64, 1, 4, 6)),
-    (0, Configuration(64, 32, 128, 1, 4, 5)),
-    (0, Configuration(64, 16, 128, 1, 4, 6)),
-)
+# On Hopper the bits of a product of whole words are those of its steps of 16 along the reduction, whatever the tile and
+# the instruction. Tiles by rows; the first is taken of which there are _LEAST_PROGRAMS, else the last. The best of six
+# each on an H200 (dev/log).
+_LEAST_PROGRAMS = 128
+_FEW_ROWS = Configuration(16, 32, 128, 1, 4, 6), Configuration(16, 16, 128, 1, 4, 6)
+_SOME_ROWS = Configuration(64, 32, 128, 1, 4, 6), Configuration(64, 16, 128, 1, 4, 6)
+_SOME_OF_EXPERTS = Configuration(64, 128, 64, 8, 4, 4), Configuration(64, 64, 64, 1, 4, 6)
+_MANY_ROWS = Configuration(128, 256, 64, 8, 8, 4), Configuration(128, 128, 64, 8, 8, 4), *_SOME_OF_EXPERTS
 
 
 @contextmanager
@@ -335,11 +331,15 @@ def for_any_rows(device: torch.device, role: Role, product: Product) -> Configur
 
 
 def _on_hopper(product: Product) -> Configuration:
-    for least_rows, each in _HOPPER_OF_ANY:
-        row_tiles = min(product.rows, product.rows // each.block_m + product.experts)
-        if product.rows_per_expert >= least_rows and row_tiles * -(-product.columns // each.block_n) >= _LEAST_PROGRAMS:
+    rows, experts = product.rows, product.experts
+    if experts == 1:
+        tiles = _FEW_ROWS if rows <= 16 else _SOME_ROWS if rows <= 64 else _MANY_ROWS
+    else:
+        tiles = _FEW_ROWS if rows <= 128 else _SOME_OF_EXPERTS if product.rows_per_expert <= 64 else _MANY_ROWS
+    for each in tiles:
+        if min(rows, rows // each.block_m + experts) * -(-product.columns // each.block_n) >= _LEAST_PROGRAMS:
             return each
-    return _HOPPER_OF_ANY[-1][1]
+    return tiles[-1]
 
 
 def configuration_on(device: torch.device, role: Role, product: Product) -> Configuration:
