@@ -75,7 +75,7 @@ def test_experts_whose_rows_the_host_counts_are_not(model, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"min_p": 0.1, "do_sample": True}, "asks for MinP, which"),
+        ({"typical_p": 0.5, "do_sample": True}, "asks for Typical, which"),
         ({"no_repeat_ngram_size": 3, "bad_words_ids": [[5]]}, "asks for NoBadWords, NoRepeatNGram, which"),
         ({"suppress_tokens": [3]}, "asks for SuppressTokens, which"),
         ({"stop_strings": ["end"]}, "its generation_config has stop_strings"),
@@ -88,6 +88,6 @@ def test_settings_that_are_not_computed(model, settings, words):
 
 
 def test_settings_that_are(model):
-    usual = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1)
+    usual = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1, min_p=0.1)
     assert why_not_chosen(model, usual) is None
     assert why_not_chosen(model, GenerationConfig()) is None

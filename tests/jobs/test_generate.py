@@ -545,6 +545,7 @@ OWN = {"do_sample": True, "top_k": 7}
         ({"top_p": 0.9}, {}, WHOLE | {"top_p": 0.9}),
         ({}, OWN | {"repetition_penalty": 1.2}, WHOLE | {"top_k": 7, "repetition_penalty": 1.2}),
         ({"top_k": 3}, OWN | {"top_p": 0.8}, WHOLE | {"top_k": 3, "top_p": 0.8}),
+        ({}, OWN | {"min_p": 0.1}, WHOLE | {"top_k": 7, "min_p": 0.1}),
         ({"temperature": 0, "repetition_penalty": 1.5}, OWN, {"do_sample": False, "repetition_penalty": 1.5}),
     ],
 )

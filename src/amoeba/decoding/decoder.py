@@ -366,7 +366,7 @@ def _power_of_2(number: int) -> int:
 
 
 # What `Sampler` computes
-_PROCESSORS = frozenset({"RepetitionPenalty", "Temperature", "TopK", "TopP"})
+_PROCESSORS = frozenset({"MinP", "RepetitionPenalty", "Temperature", "TopK", "TopP"})
 # What a generation_config may ask of the loop itself, apart from processing logits
 _OF_THE_LOOP = ("min_new_tokens", "stop_strings", "max_time", "prompt_lookup_num_tokens", "penalty_alpha")
 
@@ -419,10 +419,8 @@ def native_steps(model: Any, dense: str = "auto") -> NativeModel | str:
     return why_no_slots(model) or native_model(model, dense)
 
 
-def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSORS) -> str | None:
-    """None, or what the generation_config asks for that `Sampler` and `Decoder` do not do.
-
-    computed: the processing of logits that there is, by transformers' names."""
+def why_not_chosen(model: Any, config: Any) -> str | None:
+    """None, or what the generation_config asks for that `Sampler` and `Decoder` do not do."""
     if asked := [name for name in _OF_THE_LOOP if getattr(config, name, None)]:
         return f"its generation_config has {', '.join(asked)}"
     if config.use_cache is False:
@@ -434,5 +432,5 @@ def why_not_chosen(model: Any, config: Any, computed: frozenset[str] = _PROCESSO
     except Exception as error:  # private to transformers, and by what a config may hold
         return f"transformers cannot build logits processors from its generation_config ({one_line(error)})"
     names = {re.sub("Logits(Processor|Warper)$", "", type(processor).__name__) for processor in processors}
-    others = sorted(names - computed)
+    others = sorted(names - _PROCESSORS)
     return f"its generation_config asks for {', '.join(others)}, which our steps do not support" if others else None

@@ -131,8 +131,9 @@ class ServedModel:
         if min_p and "temperature" not in asked and self._options.temperature is None and not self._own.do_sample:
             asked["temperature"] = 1.0
         chosen = sampling_of(replace(self._options, **asked), self._own)
-        least = min_p if min_p is not None else getattr(self._own, "min_p", None) or 0.0
-        return Sampling(**chosen, min_p=least if chosen["do_sample"] else 0.0)
+        if min_p is not None and chosen["do_sample"]:
+            chosen["min_p"] = min_p
+        return Sampling(**chosen)
 
     def seed(self, asked: int | None) -> int:
         chosen = asked if asked is not None else self._options.seed

@@ -174,10 +174,12 @@ def choosing(model: Any, seed: int) -> dict[str, Any]:
         return {}
     sampler = Sampler(1, text_config(model.config).vocab_size, model.device)
     # transformers applies the penalty itself, before
-    sampler.begin(0, Sampling(True, config.temperature, config.top_k or 0, config.top_p), seed)
+    sampling = Sampling(True, config.temperature, config.top_k or 0, config.top_p, min_p=config.min_p or 0.0)
+    sampler.begin(0, sampling, seed)
     uses = sampler.uses([0])
     processor = [lambda ids, scores: sampler.scores(scores, uses)]
-    return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "logits_processor": processor}
+    off = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
+    return {"do_sample": False, **off, "logits_processor": processor}
 
 
 _REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no character, or not one yet

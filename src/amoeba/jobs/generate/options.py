@@ -94,6 +94,7 @@ def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
         "temperature": _first(options.temperature, own.temperature, 1.0),
         "top_k": _first(options.top_k, own.top_k, 0),
         "top_p": _first(options.top_p, own.top_p, 1.0),
+        **({"min_p": own.min_p} if getattr(own, "min_p", None) else {}),
         "repetition_penalty": penalty,
     }
 
