@@ -12,11 +12,14 @@ change little. With `--ranks`, experts are spread over processes, and the link b
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
+import random
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -34,15 +37,21 @@ from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 from amoeba.parallel.processes import LocalRanks, first_processes
 from amoeba.plan.machine import Machine, measured_machine
-from amoeba.plan.memory import Work, memory_of, total
-from amoeba.plan.model import read_facts
+from amoeba.plan.memory import Choice, Work, memory_of, total
+from amoeba.plan.model import ModelFacts, read_facts
 from amoeba.plan.plan import RANKS, STREAMED, Candidate, make_plan
+from amoeba.plan.speed import speed_of
 from amoeba.plan.taking import Taken
-from amoeba.stream.attaching import Budgets
-from benchmarks.roads import SIZES, Size, prepare, run_command
+from amoeba.stream.attaching import Budgets, share, slots_in_memory
+from amoeba.stream.sizes import parse_size
+from amoeba.stream.store import open_store
+from benchmarks.random_models import write_checkpoint
+from benchmarks.roads import SIZES, Size, run_command, write_texts
 
 MOST_BELOW, MOST_SLOWER = 0.08, 0.25  # of the peak, and of a speed
-_WORDS = "expert router token gate layer sum row weight"
+NO_TIME = "not run: the time was over"
+# Of a prompt: a token each, nearly. Few words, repeated, would ask for few experts.
+_LETTERS = string.ascii_letters + string.digits + string.punctuation.replace("-", "")
 _MIDDLE = {
     "hidden_size": 1024,
     "intermediate_size": 1024,
@@ -53,7 +62,6 @@ _MIDDLE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-_OF_1B = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 12}
 MODELS: dict[str, Size] = {
     "tiny": SIZES["tiny"],
     "middle": replace(SIZES["tiny"], name="middle", config={**_MIDDLE, "num_hidden_layers": 4}, texts=200),
@@ -66,7 +74,13 @@ MODELS: dict[str, Size] = {
     "qwen3_30b": replace(
         SIZES["qwen3_30b"], name="qwen3_30b", config={**SIZES["qwen3_30b"].config, "num_hidden_layers": 4}
     ),
+    # 27 GiB of experts: more than three of the budgets below
+    "qwen3_30b_24": replace(
+        SIZES["qwen3_30b"], name="qwen3_30b_24", config={**SIZES["qwen3_30b"].config, "num_hidden_layers": 24}
+    ),
 }
+BUDGETS = ("8GiB", "16GiB", "24GiB")
+_MOST_AHEAD = 30.0  # seconds of compiling ahead of the first cell
 PLACES = ("resident", "streamed", "mxfp4-weights", "fp8-weights", "cpu-bf16", "cpu-int8")
 # Modules that wait with the clock have their own reference to it by then.
 _CPU_TIME = """import asyncio, queue, subprocess, sys, threading, time
@@ -78,24 +92,26 @@ _LINK_BYTES = 16 << 20  # that a rank sends to find out how fast the others rece
 
 @dataclass(frozen=True)
 class Cell:
-    """share: of the experts, that the budget has room for, where they are streamed. prompt: words of it."""
+    """share: of the experts, that the budget has room for, where they are streamed. budget: as a user gives it, alone;
+    None: one with room for that share. prompt: characters, a token each, nearly."""
 
     model: str
     purpose: str
     place: str
     share: float = 0.5
-    repeats: int = 16  # of eight words in a prompt
+    budget: str | None = None
+    prompt: int = 1024
     new_tokens: int = 64
-    batch: int = 2
-    length: int = 512
+    batch: int = 4
+    length: int = 1024
     steps: int = 8
     checkpointing: bool = False
     ranks: int = 1
 
     @property
     def name(self) -> str:
-        more = f" {100 * self.share:.0f} %" if self.place == STREAMED else ""
-        size = f"{self.repeats * 8} words" if self.purpose == "generate" else f"{self.batch} x {self.length}"
+        more = f" {self.budget or f'{100 * self.share:.0f} %'}" if self.place == STREAMED else ""
+        size = str(self.prompt) if self.purpose == "generate" else f"{self.batch} x {self.length}"
         more += f" of {self.ranks}" if self.ranks > 1 else ""
         return f"{self.model} {self.purpose} {self.place}{more} {size}{' checkpointing' if self.checkpointing else ''}"
 
@@ -122,6 +138,7 @@ class Found:
 def choose_cells(
     models: Sequence[str], purposes: Sequence[str], places: Sequence[str], gpu: bool, ranks: Sequence[int] = ()
 ) -> list[Cell]:
+    """The most telling ones first, where time is short."""
     for option, given, known in (
         ("--shape", models, (*MODELS,)),
         ("--pass", purposes, ("generate", "finetune", "train")),
@@ -129,14 +146,8 @@ def choose_cells(
     ):
         if unknown := [each for each in given if each not in known]:
             raise bad_value(option, f"one of {', '.join(known)}", ", ".join(unknown), "leave it out for all")
-    chosen = models or (["1b", "qwen3_30b"] if gpu else ["middle"])
-    cells = []
-    small: dict[str, Any] = {} if gpu else {"batch": 2, "length": 128, "steps": 3}
-    for model in chosen:  # the most telling ones first, where time is short
-        for place in places or PLACES:
-            for purpose in purposes or ("generate", "finetune"):
-                if purpose != "train" or place == "resident":
-                    cells.append(Cell(model, purpose, place, **small))
+    small: dict[str, Any] = {} if gpu else {"prompt": 208, "batch": 2, "length": 128, "steps": 3}
+    chosen = models or (["qwen3_30b", "1b", "qwen3_30b_24"] if gpu else ["middle"])
     if ranks:
         training = [each for each in purposes or ("finetune", "train") if each != "generate"]
         return [
@@ -145,27 +156,89 @@ def choose_cells(
             for each in training
             for count in ranks
         ]
-    longer = [replace(cell, repeats=250, checkpointing=cell.purpose != "generate") for cell in cells]
-    return [*cells, *(cell for cell in longer if gpu and cell.place == "resident")]
+    cells = [
+        Cell(model, purpose, place, **small)
+        for model in chosen
+        for place in PLACES
+        for purpose in purposes or ("generate", "finetune")
+        if model != "qwen3_30b_24" and (purpose != "train" or place == "resident")
+    ]
+    cells += _more_on_gpu() if gpu else []
+    wanted = [each for each in cells if each.model in chosen and each.place in (places or PLACES)]
+    return [each for each in wanted if each.purpose in (purposes or ("generate", "finetune", "train"))]
+
+
+def _more_on_gpu() -> list[Cell]:
+    budgets = [Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS]
+    long = [Cell("qwen3_30b", "generate", "resident", prompt=3500)]
+    checkpointing = [Cell(name, "finetune", "resident", checkpointing=True) for name in ("qwen3_30b", "1b")]
+    quarter = [Cell("qwen3_30b", each, STREAMED, share=0.25) for each in ("generate", "finetune")]
+    return [*budgets, *long, *checkpointing, *quarter]
+
+
+def _telling_first(cells: Sequence[Cell]) -> list[Cell]:
+    """One of each kind, in the larger model, ahead of the others."""
+    first = [
+        *(Cell("qwen3_30b", purpose, "resident") for purpose in ("generate", "finetune")),
+        Cell("qwen3_30b_24", "generate", STREAMED, budget=BUDGETS[0]),
+        *(Cell("qwen3_30b", "generate", place) for place in ("cpu-bf16", "mxfp4-weights", "fp8-weights", STREAMED)),
+        Cell("qwen3_30b", "finetune", STREAMED),
+        *(Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS[1:]),
+        Cell("qwen3_30b", "finetune", "mxfp4-weights"),
+        Cell("1b", "finetune", "resident"),
+        Cell("1b", "generate", STREAMED),
+    ]
+    return [*(each for each in first if each in cells), *(each for each in cells if each not in first)]
 
 
 def measure(
     cells: Sequence[Cell], folder: Path, gpu: bool, seconds: float = 1e9, cpu_time: bool = False
 ) -> Iterator[Found]:
     """In this process on a GPU, in one each on a CPU, whose peak is that of a process."""
-    ends = time.monotonic() + seconds
+    began = time.monotonic()
+    ends = began + seconds
+    names = list(dict.fromkeys(cell.model for cell in cells))
+    compiling = _compile_ahead(folder, names, cells) if gpu else []
+    for name in names:
+        config = write_texts(_made(folder / name / "bf16").parent, MODELS[name])
+        if not (folder / name / "bf16" / "model.safetensors").exists():
+            write_checkpoint(folder / name / "bf16", config)
+    for process in compiling:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, began + _MOST_AHEAD - time.monotonic()))
+        process.terminate()
     machine = _cpu_time_machine() if cpu_time else measured_machine(gpu=gpu)
     links = {count: _link_between(count, cpu_time) for count in sorted({cell.ranks for cell in cells} - {1})}
-    for name in dict.fromkeys(cell.model for cell in cells):
-        if not (folder / name / "bf16").exists():
-            prepare(folder / name, MODELS[name], ["bf16"], torch.device("cuda" if gpu else "cpu"))
-        gc.collect()
-        for cell in cells:
-            if cell.model == name and time.monotonic() < ends:
-                began = time.monotonic()
-                here = replace(machine, peer=links.get(cell.ranks))
-                found = _measured(cell, folder / name, here, gpu, cpu_time)
-                yield replace(found, seconds=time.monotonic() - began)
+    for cell in _telling_first(cells):
+        if time.monotonic() >= ends:
+            yield Found(cell, {}, {}, NO_TIME)
+            continue
+        start = time.monotonic()
+        here = replace(machine, peer=links.get(cell.ranks))
+        found = _measured(cell, folder / cell.model, here, gpu, cpu_time)
+        yield replace(found, seconds=time.monotonic() - start)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _compile_ahead(folder: Path, names: Sequence[str], cells: Sequence[Cell]) -> list[subprocess.Popen]:
+    """What the commands would compile while they load: the models are small, and the first prompts would wait."""
+    found = []
+    kinds = {tuple(sorted({**MODELS[name].config, "num_hidden_layers": 1}.items())): name for name in reversed(names)}
+    for name in reversed(kinds.values()):  # layers of the same sizes have the same kernels
+        config = write_texts(_made(folder / name / "bf16").parent, MODELS[name])
+        config.save_pretrained(folder / name / "bf16")
+        warm = [sys.executable, "-m", "amoeba", "warm", str(folder / name / "bf16")]
+        training = next((cell for cell in cells if cell.model == name and cell.purpose == "finetune"), None)
+        commands = [warm]
+        if training is not None:
+            sizes = ["--batch-size", str(training.batch), "--sequence-length", str(training.length)]
+            commands.append([*warm, "--for", "finetune", "--lora-rank", "8", *sizes])
+        found += [subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for each in commands]
+    return found
 
 
 def _cpu_time_machine() -> Machine:
@@ -211,24 +284,54 @@ def _measured(cell: Cell, folder: Path, machine: Machine, gpu: bool, cpu_time: b
     work = _work(cell)
     if gpu:
         machine = replace(machine, vram_free=torch.cuda.mem_get_info()[0])
-    if cell.place == STREAMED:
-        machine = _with_share(facts, machine, work, cell.share)
-    candidate = _candidate(make_plan(facts, machine, work, helps=False).candidates, cell)
+    candidate = _planned(cell, facts, machine, work)
     if candidate is None or (candidate.rejected and cell.place == STREAMED):
         return Found(cell, {}, {}, "no such candidate" if candidate is None else candidate.rejected)
+    held = torch.cuda.memory_allocated() if gpu else None
     code, document, said = _run(_words(cell, folder, candidate), gpu, cell.ranks, cpu_time)
     if code != 0:
         return Found(cell, {}, {}, said.strip().splitlines()[-1] if said.strip() else f"exit {code}")
     if cell.purpose == "generate":
         work = replace(work, prompt=document["prompt_tokens"], context=document["prompt_tokens"] + cell.new_tokens)
-    compared = Taken(candidate=candidate, facts=facts, machine=replace(machine, assumed=[]), work=work).compared(
-        document
-    )
-    assert compared is not None
-    streaming = document.get("streaming")
-    measured = compared["measured"] | ({"hit_rate": _decode_hits(streaming)} if streaming else {})
-    lines = {line.name: line.bytes for line in candidate.lines if line.where == candidate.device}
-    return Found(cell, compared["predicted"] | {"hit_rate": candidate.speed.hit_rate, "lines": lines}, measured)
+    machine = replace(machine, assumed=[])
+    compared = Taken(candidate=candidate, facts=facts, machine=machine, work=work).compared(document)
+    assert compared is not None and candidate.choice is not None
+    predicted, measured = compared["predicted"] | {"hit_rate": candidate.speed.hit_rate}, compared["measured"]
+    if streaming := document.get("streaming"):
+        hits = _decode_hits(streaming)
+        measured |= {"hit_rate": hits, "streaming": streaming}
+        predicted["as_assumed"] = dict(predicted)
+        again = speed_of(facts, candidate.choice, work, machine, hits=hits)
+        if cell.purpose == "generate":
+            predicted["generation_tokens_per_second"] = again.decode
+    steps = {"steps": document.get("steps"), "held_before_bytes": held, "rates": machine.rates}
+    lines = [line._asdict() for line in memory_of(facts, candidate.choice, work)]
+    return Found(cell, predicted | {"lines": lines}, measured | steps)
+
+
+def _planned(cell: Cell, facts: ModelFacts, machine: Machine, work: Work) -> Candidate | None:
+    if cell.budget is not None:
+        return _within(cell.budget, facts, machine, work)
+    if cell.place == STREAMED:
+        machine = _with_share(facts, machine, work, cell.share)
+    return _candidate(make_plan(facts, machine, work, helps=False).candidates, cell)
+
+
+def _within(budget: str, facts: ModelFacts, machine: Machine, work: Work) -> Candidate:
+    """What a command does with this budget and no other option: on a GPU all experts that have no slot are in host
+    memory, if they have room."""
+    name = "ram" if machine.gpu is None else "vram"
+    base = next(each.choice for each in make_plan(facts, machine, work, helps=False).candidates if each.choice)
+    with open_store(facts.name, direct=False) as store:
+        if machine.gpu is None:
+            rest = facts.rest_numbers * (base.dtype or facts.dtype).itemsize
+            slots = slots_in_memory(store.layers, rest, facts.scratch_bytes, parse_size(name, budget))
+            choice = Choice(STREAMED, base.device, base.dtype, slots=tuple(slots))
+        else:
+            budgets = share(store, store.rest_bytes, budget, "auto", torch.device("cuda"))
+            choice = Choice(STREAMED, base.device, base.dtype, budgets=budgets)
+    lines, speed = memory_of(facts, choice, work), speed_of(facts, choice, work, machine)
+    return Candidate(STREAMED, facts.numbers, base.device, {name: budget}, lines, speed, choice=choice)
 
 
 def _decode_hits(streaming: dict[str, Any]) -> float:
@@ -238,8 +341,7 @@ def _decode_hits(streaming: dict[str, Any]) -> float:
 
 def _work(cell: Cell) -> Work:
     if cell.purpose == "generate":
-        tokens = cell.repeats * 13
-        return Work("generate", tokens + cell.new_tokens, 1, prompt=tokens)
+        return Work("generate", cell.prompt + cell.new_tokens, 1, prompt=cell.prompt)
     batch, purpose = cell.batch // cell.ranks, cell.purpose
     return Work(purpose, cell.length, batch, rank=8, checkpointing=cell.checkpointing, ranks=cell.ranks)  # type: ignore[arg-type]
 
@@ -269,8 +371,9 @@ def _words(cell: Cell, folder: Path, candidate: Candidate) -> list[str]:
         options += [f"--{name}", candidate.options[name]] if name in candidate.options else []
     options += ["--gradient-checkpointing"] if cell.checkpointing else []
     if cell.purpose == "generate":
-        prompt = " ".join([_WORDS] * cell.repeats)
-        most = ["--max-new-tokens", str(cell.new_tokens), "--temperature", "0"]
+        prompt = "".join(random.Random(0).choices(_LETTERS, k=cell.prompt))
+        # drawn: the likeliest tokens of random weights soon repeat, and with them the experts
+        most = ["--max-new-tokens", str(cell.new_tokens), "--temperature", "1", "--top-k", "0", "--seed", "1"]
         return ["generate", str(folder / "bf16"), prompt, *most, *options, "--json"]
     out = folder / "runs" / cell.name.replace(" ", "-").replace("/", "-").replace("%", "")
     shutil.rmtree(out, ignore_errors=True)
@@ -329,14 +432,17 @@ def run(
     with tempfile.TemporaryDirectory() as temporary:
         for each in measure(cells, folder or Path(temporary), gpu, seconds, cpu_time):
             found.append(each)
-            rows.append(_row(each))
-            output.progress("  ".join(rows[-1]))
+            if each.error != NO_TIME:
+                rows.append(_row(each))
+                output.progress("  ".join(rows[-1]))
             document = {"document": "benchmarks plan", "cpu_time": cpu_time, "cells": [asdict(one) for one in found]}
             if path is not None:
                 path.write_text(json.dumps(document, indent=1) + "\n")
     columns = ["cell", "peak MiB", "planned", "ratio", "prompt or step /s", "ratio", "decode /s", "ratio", "hits", "s"]
     output.table("the plan against what was measured", columns, rows)
-    return document, all(each.is_right for each in found)
+    left = [each.cell.name for each in found if each.error == NO_TIME]
+    output.line(f"{len(found) - len(left)} cells run" + (f"; no time for {', '.join(left)}" if left else ""))
+    return document, all(each.is_right for each in found if each.error != NO_TIME)
 
 
 def _row(found: Found) -> list[str]:

@@ -196,19 +196,23 @@ def choose_cells(roads: Sequence[str], places: Sequence[str], formats: Sequence[
     return [Cell(road, place, format) for road, place, format in itertools.product(*chosen)]
 
 
-def prepare(folder: Path, size: Size, formats: Iterable[str], device: torch.device) -> None:
-    """A model with random weights in each format, an adapter for it, texts to train on, prompts."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+def write_texts(folder: Path, size: Size) -> Any:
+    """Texts to train on, prompts, and a tokenizer; returns the configuration of a model with this tokenizer."""
+    from transformers import Qwen3MoeConfig
 
-    from amoeba import lora
     from amoeba.data.tokenizer import train_tokenizer
-    from amoeba.jobs.convert.quantise import quantise_folder
 
     drawn = random.Random(0)
     known = ["expert", "router", "token", "gate", "layer", "sum", "row", "weight", "slot", "rank", "one", "many", "no"]
     texts = [" ".join(drawn.choices(known, k=40)) for _ in range(size.texts)]
     tokenizer = train_tokenizer(texts, 300)
-    config = Qwen3MoeConfig(
+    tokenizer.save_pretrained(folder / "bf16")
+    pairs = [{"prompt": text[:40], "completion": text[40:]} for text in texts]
+    (folder / "finetune.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prompts = [" ".join(text.split()[: size.words]) for text in texts[:8]]
+    (folder / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    return Qwen3MoeConfig(
         **size.config,
         vocab_size=len(tokenizer),
         max_position_embeddings=4096,
@@ -217,11 +221,20 @@ def prepare(folder: Path, size: Size, formats: Iterable[str], device: torch.devi
         pad_token_id=None,
         tie_word_embeddings=False,
     )
+
+
+def prepare(folder: Path, size: Size, formats: Iterable[str], device: torch.device) -> None:
+    """A model with random weights in each format, an adapter for it, texts to train on, prompts."""
+    from transformers import AutoModelForCausalLM
+
+    from amoeba import lora
+    from amoeba.jobs.convert.quantise import quantise_folder
+
+    config = write_texts(folder, size)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "bf16")
-    tokenizer.save_pretrained(folder / "bf16")
     lora.attach(model, 4, 8, ["experts"])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -231,11 +244,6 @@ def prepare(folder: Path, size: Size, formats: Iterable[str], device: torch.devi
     del model
     for format in set(formats) - {"bf16"}:
         quantise_folder(folder / "bf16", folder / format, format)
-    pairs = [{"prompt": text[:40], "completion": text[40:]} for text in texts]
-    (folder / "finetune.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prompts = [" ".join(text.split()[: size.words]) for text in texts[:8]]
-    (folder / "prompts.txt").write_text("\n".join(prompts) + "\n")
 
 
 def walk(

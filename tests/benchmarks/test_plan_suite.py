@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from amoeba.plan.machine import described_machine
 from amoeba.plan.memory import Work
@@ -10,6 +11,7 @@ from amoeba.plan.model import read_facts
 from amoeba.plan.plan import make_plan
 from benchmarks import plan as suite
 from benchmarks.plan import Cell, Found, choose_cells
+from benchmarks.random_models import write_checkpoint
 from sparse_models import qwen3_30b, sparse_model
 
 
@@ -19,12 +21,40 @@ def facts(tmp_path_factory):
 
 
 def test_the_most_telling_cells_come_first_and_unknown_ones_are_refused():
-    cells = choose_cells(["qwen3_30b"], [], [], gpu=True)
-    assert [cell.place for cell in cells[:4]] == ["resident"] * 2 + ["streamed"] * 2
-    assert cells[-1].checkpointing and cells[-2].repeats > cells[0].repeats
+    cells = suite._telling_first(choose_cells([], [], [], gpu=True))
+    assert [(cell.purpose, cell.place, cell.budget) for cell in cells[:4]] == [
+        ("generate", "resident", None), ("finetune", "resident", None),
+        ("generate", "streamed", "8GiB"), ("generate", "cpu-bf16", None),
+    ]  # fmt: skip
+    assert len(cells) == len({*cells}) >= 30, "the number that a table of cells has at least"
     assert {cell.purpose for cell in cells} == {"generate", "finetune"}
+    few = choose_cells(["1b"], ["finetune"], ["streamed"], gpu=True)
+    assert [(cell.model, cell.purpose, cell.place) for cell in few] == [("1b", "finetune", "streamed")]
     with pytest.raises(ValueError, match="--place: expected one of resident"):
         choose_cells([], [], ["elsewhere"], gpu=False)
+
+
+@pytest.mark.parametrize(("budget", "slots"), [("2GiB", 20), ("4GiB", 77)])
+def test_a_budget_alone_has_the_slots_that_the_command_gives_it(facts, budget, slots, monkeypatch):
+    monkeypatch.setattr("amoeba.stream.attaching.available_memory", lambda device: 100 << 30)
+    work = Work("generate", context=512, batch=1, prompt=448)
+    found = suite._within(budget, facts, described_machine("h200"), work)
+    assert found.choice.budgets.slots == pytest.approx([slots] * 4, abs=1)
+    assert found.choice.budgets.host_slots == [128] * 4, "all of them have room in host memory"
+    assert found.options == {"vram": budget} and found.gpu_bytes > int(budget[0]) << 30
+
+
+def test_a_checkpoint_has_the_numbers_of_its_configuration(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = suite.write_texts(suite._made(tmp_path / "bf16").parent, suite.MODELS["tiny"])
+    write_checkpoint(tmp_path / "bf16", config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    experts = model.model.layers[1].mlp.experts.gate_up_proj
+    assert experts.dtype == torch.bfloat16 and 0.019 < experts.float().std() < 0.021
+    assert not torch.equal(experts[0], experts[1])
+    assert torch.equal(model.model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
+    assert read_facts(str(tmp_path / "bf16")).expert_numbers == 2 * 8 * 3 * 64 * 64
 
 
 def test_experts_over_ranks_are_cells_of_their_own():
@@ -59,7 +89,7 @@ def test_a_cell_is_run_and_compared(tmp_path, monkeypatch):
     from amoeba.plan.machine import measured_machine
 
     monkeypatch.setattr(suite, "measured_machine", lambda **_: measured_machine(measure=False, gpu=False))
-    (found,) = suite.measure([Cell("tiny", "generate", "resident", repeats=1, new_tokens=4)], tmp_path, gpu=False)
+    (found,) = suite.measure([Cell("tiny", "generate", "resident", prompt=13, new_tokens=4)], tmp_path, gpu=False)
     assert found.error is None
     assert found.measured["peak_memory_bytes"] > 0 and found.ratio("generation_tokens_per_second") > 0
     assert len(suite._row(found)) == 10

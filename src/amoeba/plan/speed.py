@@ -52,8 +52,6 @@ _DISK = 0.85
 # curve up to all experts, through 88.8 % with half of them and 94.8 % with three quarters.
 _HITS = ((0.0, 0.0), (1.0, 0.40), (1.5, 0.558), (2.4, 0.685), (4.0, 0.81))
 _BEYOND = 0.8
-# Tokens above which a pass asks for nearly all experts of a layer, and streams them in order.
-_FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,14 @@ class Speed:
         return (self.decode or 0.0) + (self.step_tokens_per_second or 0.0)
 
 
-def speed_of(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> Speed:
-    hits = _hit_rate(facts, choice)
+def speed_of(facts: ModelFacts, choice: Choice, work: Work, machine: Machine, *, hits: float | None = None) -> Speed:
+    """hits: of a new token's streamed experts, the share that is in a slot, where it is known; None to assume it."""
+    hits = _hit_rate(facts, choice) if hits is None else hits
     if work.trains:
         seconds, exchange = _step(facts, choice, work, machine)
         tokens = work.tokens * work.ranks
         return Speed(None, None, seconds, tokens / seconds, hits, exchange if work.ranks > 1 else None)
-    decode = _pass(facts, choice, work, machine, tokens=work.batch, cached=work.context)
+    decode = _pass(facts, choice, work, machine, tokens=work.batch, cached=work.context, hits=hits)
     prompt = work.batch * work.prompt_tokens
     prefill = _pass(facts, choice, work, machine, tokens=prompt, cached=work.prompt_tokens)
     return Speed(prompt / prefill, work.batch / decode, hit_rate=hits)
@@ -107,8 +106,18 @@ def hit_rate(slots: int, experts: int, top_k: int) -> float:
     return max(of_low + (of_high - of_low) * (times - low) / (high - low), slots / experts)
 
 
-def _pass(facts: ModelFacts, choice: Choice, work: Work, machine: Machine, *, tokens: int, cached: int) -> float:
-    """Seconds of a pass without gradients. cached: tokens of a row that attention reads."""
+def _pass(
+    facts: ModelFacts,
+    choice: Choice,
+    work: Work,
+    machine: Machine,
+    *,
+    tokens: int,
+    cached: int,
+    hits: float | None = None,
+) -> float:
+    """Seconds of a pass without gradients. cached: tokens of a row that attention reads. hits: of streamed experts, in
+    a decode step; None for a prompt."""
     on_gpu = choice.device == CUDA
     dtype = choice.dtype or facts.dtype
     ranks = work.ranks if choice.placement == "ranks" else 1
@@ -140,7 +149,8 @@ def _pass(facts: ModelFacts, choice: Choice, work: Work, machine: Machine, *, to
         by = _experts_on_cpu if cpu_experts else _experts_on_gpu
         computing = by(_code(facts, choice), machine, touched * each, touched * numbers, rows * numbers)
         if streams:
-            computing = _streamed(facts, choice, machine, place, tokens, touched, computing)
+            missed = None if hits is None else touched * (1 - hits)
+            computing = _streamed(facts, choice, work, machine, place, touched, missed, computing)
         seconds += computing
         if ranks > 1:  # every rank has the same tokens: one sum of rows over all of them
             seconds += 2 * tokens * entry.hidden * dtype.itemsize / _between(machine, work) + 30e-6
@@ -180,23 +190,31 @@ def _touched(experts: int, top_k: int, tokens: int) -> float:
 
 
 def _streamed(
-    facts: ModelFacts, choice: Choice, machine: Machine, place: int, tokens: int, touched: float, computing: float
+    facts: ModelFacts,
+    choice: Choice,
+    work: Work,
+    machine: Machine,
+    place: int,
+    touched: float,
+    missed: float | None,
+    computing: float,
 ) -> float:
-    """Of one layer: what is not in a slot is copied, and what is not in host memory is read."""
-    entry = facts.entries[place]
-    budgets = choice.budgets
+    """Of one layer: what is not in a slot is copied, and what is not in host memory is read.
+
+    missed: experts that a decode step does not find in slots; None for a prompt, which asks for nearly all of them and
+    streams them in order. The prompt of a command that generates is the first one: all is still on the disk."""
+    entry, budgets = facts.entries[place], choice.budgets
     slots = choice.slots[place] if budgets is None else budgets.slots[place]
-    missed = touched * (1 - hit_rate(slots, entry.experts, facts.top_k))
-    if tokens > _FEW_TOKENS:
-        missed = max(0.0, entry.experts - slots)
+    is_first = work.purpose == "generate"
+    away = (touched if is_first else max(0.0, touched - slots)) if missed is None else missed
+    disk = entry.expert_bytes / (machine.disk * _DISK)
     if budgets is None:
-        return max(computing, missed * entry.expert_bytes / (machine.disk * _DISK))
+        return max(computing, away * disk) if missed is None else computing + away * disk
     below = min(1.0, budgets.host_slots[place] / max(1, entry.experts - slots))
-    link = missed * entry.expert_bytes / (machine.link * _LINK)
-    disk = missed * (1 - below) * entry.expert_bytes / (machine.disk * _DISK)
-    if tokens > _FEW_TOKENS:
-        return max(computing, link, disk)
-    return computing + max(link, disk) + (_MISS if missed else 0.0)
+    link = away * entry.expert_bytes / (machine.link * _LINK)
+    if missed is None:
+        return max(computing, link, away * disk * (1 if is_first else 1 - below))
+    return computing + max(link, away * disk * (1 - below)) + (_MISS if away else 0.0)
 
 
 def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tuple[float, float]:

@@ -1,0 +1,77 @@
+"""Checkpoints of real sizes with random weights, written as fast as the file system takes them.
+
+    write_checkpoint(folder, Qwen3MoeConfig(...))
+
+One tensor per expert and projection in one file, as published checkpoints have them. All numbers come from one pool,
+from another place for each tensor: drawing tens of gigabytes would take longer than a benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_POOL, _DEVIATION, _THREADS = 1 << 25, 0.02, 12
+
+
+def write_checkpoint(folder: Path, config: Any) -> None:
+    """In bfloat16. Norms are ones, everything else is normally distributed."""
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config.dtype, config.architectures = torch.bfloat16, ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = [*_tensors(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))]
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes:
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = torch.randn(_POOL, generator=generator, device="cpu").mul_(_DEVIATION).to(torch.bfloat16)
+    pool = memoryview(numbers.view(torch.uint8).numpy().tobytes())
+    ones = memoryview(torch.ones(1 << 16, dtype=torch.bfloat16, device="cpu").view(torch.uint8).numpy().tobytes())
+    drawn = random.Random(0)
+    starts = {name: 2 * drawn.randrange(_POOL // 2) for name in header}
+    with (folder / "model.safetensors").open("wb") as file, ThreadPoolExecutor(_THREADS) as workers:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+        def write(name: str) -> None:
+            begin, last = (8 + len(text) + place for place in header[name]["data_offsets"])
+            source, start = (ones, 0) if name.endswith("norm.weight") else (pool, starts[name])
+            while begin < last:
+                begin += os.pwrite(file.fileno(), source[start : start + last - begin], begin)
+                start = 0  # a tensor larger than what is left of the pool goes on at its beginning
+
+        file.flush()
+        list(workers.map(write, header))
+        os.fsync(file.fileno())  # else the first reads past the page cache would wait for these writes
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, parameter in model.state_dict().items():
+        shape = tuple(parameter.shape)
+        if name.endswith("experts.gate_up_proj"):
+            base = name.removesuffix("gate_up_proj")
+            for expert in range(shape[0]):
+                for projection in ("gate_proj", "up_proj"):
+                    yield f"{base}{expert}.{projection}.weight", (shape[1] // 2, shape[2])
+        elif name.endswith("experts.down_proj"):
+            base = name.removesuffix("down_proj")
+            for expert in range(shape[0]):
+                yield f"{base}{expert}.down_proj.weight", shape[1:]
+        else:
+            yield name, shape
