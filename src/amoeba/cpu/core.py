@@ -56,7 +56,7 @@ _SIGNATURES = {
         _INT64, _INT64, _POINTER, _INT64, _INT, *more,      # depth, columns, out, stride, threads
     ) for dtype, more in (("f32", ()), ("bf16", (_INT,)))},  # whether rows are bf16 and meet tiles
     "amoeba_rows_whole": (
-        _INT64, _POINTER, _POINTER, _INT64, _POINTER,       # experts, offs, rows, stride, index
+        _INT64, _POINTER, _INT64, _POINTER, _INT64, _POINTER,  # experts, offs, count of rows, rows, stride, index
         _POINTER, _INT64, _INT64, _POINTER, _POINTER,       # blocks, their strides, coding, bias
         _INT64, _INT64, _POINTER, _INT64, _INT,             # depth, columns, out, stride, threads
     ),
@@ -197,14 +197,14 @@ class Core:
         bias_EO: Tensor | None = None,
         index_N: Tensor | None = None,
     ) -> None:
-        """As `multiply_rows`, out[n] = rows[index[n]] @ matrixᵀ (+ bias). Rows are rounded to 16 bits with a scale for
-        each 256 columns: 2e-5 of what is largest there. A row's results do not depend on others."""
+        """As `multiply_rows`, out[n] = rows[index[n]] @ matrixᵀ (+ bias). Rows are rounded to 8 bits with a scale for
+        each 32 columns: 1/254 of what is largest there. A row's results do not depend on others."""
         (experts, columns, depth), count = codes.shape, out.shape[0]
         start, strides, coding = _read("codes", codes, codes.shape)
         if not self.multiplies_whole(codes) or coding is None:
             raise bad_value("codes", "codes of whole numbers", codes.element, "ask `multiplies_whole` first")
         self._library.amoeba_rows_whole(
-            experts, address("offs_E", offs_E, torch.int32, (experts,)),
+            experts, address("offs_E", offs_E, torch.int32, (experts,)), count if index_N is None else rows.shape[0],
             _address_of_rows("rows", rows, depth, index_N, count), rows.stride(0),
             optional_address("index_N", index_N, torch.int64, (count,)),
             start, *strides, ctypes.addressof(coding),

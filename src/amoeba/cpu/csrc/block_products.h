@@ -31,12 +31,21 @@ inline __m512 halves_of(const uint8_t* first, const uint8_t* last) {
   return _mm512_cvtph_ps(_mm256_mask_set1_epi16(_mm256_set1_epi16(a), 0xff00, b));
 }
 
+// One number in fp16 of each of eight blocks of 32.
+template <int64_t BYTES>
+inline void halves_of_eight(const uint8_t* p, float* scale) {
+  alignas(16) uint16_t halves[8];
+  for (int i = 0; i < 8; ++i) std::memcpy(halves + i, p + i * BYTES, 2);
+  _mm256_storeu_ps(scale, _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(halves))));
+}
+
 // Of 32 numbers: 64 columns are two blocks.
 struct BytesOf64 {
   static constexpr int64_t BYTES = Q8_0::BYTES, COLUMNS = 64;
   static constexpr int GROUP_COLUMNS = 32;
   static constexpr float ZERO = 128;
   explicit BytesOf64(const uint8_t*) {}
+  static void scales_of_256(const uint8_t* p, float* scale, float*) { halves_of_eight<BYTES>(p, scale); }
   Codes64 at(const uint8_t* p, int) const {
     const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 2)));
     const auto* last = reinterpret_cast<const __m256i*>(p + BYTES + 2);
@@ -51,6 +60,10 @@ struct NibblesOf64 {
   static constexpr int GROUP_COLUMNS = 32;
   static constexpr float ZERO = LEAST;
   explicit NibblesOf64(const uint8_t*) {}
+  static void scales_of_256(const uint8_t* p, float* scale, float* offset) {
+    halves_of_eight<BYTES>(p, scale);
+    if (OFFSET) halves_of_eight<BYTES>(p + 2, offset);
+  }
   Codes64 at(const uint8_t* p, int) const {
     const auto sixteen = [](const uint8_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); };
     const __m512i bytes = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(sixteen(p + FIRST)), 0xff00,
@@ -90,6 +103,11 @@ struct FourOrFiveOf256 {
     const __m512 whole = _mm512_mask_sub_ps(halves_of(block, block + 2), 0xff00, __m512{}, halves_of(block, block + 2));
     table = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), whole);
   }
+  static void scales_of_256(const uint8_t* p, float* scale, float* offset) {
+    const FourOrFiveOf256 block(p);
+    _mm256_storeu_ps(scale, _mm512_castps512_ps256(block.table));
+    _mm256_storeu_ps(offset, _mm512_extractf32x8_ps(block.table, 1));
+  }
   Codes64 at(const uint8_t* block, int quarter) const {
     const uint8_t* low = block + (FIFTH ? 48 : 16) + quarter * 32;
     __m512i q = bits(both_halves(low), lanes_of(0, 28), 15);
@@ -110,6 +128,7 @@ struct SixOf256 {
     const __m128i scales = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + 192));
     table = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(scales)), _mm512_set1_ps(half_at(block + 208)));
   }
+  static void scales_of_256(const uint8_t* p, float* scale, float*) { _mm512_storeu_ps(scale, SixOf256(p).table); }
   Codes64 at(const uint8_t* block, int quarter) const {
     const __m512i low = _mm512_loadu_si512(block + quarter / 2 * 64);
     const int left = 36 - quarter % 2 * 4;
@@ -134,6 +153,7 @@ struct ThreeOf256 {
     const __m512i scales = _mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(32));
     table = _mm512_mul_ps(_mm512_cvtepi32_ps(scales), _mm512_set1_ps(half_at(block + 108)));
   }
+  static void scales_of_256(const uint8_t* p, float* scale, float*) { _mm512_storeu_ps(scale, ThreeOf256(p).table); }
   Codes64 at(const uint8_t* block, int quarter) const {
     const int low = 32 - quarter % 2 * 4, high = 34 - 2 * quarter;
     const __m512i q = bits(both_halves(block + 32 + quarter / 2 * 32), lanes_of(low, low - 2), 3);
@@ -154,6 +174,10 @@ struct TwoOf256 {
     };
     table = times(_mm512_and_si512(both, _mm512_set1_epi32(15)), half_at(block + 80));
     offsets = times(_mm512_srli_epi32(both, 4), -half_at(block + 82));
+  }
+  static void scales_of_256(const uint8_t* p, float* scale, float* offset) {
+    const TwoOf256 block(p);
+    _mm512_storeu_ps(scale, block.table), _mm512_storeu_ps(offset, block.offsets);
   }
   Codes64 at(const uint8_t* block, int quarter) const {
     const int left = 32 - quarter % 2 * 4;
