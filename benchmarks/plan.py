@@ -12,7 +12,6 @@ change little. With `--ranks`, experts are spread over processes, and the link b
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -80,7 +79,6 @@ MODELS: dict[str, Size] = {
     ),
 }
 BUDGETS = ("8GiB", "16GiB", "24GiB")
-_MOST_AHEAD = 30.0  # seconds of compiling ahead of the first cell
 PLACES = ("resident", "streamed", "mxfp4-weights", "fp8-weights", "cpu-bf16", "cpu-int8")
 # Modules that wait with the clock have their own reference to it by then.
 _CPU_TIME = """import asyncio, queue, subprocess, sys, threading, time
@@ -177,16 +175,14 @@ def _more_on_gpu() -> list[Cell]:
 
 
 def _telling_first(cells: Sequence[Cell]) -> list[Cell]:
-    """One of each kind, in the larger model, ahead of the others."""
+    """One of each kind, in the larger model, ahead of the others; those that train come when they are compiled."""
     first = [
-        *(Cell("qwen3_30b", purpose, "resident") for purpose in ("generate", "finetune")),
-        Cell("qwen3_30b_24", "generate", STREAMED, budget=BUDGETS[0]),
-        *(Cell("qwen3_30b", "generate", place) for place in ("cpu-bf16", "mxfp4-weights", "fp8-weights", STREAMED)),
-        Cell("qwen3_30b", "finetune", STREAMED),
-        *(Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS[1:]),
-        Cell("qwen3_30b", "finetune", "mxfp4-weights"),
+        Cell("qwen3_30b", "generate", "resident"),
+        *(Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS),
+        *(Cell("qwen3_30b", "generate", place) for place in ("mxfp4-weights", "cpu-bf16", "fp8-weights", STREAMED)),
+        *(Cell("qwen3_30b", "finetune", place) for place in ("resident", STREAMED, "mxfp4-weights")),
+        *(Cell("1b", "generate", place) for place in ("resident", STREAMED)),
         Cell("1b", "finetune", "resident"),
-        Cell("1b", "generate", STREAMED),
     ]
     return [*(each for each in first if each in cells), *(each for each in cells if each not in first)]
 
@@ -195,50 +191,45 @@ def measure(
     cells: Sequence[Cell], folder: Path, gpu: bool, seconds: float = 1e9, cpu_time: bool = False
 ) -> Iterator[Found]:
     """In this process on a GPU, in one each on a CPU, whose peak is that of a process."""
-    began = time.monotonic()
-    ends = began + seconds
-    names = list(dict.fromkeys(cell.model for cell in cells))
-    compiling = _compile_ahead(folder, names, cells) if gpu else []
-    for name in names:
-        config = write_texts(_made(folder / name / "bf16").parent, MODELS[name])
-        if not (folder / name / "bf16" / "model.safetensors").exists():
-            write_checkpoint(folder / name / "bf16", config)
-    for process in compiling:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, began + _MOST_AHEAD - time.monotonic()))
-        process.terminate()
+    ends = time.monotonic() + seconds
     machine = _cpu_time_machine() if cpu_time else measured_machine(gpu=gpu)
     links = {count: _link_between(count, cpu_time) for count in sorted({cell.ranks for cell in cells} - {1})}
-    for cell in _telling_first(cells):
-        if time.monotonic() >= ends:
-            yield Found(cell, {}, {}, NO_TIME)
-            continue
-        start = time.monotonic()
-        here = replace(machine, peer=links.get(cell.ranks))
-        found = _measured(cell, folder / cell.model, here, gpu, cpu_time)
-        yield replace(found, seconds=time.monotonic() - start)
+    ordered = _telling_first(cells)
+    compiling = _compile_ahead(ordered, folder) if gpu else None
+    try:
+        for cell in ordered:
+            if time.monotonic() >= ends:
+                yield Found(cell, {}, {}, NO_TIME)
+                continue
+            _write_model(folder / cell.model, MODELS[cell.model])
+            start = time.monotonic()
+            here = replace(machine, peer=links.get(cell.ranks))
+            found = _measured(cell, folder / cell.model, here, gpu, cpu_time)
+            yield replace(found, seconds=time.monotonic() - start)
+    finally:
+        if compiling is not None:
+            compiling.terminate()
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _write_model(folder: Path, size: Size) -> None:
+    """Unless it is there."""
+    if not (folder / "bf16" / "model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(folder / "bf16", write_texts(folder, size))
 
 
-def _compile_ahead(folder: Path, names: Sequence[str], cells: Sequence[Cell]) -> list[subprocess.Popen]:
-    """What the commands would compile while they load: the models are small, and the first prompts would wait."""
-    found = []
-    kinds = {tuple(sorted({**MODELS[name].config, "num_hidden_layers": 1}.items())): name for name in reversed(names)}
-    for name in reversed(kinds.values()):  # layers of the same sizes have the same kernels
-        config = write_texts(_made(folder / name / "bf16").parent, MODELS[name])
-        config.save_pretrained(folder / name / "bf16")
-        warm = [sys.executable, "-m", "amoeba", "warm", str(folder / name / "bf16")]
-        training = next((cell for cell in cells if cell.model == name and cell.purpose == "finetune"), None)
-        commands = [warm]
-        if training is not None:
-            sizes = ["--batch-size", str(training.batch), "--sequence-length", str(training.length)]
-            commands.append([*warm, "--for", "finetune", "--lora-rank", "8", *sizes])
-        found += [subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for each in commands]
-    return found
+def _compile_ahead(cells: Sequence[Cell], folder: Path) -> subprocess.Popen | None:
+    """What the first fine-tuning would compile for half a minute, while others run. What generates compiles little."""
+    cell = next((cell for cell in cells if cell.purpose == "finetune"), None)
+    if cell is None:
+        return None
+    model = folder / cell.model
+    model.mkdir(parents=True, exist_ok=True)
+    write_texts(model, MODELS[cell.model]).save_pretrained(model / "bf16")
+    words = ["warm", str(model / "bf16"), "--for", "finetune", "--lora-rank", "8"]
+    words += ["--batch-size", str(cell.batch), "--sequence-length", str(cell.length)]
+    command = ["nice", sys.executable, "-m", "amoeba", *words]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _cpu_time_machine() -> Machine:

@@ -20,10 +20,13 @@ from typing import Any
 import torch
 
 _POOL, _DEVIATION, _THREADS = 1 << 25, 0.02, 12
+# Of the embedding. As small as the other weights it would vanish behind what the first layer adds, which is much the
+# same for all tokens, and all would ask for the same experts.
+_OF_TOKENS = 1.0
 
 
 def write_checkpoint(folder: Path, config: Any) -> None:
-    """In bfloat16. Norms are ones, everything else is normally distributed."""
+    """In bfloat16. Norms are ones, everything else is normally distributed; tokens ask for experts evenly."""
     from transformers import AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,9 +43,9 @@ def write_checkpoint(folder: Path, config: Any) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     generator = torch.Generator("cpu").manual_seed(0)
-    numbers = torch.randn(_POOL, generator=generator, device="cpu").mul_(_DEVIATION).to(torch.bfloat16)
-    pool = memoryview(numbers.view(torch.uint8).numpy().tobytes())
-    ones = memoryview(torch.ones(1 << 16, dtype=torch.bfloat16, device="cpu").view(torch.uint8).numpy().tobytes())
+    numbers = torch.randn(_POOL, generator=generator, device="cpu")
+    pool, tokens = (_bytes(numbers * deviation) for deviation in (_DEVIATION, _OF_TOKENS))
+    ones = _bytes(torch.ones(1 << 16, device="cpu"))
     drawn = random.Random(0)
     starts = {name: 2 * drawn.randrange(_POOL // 2) for name in header}
     with (folder / "model.safetensors").open("wb") as file, ThreadPoolExecutor(_THREADS) as workers:
@@ -52,6 +55,7 @@ def write_checkpoint(folder: Path, config: Any) -> None:
         def write(name: str) -> None:
             begin, last = (8 + len(text) + place for place in header[name]["data_offsets"])
             source, start = (ones, 0) if name.endswith("norm.weight") else (pool, starts[name])
+            source = tokens if name.endswith("embed_tokens.weight") else source
             while begin < last:
                 begin += os.pwrite(file.fileno(), source[start : start + last - begin], begin)
                 start = 0  # a tensor larger than what is left of the pool goes on at its beginning
@@ -59,6 +63,10 @@ def write_checkpoint(folder: Path, config: Any) -> None:
         file.flush()
         list(workers.map(write, header))
         os.fsync(file.fileno())  # else the first reads past the page cache would wait for these writes
+
+
+def _bytes(numbers: torch.Tensor) -> memoryview:
+    return memoryview(numbers.to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
