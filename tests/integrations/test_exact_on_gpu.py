@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from test_exact_models import FAMILIES, differences, made, prompts, with_lora
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amoeba
 from amoeba import ExpertWeights, LoraFactors, Routing
@@ -63,6 +64,43 @@ def test_a_token_of_experts_is_the_same_among_others(quantised: bool, device: to
     whole = run(slice(tokens))
     for first, count in ((0, 1), (1, 3), (4, 66)):
         assert torch.equal(run(slice(first, first + count)), whole[first : first + count])
+
+
+def test_fp32_factors_are_rounded_where_they_are_read(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(device, dtype)
+
+    experts, hidden, intermediate = 3, 64, 48
+    weights = ExpertWeights(normal(experts, 2 * intermediate, hidden), normal(experts, hidden, intermediate))
+    shapes = {"up_lora_a": (5, hidden), "up_lora_b": (intermediate, 5), "down_lora_a": (5, intermediate)}
+    factors = {name: normal(experts, *shape, dtype=torch.float32) for name, shape in shapes.items()}
+    factors["down_lora_b"] = normal(experts, hidden, 5, dtype=torch.float32)
+    x, expert = normal(9, hidden), torch.arange(18, device=device).view(9, 2) % experts
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        lora = LoraFactors(**{name: each.to(dtype) for name, each in factors.items()}, scaling=2.0)
+        routing = Routing(expert, torch.ones(9, 2, device=device))
+        return amoeba.experts(x, routing, weights, lora=lora, backend="exact")
+
+    rounded = run(torch.float16)
+    with Conversions() as seen:
+        assert torch.equal(run(torch.float32), rounded)
+    assert not seen.shapes & {tuple(each.shape) for each in factors.values()}
+
+
+class Conversions(TorchDispatchMode):
+    """Shapes of what torch converted to half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default and kwargs["dtype"] == torch.float16:
+            self.shapes.add(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
 
 
 @quick(lambda family: family == "gpt_oss")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amoeba.ops import exact
 from amoeba.ops.exact import ExactOperators
@@ -129,6 +130,37 @@ def test_random_numbers_and_unknown_operators_are_refused() -> None:
         with pytest.raises(ValueError, match="float64"):
             x.double() @ x.double().t()
         assert x.long().cumsum(0).shape == x.shape
+
+
+def test_outside_nothing_is_replaced_unless_another_mode_looks_on() -> None:
+    x = random(3, 5)
+
+    def fail() -> None:
+        with exact.OUTSIDE:
+            F.dropout(x, 0.5)
+            with exact.OUTSIDE:
+                raise ZeroDivisionError
+
+    with ExactOperators():
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        with pytest.raises(ValueError, match="no random numbers"):
+            F.dropout(x, 0.5)
+    with Seen() as outer, ExactOperators():
+        with exact.OUTSIDE, pytest.raises(ValueError, match="no random numbers"):
+            F.dropout(x, 0.5)
+        x.neg()
+    assert outer.names[-1] == "aten::neg"
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
 
 
 # --- attention

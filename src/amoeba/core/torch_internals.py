@@ -24,6 +24,7 @@ __all__ = [
     "default_store",
     "deterministic_algorithms",
     "end_failed_capture",
+    "enter_dispatch_mode",
     "flash_attention",
     "flash_attention_backward",
     "graph_is_freed",
@@ -32,8 +33,10 @@ __all__ = [
     "inside_backward",
     "is_batch_of_gradients",
     "is_view",
+    "leave_dispatch_mode",
     "nvshmem_device_functions",
     "occupy_gpu",
+    "only_dispatch_mode",
     "reshaped",
     "symmetric_memory",
     "transformed",
@@ -153,6 +156,20 @@ def is_batch_of_gradients(dy: Tensor) -> bool:
 def has_dispatch_mode() -> bool:
     """Whether a TorchDispatchMode looks on."""
     return torch._C._len_torch_dispatch_stack() != 0
+
+
+def only_dispatch_mode() -> TorchDispatchMode | None:
+    """The one that looks on where no other does."""
+    return torch._C._get_dispatch_stack_at(0) if torch._C._len_torch_dispatch_stack() == 1 else None
+
+
+def leave_dispatch_mode() -> None:
+    """The innermost one, without what `with` does besides."""
+    torch._C._pop_torch_dispatch_stack(None)
+
+
+def enter_dispatch_mode(mode: TorchDispatchMode) -> None:
+    torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def is_view(operation: Any) -> bool:

@@ -94,16 +94,18 @@ class Exact:
         self.undo()
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        inside = self._inside()
+        if inside:  # parts of layers, checked with the whole
+            inside.append(module)
+            return args, kwargs
         autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         if torch.compiler.is_compiling() or autocast:
             got = "torch.compile" if torch.compiler.is_compiling() else "autocast"
             raise bad_value("exact mode", "passes in the dtype of the model, not compiled", got, "leave it off")
-        inside = self._inside()
-        if not inside:
-            self._thread.mode = ops.ExactOperators()
-            self._thread.mode.__enter__()
+        self._thread.mode = ops.ExactOperators()
+        self._thread.mode.__enter__()
         inside.append(module)
-        return args, kwargs if inside[1:] else _with_positions(args, kwargs)
+        return args, _with_positions(args, kwargs)
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         inside = self._inside()

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from amoeba.core import operators
 from amoeba.core.operators import Operand
+from amoeba.core.torch_internals import has_dispatch_mode
+from amoeba.ops.exact import OUTSIDE
 
 _TOKENS = 4
 MOST = 16384  # numbers of a row, of amoeba.kernels.rms_norm, which may not be imported here
@@ -88,7 +90,8 @@ class _FusedNorm:
         weight: Any = self.weight  # type: ignore[attr-defined]
         if hidden_states.dtype != weight.dtype or more or others:  # norms of Mamba layers take a gate
             return super().forward(hidden_states, *more, **others)  # type: ignore[misc]
-        return _RmsNorm.apply(hidden_states, weight, *self.form)
+        with OUTSIDE:
+            return _RmsNorm.apply(hidden_states, weight, *self.form)
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, rounds_late: bool, adds_one: bool) -> tuple[Tensor]:
@@ -118,7 +121,9 @@ class _RmsNorm(operators.reverse_only("exact mode's norm")):  # type: ignore[mis
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.form = Norm(*form)
-        return torch.ops.amoeba.exact_rms_norm(x, weight, *form)
+        if has_dispatch_mode():
+            return torch.ops.amoeba.exact_rms_norm(x, weight, *form)
+        return _forward(x, weight, *form)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,6 +23,7 @@ M rows, K summed, N columns of each
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,16 @@ from torch import Tensor
 from amoeba.core import operators
 from amoeba.core.errors import bad_value
 from amoeba.core.operators import Operand
-from amoeba.core.torch_internals import TorchDispatchMode, is_view, tree_leaves, writes_to_arguments
+from amoeba.core.torch_internals import (
+    TorchDispatchMode,
+    enter_dispatch_mode,
+    has_dispatch_mode,
+    is_view,
+    leave_dispatch_mode,
+    only_dispatch_mode,
+    tree_leaves,
+    writes_to_arguments,
+)
 from amoeba.cpu.core import EXACT_FUNCTIONS, ExactFunction, load_core
 from amoeba.cpu.pointers import place_of
 
@@ -144,7 +154,8 @@ def attention(
 ) -> Tensor:
     """y_BQTD. seen_B1TL: which keys each query sees; all others add exact zeros."""
     bounds = None if kernels_on(q_BQTD.device) is None else _bounds_of(seen_B1TL)
-    return _Attention.apply(q_BQTD, k_BGLD, v_BGLD, sink_Q, seen_B1TL, bounds, scale, softcap or 0.0)
+    with OUTSIDE:
+        return _Attention.apply(q_BQTD, k_BGLD, v_BGLD, sink_Q, seen_B1TL, bounds, scale, softcap or 0.0)
 
 
 def _bounds_of(seen_B1TL: Tensor) -> Tensor:
@@ -248,7 +259,8 @@ operators.define_forward(
 class _Attention(operators.reverse_only("amoeba::exact_attention")):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        y, logsumexp = torch.ops.amoeba.exact_attention(*given)
+        run = torch.ops.amoeba.exact_attention if has_dispatch_mode() else _attention_forward
+        y, logsumexp = run(*given)
         of_kernels = given[5] is not None
         ctx.save_for_backward(*given[:5], *((given[5], y, logsumexp) if of_kernels else ()))
         ctx.numbers = given[6:]
@@ -325,6 +337,35 @@ class ExactOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _rule(function)(self, function, args, kwargs or {})
+
+
+class _Outside:
+    """`with OUTSIDE:` for operators of ours, which ExactOperators would pass on: it does not see what happens inside.
+    Another mode that looks on does."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    def __enter__(self) -> None:
+        mode = only_dispatch_mode()
+        left = isinstance(mode, ExactOperators)
+        if left:
+            leave_dispatch_mode()
+        self._modes.append(mode if left else None)
+
+    def __exit__(self, *_: Any) -> None:
+        if (mode := self._modes.pop()) is not None:
+            enter_dispatch_mode(mode)
+
+    @property
+    def _modes(self) -> list[TorchDispatchMode | None]:
+        modes: list[TorchDispatchMode | None] | None = getattr(self._thread, "modes", None)
+        if modes is None:
+            modes = self._thread.modes = []
+        return modes
+
+
+OUTSIDE = _Outside()
 
 
 def _plain(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
