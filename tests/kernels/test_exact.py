@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amoeba.kernels import exact, exact_attention
+from amoeba.kernels import exact, exact_attention, exact_linear
 from amoeba.ops import exact as ops
 from selection import quick
 
@@ -39,6 +39,34 @@ def test_a_row_of_a_product(device: Any, depth: int, columns: int, dtype: torch.
     for first, count in ((0, 1), (1, 3), (4, 63), (4, 64), (4, 65)):
         assert torch.equal(exact.product(rows[:, first : first + count], weight), whole[:, first : first + count])
     assert relative(whole, rows.double() @ weight.double()) < 1e-6
+
+
+@pytest.mark.parametrize("widths", [(199,), (24, 40), (64, 7, 130)])
+def test_linear_layers_of_the_same_rows(device: Any, widths: tuple[int, ...]) -> None:
+    dtype = DTYPES[1]
+    x = random(device, 130, 72, dtype=dtype)
+    weights = [random(device, width, 72, seed=seed, dtype=dtype) for seed, width in enumerate(widths)]
+    whole = exact_linear.linears(x, weights)
+    for weight, found in zip(weights, whole, strict=True):
+        assert relative(found, x.double() @ weight.double().mT) < 1e-3
+    for first, count in ((0, 1), (1, 3), (4, 64), (4, 65), (0, 0)):
+        some = exact_linear.linears(x[first : first + count], weights)
+        assert all(torch.equal(a, b[first : first + count]) for a, b in zip(some, whole, strict=True))
+
+
+def test_a_linear_layer_with_factors(device: Any) -> None:
+    dtype = DTYPES[1]
+    x, weight = random(device, 130, 72, dtype=dtype), random(device, 199, 72, seed=1, dtype=dtype)
+    a, b = random(device, 5, 72, seed=2), random(device, 199, 5, seed=3)
+
+    def run(part: slice) -> Tensor:
+        low = exact.product(x[part][None], a.mT[None])[0]  # rows in half precision, factors in fp32
+        return exact_linear.linear_with_factors(x[part], weight, low, b, 0.7)
+
+    whole = run(slice(130))
+    assert relative(whole, x.double() @ (weight.double() + 0.7 * b.double() @ a.double()).mT) < 1e-3
+    for first, count in ((0, 1), (1, 3), (4, 64), (4, 65)):
+        assert torch.equal(run(slice(first, first + count)), whole[first : first + count])
 
 
 def test_products_of_batches(device: Any) -> None:

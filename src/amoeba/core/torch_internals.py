@@ -23,6 +23,7 @@ __all__ = [
     "custom_graph_pass",
     "default_store",
     "deterministic_algorithms",
+    "dispatch_modes",
     "end_failed_capture",
     "enter_dispatch_mode",
     "flash_attention",
@@ -156,6 +157,10 @@ def is_batch_of_gradients(dy: Tensor) -> bool:
 def has_dispatch_mode() -> bool:
     """Whether a TorchDispatchMode looks on."""
     return torch._C._len_torch_dispatch_stack() != 0
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    return [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
 
 
 def only_dispatch_mode() -> TorchDispatchMode | None:

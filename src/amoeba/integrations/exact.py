@@ -31,6 +31,7 @@ from amoeba.cpu.core import why_no_core
 from amoeba.integrations import norms
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import check_coverage, one_token
+from amoeba.integrations.exact_linears import few_launches
 from amoeba.integrations.experts_module import BACKEND, experts_modules
 from amoeba.integrations.text_model import text_config
 from amoeba.ops import exact as ops
@@ -69,6 +70,7 @@ class Exact:
         self._fused = ExitStack()
         if ops.kernels_on(models[0].device) is not None:
             self._fused.enter_context(norms.one_launch(model))  # before they have our hooks
+            self._fused.enter_context(few_launches(model))
         # Activation checkpointing calls the parts of a layer again in backward, and not the layer.
         parts = (part for layer in decoder_layers(models[0]) for part in layer.children())
         passes = dict.fromkeys((model, *models, *parts))

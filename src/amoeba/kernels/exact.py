@@ -35,7 +35,7 @@ SUM_BLOCK = 1024  # columns of a row at a time
 def product(
     a_EMK: Tensor, b_EKN: Tensor, *, bias_N: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """a @ b + bias, summed in fp32 and rounded to `dtype` once; a and b have one dtype."""
+    """a @ b + bias, summed in fp32 and rounded to `dtype` once; a and b have one dtype, or b is in fp32."""
     (count, rows, depth), columns = a_EMK.shape, b_EKN.shape[2]
     if depth == 1 and bias_N is None:  # exact, and no tile to compile for each number of columns
         return (a_EMK.float() * b_EKN.float()).to(dtype)
@@ -47,7 +47,7 @@ def product(
     a, b = a_EMK.detach(), b_EKN.detach()
     a = a if a.stride(2) == 1 else a.contiguous()
     strides = depth if rows == 1 else a.stride(1), b.stride(1), b.stride(2)
-    grid, chunks, constants, options = _launch(out.device, a.dtype, count, rows, depth, columns, strides)
+    grid, chunks, constants, options = _launch(out.device, b.dtype, count, rows, depth, columns, strides)
     apart = grid[2] > 1
     target = torch.empty((chunks, *out.shape), dtype=torch.float32, device=out.device) if apart else out
     _product[grid](

@@ -88,7 +88,7 @@ def accumulate_part(
         left_K = inner_K < P.REDUCTION - done
         row_tile = tl.load(row_pointers, mask=left_K[None, :], other=0.0)
         matrix_tile = tl.load(matrix_pointers, mask=left_K[:, None] & inside_N[None, :], other=0.0)
-        result = tl.dot(row_tile, matrix_tile, result, input_precision="ieee")
+        result = tl.dot(row_tile.to(matrix_tile.dtype), matrix_tile, result, input_precision="ieee")
         row_pointers += P.BLOCK_K * P.STRIDE_ROW_IN
         matrix_pointers += P.BLOCK_K * P.STRIDE_IN
     return result
@@ -129,7 +129,7 @@ def _add_product(
             mask = left_K[None, :] if inside_M is None else left_K[None, :] & inside_M[:, None]
             row_tile = tl.load(row_pointers, mask=mask, other=0.0)
             matrix_tile = tl.load(matrix_pointers, mask=left_K[:, None] & inside_N[None, :], other=0.0)
-        result = tl.dot(row_tile, matrix_tile, result, input_precision="ieee")
+        result = tl.dot(row_tile.to(matrix_tile.dtype), matrix_tile, result, input_precision="ieee")
         row_pointers += BLOCK_K * STRIDE_ROW_IN
         matrix_pointers += BLOCK_K * STRIDE_IN
     return result

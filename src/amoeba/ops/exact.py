@@ -35,6 +35,7 @@ from amoeba.core.errors import bad_value
 from amoeba.core.operators import Operand
 from amoeba.core.torch_internals import (
     TorchDispatchMode,
+    dispatch_modes,
     enter_dispatch_mode,
     has_dispatch_mode,
     is_view,
@@ -366,6 +367,11 @@ class _Outside:
 
 
 OUTSIDE = _Outside()
+
+
+def looks_on() -> bool:
+    """Whether exact mode is on here."""
+    return any(isinstance(mode, ExactOperators) for mode in dispatch_modes())
 
 
 def _plain(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
