@@ -60,7 +60,7 @@ def ours(folder: Path, experts: str, dense: str, file: str, length: int) -> Any:
     name, placement = (file, "auto") if experts == GGUF else (str(folder), experts)
     cpu = torch.device("cpu")
     choice = DtypeChoice(compute_dtype(torch.bfloat16, cpu), None, "as generate's")
-    model, _ = load_placed(name, choice, placement, trains=False, device=cpu)
+    model, _ = load_placed(name, choice, placement, trains=False, device=cpu, rest_in_blocks=True)
     steps = choose_steps(model, {}, batch=1, prompt_tokens=PROMPT, new_tokens=length, dense=dense)
     if steps.kind != "native":
         raise ValueError(steps.reason)

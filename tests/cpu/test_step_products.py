@@ -13,7 +13,6 @@ from torch import Tensor
 from amoeba.backends.read_quantised import scaled_codes
 from amoeba.cpu import step
 from amoeba.cpu.build import CoreUnavailable
-from amoeba.cpu.pointers import address
 from amoeba.cpu.weights import PackedWeights, ScaledCodes
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4
 from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
@@ -55,7 +54,7 @@ def head_alone(weight: Tensor | PackedWeights | ScaledCodes, outputs: int, x_BH:
     (rows, inputs), kept = x_BH.shape, []
     ones = torch.ones(inputs)
     model = step.CStepModel(
-        rows, inputs, outputs, 1, 1, 2, 1, 0, None, address("x", x_BH, torch.float32, tuple(x_BH.shape)), 0,
+        rows, inputs, outputs, 1, 1, 2, 1, 0, None, step.matrix("embedding", x_BH, None, kept),
         0, step.norm("norm", ones, 0.0, kept), step.matrix("head", weight, None, kept), 1.0, 1.0,
     )  # fmt: skip
     return step.Stepper(ctypes.pointer(model).contents, kept, {})

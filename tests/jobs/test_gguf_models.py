@@ -11,8 +11,11 @@ import torch
 
 import rank_jobs
 from amoeba import lora
-from amoeba.decoding.cpu_step import NativeModel, native_model
+from amoeba.cpu.core import load_core
+from amoeba.decoding.cpu_step import CpuStep, NativeModel, native_model
 from amoeba.decoding.decoder import Decoder
+from amoeba.integrations import block_linear
+from amoeba.integrations.block_linear import BlockEmbedding, BlockLinear
 from amoeba.integrations.experts_module import described, experts_modules, take_back_shapes
 from amoeba.integrations.model_folder import load_rest, load_without_weights
 from amoeba.jobs.cpu_dtype import DtypeChoice
@@ -151,6 +154,47 @@ def test_every_quantised_type_is_the_dequantised_model(kind, tmp_path):
     tokens = [token for (token,) in decoder.generate(prompt.tolist(), max_new_tokens=8)]
     stored.generation_config.eos_token_id = None
     assert tokens == stored.generate(prompt, do_sample=False, max_new_tokens=8)[0, 12:].tolist()
+
+
+KINDS_OF_REST = ["Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS_OF_REST)
+def test_what_is_no_expert_stays_in_blocks_where_the_cpu_multiplies_them(kind, tied, tmp_path, monkeypatch):
+    if not load_core().in_whole_numbers:
+        pytest.skip("this CPU has no dot products of bytes in 512 bits")
+    monkeypatch.setattr(block_linear, "compute_dtype", lambda dtype, device: torch.float32)
+    model = build("qwen3_moe", norm_topk_prob=True, **SIZES, hidden_size=256, tie_word_embeddings=tied)
+    path = write_gguf(tmp_path / "model.gguf", model.to(torch.bfloat16), {"rest": kind})
+    numbers, choice = load(path, dtype=torch.float32), DtypeChoice(torch.float32, None, "")
+    found, _ = load_placed(str(path), choice, "auto", trains=False, device=CPU, rest_in_blocks=True)
+    layers = {name: each for name, each in found.named_modules() if isinstance(each, BlockLinear | BlockEmbedding)}
+    assert len(layers) == 4 * found.config.num_hidden_layers + (0 if tied else 2)
+    for name, layer in layers.items():
+        plain = numbers.get_submodule(name)
+        assert torch.equal(layer.weight.bfloat16(), plain.weight.bfloat16())
+        assert not list(layer.parameters()) and layer.rows.nbytes < plain.weight.nbytes / 3
+        plain.weight.data.copy_(layer.weight)  # else rounded to the file's bf16
+
+    prompt = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, expected = found(prompt).logits, numbers(prompt).logits
+    of_tokens = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Rows are rounded to 8 bits; a token that chooses another expert is seen by all that follow
+    assert 1e-5 < of_tokens.flatten().sort().values[2] < 2e-2
+    logits = found(inputs_embeds=found.get_input_embeddings()(prompt).requires_grad_()).logits
+    assert torch.allclose(logits, expected, atol=1e-4)  # they are not where a gradient is taken
+
+    natives = [native_model(each) for each in (found, numbers)]
+    assert all(isinstance(native, NativeModel) for native in natives), natives
+    tokens = []
+    for each, native in zip((found, numbers), natives, strict=True):
+        decoder = Decoder(each, batch=1, length=32, native=native)
+        step = CpuStep(native, decoder._rows, None)
+        step()  # from an empty cache
+        tokens.append(step._logits_BV.clone())
+    assert (tokens[0] - tokens[1]).norm() < 1e-3 * tokens[1].norm()
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")

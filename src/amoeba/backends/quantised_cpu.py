@@ -8,8 +8,9 @@ All else is `cpu_fused` in bf16 where the CPU multiplies it: a training step wit
 expert after the other is dequantised, as in `eager` and to the same bits, but by the core, and so are the products
 where they are computed in fp32. With VNNI in 512 bits e2m1 and ggml's blocks are multiplied in whole numbers where no
 gradient is taken, rows in 8 bits with a scale for each 32 columns: 88 to 119 G products a second and core at 32 rows an
-expert. With rows in 16 bits it was 43 to 73, and a third of that with dequantised experts (Xeon without bf16 that others
-used, 2026-11-19). The error of a layer is then 1 %, as llama.cpp has it; few rows and gradients are not rounded so.
+expert. With rows in 16 bits it was 43 to 73, and a third of that with dequantised experts (Xeon without bf16 that
+others used, 2026-11-19). The error of a layer is then 1 %, as llama.cpp has it; few rows and gradients are not
+rounded so.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class CStepModel(Structure):
             for name in ("rows", "hidden", "vocabulary", "query_heads", "key_heads", "head_size", "length")
         ),
         ("layer_count", c_int64),
-        *((name, c_void_p) for name in ("layers", "embedding")),
-        ("embedding_bf16", c_int64),
+        ("layers", c_void_p),
+        ("embedding", CStepMatrix),
         ("rotation", c_int64),
         ("norm", CStepNorm),
         ("head", CStepMatrix),

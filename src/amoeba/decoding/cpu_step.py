@@ -188,7 +188,7 @@ def _check(model: Any, native: NativeModel) -> None:
         x_BH = pairs[-1][1][:, token].float().contiguous()
         stepper.run(position_B1, first_B, slot=token, x_BH=x_BH, layers=(last, last), logits_BV=own_BV)
         compare("output head", own_BV, logits_BCV[:, token].float())
-        embedded = native.embedding[ids_BC[:, token]].float() * native.embedding_scale
+        embedded = native.embedded(ids_BC[:, token]).float() * native.embedding_scale
         compare("embedding", embedded, pairs[0][0][:, token].float())
     if native.rotation != "halves" or native.is_latent:
         # a prompt's keys may lie in another order, with the same products

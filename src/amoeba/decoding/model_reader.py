@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ from amoeba.core.weights import AnyExperts, ExpertWeights, LoraFactors
 from amoeba.cpu import step as core
 from amoeba.cpu.packed_experts import PackedExperts
 from amoeba.cpu.pointers import address, place_of
-from amoeba.cpu.weights import PackedWeights
+from amoeba.cpu.weights import PackedWeights, ScaledCodes
 from amoeba.decoding.cache_attention import decoding_attention
+from amoeba.integrations.block_linear import BlockEmbedding, BlockLinear
 from amoeba.integrations.compiled_layers import decoder_layers, final_norm
 from amoeba.integrations.exact import attention_configs, is_exact
 from amoeba.integrations.experts_module import LORA, is_experts, routers_in, weights_of
@@ -40,6 +41,7 @@ from amoeba.integrations.fused_routers import recognise as recognise_router
 from amoeba.integrations.text_model import text_config, text_decoder
 from amoeba.lora.factors import from_peft, to_peft
 from amoeba.ops.exact import ExactOperators
+from amoeba.precision.blocks import dequantise_blocks
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 DTYPES = torch.float32, torch.bfloat16
@@ -63,7 +65,7 @@ class NativeModel:
     hidden: int
     vocabulary: int
     dtype: torch.dtype
-    embedding: Tensor
+    embedding: Tensor | ScaledCodes
     norm: core.CStepNorm
     head: core.CStepMatrix
     rotary: Any
@@ -79,6 +81,11 @@ class NativeModel:
     @property
     def is_latent(self) -> bool:
         return bool(self.layers[0].to_latents.data)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        if isinstance(self.embedding, Tensor):
+            return self.embedding[ids]
+        return dequantise_blocks(self.embedding.code_EOI[0][ids], self.embedding.element, self.embedding.columns)
 
     def stepper(self, keys: list[Tensor], values: list[Tensor]) -> core.Stepper:
         """For these caches, each (B, G, L, D)."""
@@ -98,7 +105,7 @@ class NativeModel:
             c.chosen = address("chosen", chosen, torch.int64, (len(chosen),))
             streamed[index] = layer, chosen
         with nullcontext() if self.exact is None else ExactOperators():
-            tables = {kind: _rotations(self.rotary, length, self.embedding, kind) for kind in {*self.rotary_kinds}}
+            tables = {kind: _rotations(self.rotary, length, self.dtype, kind) for kind in {*self.rotary_kinds}}
         for c, kind in zip(layers, self.rotary_kinds, strict=True):
             cos, sin = tables[kind]
             c.cos, c.sin = (
@@ -107,11 +114,10 @@ class NativeModel:
             c.rotated, of = 2 * cos.shape[1], value_size if self.is_latent else self.head_size
             if c.rotated > of or (self.is_latent and c.rotated < of):
                 raise Unknown(f"it rotates {c.rotated} of {of} numbers")
-        bf16, sizes = self.embedding.dtype == torch.bfloat16, tuple(self.embedding.shape)
         model = core.CStepModel(
             rows, self.hidden, self.vocabulary, self.query_heads, self.key_heads, self.head_size, length,
             len(layers), ctypes.addressof(layers),
-            address("embedding", self.embedding, self.embedding.dtype, sizes), bf16,
+            core.matrix("embedding", self.embedding, None, kept),
             core.ROTATIONS[self.rotation], self.norm, self.head,
             self.embedding_scale, self.logits_scale, **(self.exact or {}),
         )  # fmt: skip
@@ -155,7 +161,7 @@ class ModelReader:
         layers, norms = decoder_layers(model), final_norm(model)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        if type(embedding) is not nn.Embedding or len(norms) != 1 or head is None:
+        if type(embedding) not in (nn.Embedding, BlockEmbedding) or len(norms) != 1 or head is None:
             raise Unknown("it has no plain embedding, final norm and output head")
         rotary = getattr(text_decoder(model).get_submodule(""), "rotary_emb", None) or _rotary(model)
         forms = [self._layer(layer, index) for index, layer in enumerate(layers)]
@@ -165,10 +171,10 @@ class ModelReader:
             key_heads=1 if forms[0].to_latents.data else forms[0].keys.out // self.size,
             head_size=self.size,
             cache_sizes=self.cache_sizes,
-            hidden=embedding.weight.shape[1],
-            vocabulary=len(self._plain_linear(head)[0].weight),
+            hidden=embedding.embedding_dim,
+            vocabulary=self._plain_linear(head)[0].out_features,
             dtype=model.dtype,
-            embedding=self._parameter(embedding.weight).contiguous(),
+            embedding=self._table(embedding),
             norm=self._norm(norms[0]),
             head=self._linear(head),
             rotary=rotary,
@@ -185,6 +191,11 @@ class ModelReader:
         if others:
             raise Unknown(f"it has parameters of an unknown kind ({others[0]})")
         return native
+
+    def _table(self, embedding: Any) -> Tensor | ScaledCodes:
+        if isinstance(embedding, BlockEmbedding):
+            return embedding.codes
+        return self._parameter(embedding.weight).contiguous()
 
     def _rotary_kinds(self, rotary: Any, layers: int) -> list[str | None]:
         if "layer_type" not in inspect.signature(rotary.forward).parameters:
@@ -408,7 +419,7 @@ class ModelReader:
 
     def _plain_linear(self, linear: Any) -> tuple[nn.Linear, tuple[Tensor, Tensor] | None]:
         plain, factors = self._unwrapped(linear)
-        if type(plain) is not nn.Linear or plain._forward_hooks or plain._forward_pre_hooks:
+        if type(plain) not in (nn.Linear, BlockLinear) or plain._forward_hooks or plain._forward_pre_hooks:
             raise Unknown(f"it has a {type(plain).__name__} where a plain linear layer is expected")
         return plain, factors
 
@@ -455,9 +466,16 @@ class ModelReader:
         self.read_parameters.add(id(parameter))
         return parameter.detach()
 
-    def _dense(self, linears: list[Any]) -> Tensor | PackedWeights:
-        """Their weights, one below the other. Once for all adapters of a model."""
-        weights = [getattr(each, "base_layer", each).weight for each in linears]
+    def _dense(self, linears: list[Any]) -> Tensor | PackedWeights | ScaledCodes:
+        """Their weights, one below the other. Once for all adapters of a model. Blocks stay blocks, which have no more
+        than 8.5 bits a number."""
+        plain = [getattr(each, "base_layer", each) for each in linears]
+        if len({getattr(each, "kind", None) for each in plain}) == 1 and isinstance(plain[0], BlockLinear):
+            self.quantised = True
+            codes = plain[0].codes
+            rows = torch.cat([each.rows for each in plain])[None] if len(plain) > 1 else codes.code_EOI
+            return replace(codes, code_EOI=rows, scale=rows)
+        weights = [each.weight for each in plain]
         merged = [tuple(getattr(each, "merged_adapters", ())) for each in linears]
         state = self.dense, *map(state_of, weights), *merged
         found = _packed.get(weights[0])
@@ -486,11 +504,11 @@ def _rotary(model: Any) -> Any:
 
 
 @torch.no_grad()
-def _rotations(rotary: Any, length: int, like: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+def _rotations(rotary: Any, length: int, dtype: torch.dtype, kind: str | None) -> tuple[Tensor, Tensor]:
     """cos and sin (L, half of what is rotated), in fp32, as the model has them."""
     position = torch.arange(length, dtype=torch.int64, device="cpu")[None]
     try:
-        tables = rotary(torch.zeros(1, 1, 1, dtype=like.dtype, device="cpu"), position, *([kind] if kind else []))
+        tables = rotary(torch.zeros(1, 1, 1, dtype=dtype, device="cpu"), position, *([kind] if kind else []))
     except TypeError as error:
         raise Unknown(f"its rotary embedding takes other arguments ({error})") from error
     if isinstance(tables, Tensor) and tables.is_complex():

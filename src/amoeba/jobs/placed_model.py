@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from amoeba.core.errors import BadValue, bad_value
 from amoeba.core.placement import Load
+from amoeba.integrations.block_linear import layers_in_blocks, put_blocks, stand_in
 from amoeba.integrations.experts_module import described, hand_over, stored, take_back_shapes
 from amoeba.integrations.gguf_files import is_gguf
 from amoeba.integrations.model_folder import UnreadTensor, load_config, load_model, load_rest, load_without_weights
@@ -46,8 +47,10 @@ def load_placed(
     trains: bool,
     device: torch.device,
     trust_remote_code: bool = False,
+    rest_in_blocks: bool = False,
 ) -> tuple[Any, Placed]:
-    """The model on the CPU. placement, load, trains, device: as `place_experts` takes them."""
+    """The model on the CPU. placement, load, trains, device: as `place_experts` takes them.
+    rest_in_blocks: linear layers and the embedding of a GGUF file, too, where that is faster (`block_linear`)."""
     place = functools.partial(
         place_experts, placement=placement, load=load, trains=trains, device=device, stored_dtype=choice.stored
     )
@@ -60,8 +63,16 @@ def load_placed(
         config = unquantised(load_config(name, trust_remote_code=trust_remote_code))
         shape = load_without_weights(config, name, trust_remote_code=trust_remote_code)
         from_gguf = isinstance(store, GgufStore)
-        rest = _unread(store) if store.format is None or from_gguf else dict(store.rest_tensors())
+        rest: dict[str, Any] = _unread(store) if store.format is None or from_gguf else dict(store.rest_tensors())
+        in_blocks = {}
+        if isinstance(store, GgufStore) and rest_in_blocks and device.type == "cpu":
+            in_blocks = layers_in_blocks(shape, store.kinds_of_rest())
+        dtype = choice.dtype or shape.dtype
+        rest |= {each: stand_in(store.rest[each].shape, dtype) for each in in_blocks}
         model = load_rest(shape, name, rest, choice.dtype)
+        for each, kind in in_blocks.items():
+            assert isinstance(store, GgufStore)
+            put_blocks(model, each, kind, store.read_blocks(each))
         logger.info("dtype %s: %s", model.dtype, choice.reason)
         if store.format is not None and from_gguf and not placement.startswith("cpu-"):
             placed = _as_stored(model, store, placement)

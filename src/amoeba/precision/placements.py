@@ -53,8 +53,8 @@ def _how() -> str:
 
 def _placement(name: str, format: Format) -> Placement:
     make = functools.partial(quantise_experts, format=format)
-    # Without gradients the C++ core rounds rows to 8 bits where it multiplies whole numbers, as llama.cpp does: 1/254 of
-    # the largest of 32, in both products, and offsets of blocks cancel.
+    # Without gradients the C++ core rounds rows to 8 bits where it multiplies whole numbers, as llama.cpp does: 1/254
+    # of the largest of 32, in both products, and offsets of blocks cancel.
     whole = Tolerance(inference=None if format.element == E4M3 else 2e-2)
     return Placement(
         name,

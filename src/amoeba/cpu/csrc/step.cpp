@@ -164,13 +164,9 @@ class Stepper {
 
   void embed(const StepCall& call, float* x, int self, int team) const {
     each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
-      for (int64_t r = 0; r < m.rows; ++r) {
-        const int64_t start = call.tokens[r] * m.hidden;
-        for (int64_t i = from; i < to; ++i)
-          x[r * m.hidden + i] = float(m.embedding_scale) *
-                                (m.embedding_bf16 ? widen(static_cast<const uint16_t*>(m.embedding)[start + i])
-                                                  : static_cast<const float*>(m.embedding)[start + i]);
-      }
+      for (int64_t r = 0; r < m.rows; ++r)
+        embed_row(m, call.tokens[r], from, to, x + r * m.hidden,
+                  [&](float value) { return float(m.embedding_scale) * value; });
     });
   }
 

@@ -124,14 +124,9 @@ class ExactStepper {
   void embed(const StepCall& call, float* x, int self, int team) const {
     const float scale = float(m.embedding_scale);
     each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
-      for (int64_t r = 0; r < m.rows; ++r) {
-        const int64_t start = call.tokens[r] * m.hidden;
-        for (int64_t i = from; i < to; ++i) {
-          const float value = m.embedding_bf16 ? widen(static_cast<const uint16_t*>(m.embedding)[start + i])
-                                               : static_cast<const float*>(m.embedding)[start + i];
-          x[r * m.hidden + i] = scale == 1.0f ? value : of_model(value * scale);
-        }
-      }
+      for (int64_t r = 0; r < m.rows; ++r)
+        embed_row(m, call.tokens[r], from, to, x + r * m.hidden,
+                  [&](float value) { return scale == 1.0f ? value : of_model(value * scale); });
     });
   }
 

@@ -57,8 +57,7 @@ struct StepModel {  // the order of `CStepModel`
   int64_t rows, hidden, vocabulary, query_heads, key_heads, head_size, length;
   int64_t layer_count;
   const StepLayer* layers;
-  const void* embedding;
-  int64_t embedding_bf16;
+  StepMatrix embedding;
   int64_t rotation;
   StepNorm norm;
   StepMatrix head;
@@ -76,6 +75,23 @@ struct StepCall {  // the order of `CStepCall`
   float *x, *logits;              // (B, H); (B, V) or null
   int64_t* chosen;                // (B) or null: gets the first of the largest logits of each row
 };
+
+// Numbers [from, to) of a row of the embedding, `from` at the start of a group, times `scale`.
+template <class Round>
+inline void embed_row(const StepModel& m, int64_t token, int64_t from, int64_t to, float* out, const Round& round) {
+  const int64_t start = token * m.embedding.stride_row;
+  if (const Unpack unpack = m.embedding.kind == ROWS_BLOCKS ? unpack_of(m.embedding.coding.element) : nullptr) {
+    for (int64_t i = from; i < to; i += GROUP) {
+      float numbers[GROUP];
+      unpack(static_cast<const uint8_t*>(m.embedding.data) + start, i, GROUP, numbers);
+      for (int64_t j = 0; j < std::min<int64_t>(GROUP, to - i); ++j) out[i + j] = round(numbers[j]);
+    }
+  } else if (m.embedding.kind == ROWS_BF16) {
+    for (int64_t i = from; i < to; ++i) out[i] = round(widen(static_cast<const uint16_t*>(m.embedding.data)[start + i]));
+  } else {
+    for (int64_t i = from; i < to; ++i) out[i] = round(static_cast<const float*>(m.embedding.data)[start + i]);
+  }
+}
 
 // NaN counts as the largest.
 inline int64_t first_of_largest(const float* x, int64_t count) {

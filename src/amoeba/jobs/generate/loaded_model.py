@@ -174,6 +174,7 @@ def load(
                     trains=False,
                     device=device,
                     trust_remote_code=options.trust_remote_code,
+                    rest_in_blocks=found.adapter is None and not options.exact,
                 )
             logger.info("experts %s: %s", placed.placement, placed.reason)
             if found.adapter is not None:

@@ -111,14 +111,24 @@ class GgufStore(FolderStore):
         numbers = [self._numbers(tensor, entry.dtype) for tensor in source.tensors]
         return (numbers[0] if source.make is None else source.make(numbers, self._config)).reshape(entry.shape)
 
+    def kinds_of_rest(self) -> dict[str, str]:
+        """Of what is one tensor in blocks, as the model has it: its kind."""
+        sources = {name: each for name, each in self._sources.items() if each.make is None}
+        single = {name: each.tensors[0] for name, each in sources.items() if len(each.tensors) == 1}
+        return {name: tensor.kind.lower() for name, tensor in single.items() if tensor.kind not in PLAIN}
+
+    def read_blocks(self, name: str) -> Tensor:
+        """uint8 (rows, bytes of a row), of one of `kinds_of_rest`."""
+        (tensor,) = self._sources[name].tensors
+        return self._bytes(tensor).view(tensor.shape[0], -1).clone()
+
     def close(self) -> None:
         super().close()
         if self._files is not None:
             self._files.cleanup()
 
     def _numbers(self, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-        whole = TensorEntry(tensor.file, tensor.start, torch.uint8, (tensor.size,))
-        source = self._read_entry(whole)[0]
+        source = self._bytes(tensor)
         if tensor.kind in PLAIN:
             return (
                 (source.clone() if source.storage_offset() % 4 else source).view(PLAIN[tensor.kind]).view(tensor.shape)
@@ -135,6 +145,9 @@ class GgufStore(FolderStore):
         for blocks, into in zip(source.view(-1, width).split(step), found.view(-1, numbers).split(step), strict=True):
             into.copy_(dequantise_blocks(blocks, kind))
         return found
+
+    def _bytes(self, tensor: GgufTensor) -> Tensor:
+        return self._read_entry(TensorEntry(tensor.file, tensor.start, torch.uint8, (tensor.size,)))[0]
 
     def _check_rest(self, shapes: dict[str, tuple[int, ...]]) -> None:
         for name, source in self._sources.items():
