@@ -9,6 +9,7 @@ import torch
 from amoeba import ExpertWeights, Routing, experts
 from amoeba.core.problem import Problem
 from amoeba.core.weights import LORA_NAMES, LoraFactors
+from amoeba.kernels.blocks import columns_together
 from amoeba.kernels.decode import by_slot, decode, low_rank, quantised_configuration
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.precision.formats import OF_BLOCKS
@@ -32,8 +33,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 def in_steps(problem: Problem):
-    chosen = quantised_configuration.by_slot(problem)
-    return chosen._replace(down=chosen.down._replace(columns=2, depth=32, at_once=False))
+    chosen, format = quantised_configuration.by_slot(problem), problem.weights.format
+    depth = columns_together(format.name) if format.scale == "inside" else 32
+    return chosen._replace(down=chosen.down._replace(columns=2, depth=depth, at_once=False))
 
 
 WAYS = {

@@ -2,10 +2,14 @@
 
 R rows · C columns · G groups of columns, each with a scale
 
-    value_RC = load_blocks(rows, there_R, first, 128, MATRIX)      # fp32: the columns `first` to `first + 127`
+    value_RC = load_blocks(rows, there_R, first, 256, MATRIX)      # fp32: the columns `first` to `first + 255`
+    packed = load_packed(rows, there_R, first, 256, MATRIX)        # the same columns as they are stored
+    value_RP = value_of(packed, 1, 256, MATRIX)                    # fp32: the columns `columns_of(first, 1, ...)`
 
 MATRIX has the constants of `layout_of`. A number's bits lie in one or two fields of its block. A field has `run` bytes
-for its first numbers' bits, and above these bits those of the next `run` numbers, until the bytes are full.
+for its first numbers' bits, and above these bits those of the next `run` numbers, until the bytes are full: numbers at
+the same bits of their bytes are a plane. Products over columns take plane after plane, so that each byte is loaded once
+and by wide loads, and no number has to change its place; who needs the order of columns loads a byte for each number.
 
 Values have the bits of `dequantise_blocks`, however the compiler fuses operations: scale · q is exact in fp32, because
 a scale has at most 18 bits and q 6. nf4 has no offsets.
@@ -20,6 +24,7 @@ import triton.language as tl
 
 from amoeba.core.errors import bad_value
 from amoeba.kernels.launch import cdiv
+from amoeba.kernels.quantise import BY_BITS
 from amoeba.precision.blocks import BLOCK_KINDS, NF4
 from amoeba.precision.quantised import QuantisedMatrix
 
@@ -60,26 +65,53 @@ _LAYOUTS = {
 _NF4 = tl.constexpr(NF4)
 # Where the scale of a whole block is, in fp16; that of its offsets follows.
 _HALF = {"q6_k": 208, "q3_k": 108, "q2_k": 80}
+# A byte with these above it is a number in fp32 that is 2^23 larger: four of them to four numbers.
+_RAISED = tl.constexpr(8388608.0)
+_RAISE = tl.constexpr("".join(f"prmt.b32 ${i}, $4, 0x4B000000, 0x744{i};\n" for i in range(4)))
+# The bits that a plane has of each of four bytes, as its lowest: eight planes of a bit, four of two, two of four, one.
+_TAKE = tl.constexpr(
+    tuple(
+        f"shr.b32 $0, $1, {shift};\nand.b32 $0, $0, 0x{((1 << bits) - 1) * 0x01010101:08X};\n"
+        for bits in (1, 2, 4, 8)
+        for shift in range(0, 8, bits)
+    )
+)
+# Of one or two high bits, after two or four low ones.
+_TAKE_HIGH = tl.constexpr(
+    tuple(
+        f"{{\n.reg .b32 s;\nand.b32 s, $2, 7;\nshr.b32 $0, $1, s;\nand.b32 $0, $0, "
+        f"0x{((1 << bits) - 1) * 0x01010101:08X};\nshl.b32 $0, $0, {low_bits};\n}}\n"
+        for bits in (1, 2)
+        for low_bits in (2, 4)
+    )
+)
 
 
 def layout_of(matrix: QuantisedMatrix) -> dict[str, Any]:
-    """Constants for `load_blocks`."""
+    """Constants for `load_blocks` and `load_packed`."""
     kind = matrix.format.name
     found = _LAYOUTS.get(kind)
     if found is None:
         raise bad_value("blocks", f"one of {', '.join(_LAYOUTS)}", kind, "dequantise them")
-    high = found.high or _Field(0, 0, 1)
+    high, blocks = found.high or _Field(0, 0, 1), cdiv(matrix.columns, BLOCK_KINDS[kind].numbers)
+    planes = 8 // found.low.bits
+    # a byte's planes have their high bits in one byte as well
+    share = found.low.run % high.run == 0 and high.run * 8 % (found.low.run * planes * max(high.bits, 1)) == 0
     return {
         "BLOCK_BYTES": BLOCK_KINDS[kind].bytes,
-        "BLOCKS": cdiv(matrix.columns, BLOCK_KINDS[kind].numbers),
+        "BLOCKS": blocks,
         "LOW": found.low.place,
         "LOW_BITS": found.low.bits,
         "LOW_RUN": found.low.run,
         "HIGH": high.place,
         "HIGH_BITS": high.bits,
         "HIGH_RUN": high.run,
+        "HIGH_TILES": 0 if found.high is None else 1 if share else planes,
+        "PLANES": planes,
+        "POLICY": "evict_first" if BLOCK_KINDS[kind].bytes % 16 == 0 else "",  # wide loads take a line at once
         "ZERO": found.zero,
         "GROUP": found.group,
+        "LINE": min(found.low.run, found.group),
         "SCALES": found.scales,
         "HAS_OFFSETS": found.scales.endswith("offset"),
         "SCALES_AT": found.scale_place,
@@ -87,36 +119,288 @@ def layout_of(matrix: QuantisedMatrix) -> dict[str, Any]:
     }
 
 
+def columns_together(kind: str) -> int:
+    """Numbers of a row that `load_packed` takes, at least: those that share bytes."""
+    low = _LAYOUTS[kind].low
+    return low.run * 8 // low.bits
+
+
 @triton.jit
 def load_blocks(rows, there, first, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
-    """fp32 (R, COLUMNS), zeros where there is nothing. rows: pointers (R, 1) to the first byte of each row, of which
-    `there` (R, 1) tells which exist; first and COLUMNS: multiples of 32, COLUMNS a power of two."""
-    NUMBERS: tl.constexpr = MATRIX.BLOCK_COLUMNS
-    GROUP: tl.constexpr = MATRIX.GROUP
-    GROUPS: tl.constexpr = COLUMNS // GROUP
-    HEIGHT: tl.constexpr = rows.shape[0]
+    """fp32 (R, COLUMNS) in the order of columns, zeros where there is nothing. rows: pointers (R, 1) to the first byte
+    of each row, of which `there` (R, 1) tells which exist. COLUMNS: a power of two of at least 32, first a multiple."""
     column = first + tl.arange(0, COLUMNS)
-    inside = there & (column < MATRIX.BLOCKS * NUMBERS)[None, :]
-    block = rows + (column // NUMBERS * MATRIX.BLOCK_BYTES)[None, :]
-    q = _load_bits(block, column, inside, MATRIX.LOW, MATRIX.LOW_BITS, MATRIX.LOW_RUN, NUMBERS)
-    if MATRIX.LOW_BITS == 8:
-        number = q.to(tl.int8, bitcast=True).to(tl.float32)
-    elif MATRIX.SCALES == "float":
-        number = _nf4(q, 0, 8)
+    low = _load_field(rows, there, column, MATRIX.LOW, MATRIX.LOW_BITS, MATRIX.LOW_RUN, MATRIX)
+    q = _bits_of(low, column, MATRIX.LOW_BITS, MATRIX.LOW_RUN)
+    if MATRIX.HIGH_BITS > 0:
+        high = _load_field(rows, there, column, MATRIX.HIGH, MATRIX.HIGH_BITS, MATRIX.HIGH_RUN, MATRIX)
+        q |= _bits_of(high, column, MATRIX.HIGH_BITS, MATRIX.HIGH_RUN) << MATRIX.LOW_BITS
+    group = first // MATRIX.GROUP + tl.arange(0, COLUMNS // MATRIX.GROUP)
+    heads = _load_heads(rows, there, first, group, COLUMNS, MATRIX)
+    scale, offset = _scales(heads, _load_scale_bytes(rows, there, group, MATRIX), group, MATRIX)
+    return _scaled(_number(q, MATRIX), scale, offset, MATRIX)
+
+
+@triton.jit
+def load_packed(rows, there, first, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """What COLUMNS numbers of each row from `first` on are stored as, each byte loaded once: for `value_of`, or
+    `number_of` and `scales_of`. As for `load_blocks`, with COLUMNS of at least `columns_together`."""
+    highs, bytes = (), ()
+    for plane in tl.static_range(MATRIX.HIGH_TILES):
+        high = _load_high(rows, there, first, plane, COLUMNS, MATRIX)
+        highs = highs + (high,)  # type: ignore[assignment]  # noqa: RUF005 (Triton does not unpack)
+    for plane in tl.static_range(MATRIX.PLANES):
+        byte = _load_scale_bytes(rows, there, _groups_of(first, plane, COLUMNS, MATRIX), MATRIX)
+        bytes = bytes + (byte,)  # type: ignore[assignment]  # noqa: RUF005
+    heads = _load_heads(rows, there, first, _groups_of(first, 0, COLUMNS, MATRIX), COLUMNS, MATRIX)
+    return _load_low(rows, there, first, COLUMNS, MATRIX), highs, heads, bytes, first
+
+
+@triton.jit
+def columns_of(first, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """(COLUMNS / PLANES,): the columns of a plane's numbers."""
+    RUN: tl.constexpr = MATRIX.LOW_RUN
+    byte = tl.arange(0, COLUMNS // MATRIX.PLANES)
+    return first + byte // RUN * (RUN * MATRIX.PLANES) + PLANE * RUN + byte % RUN
+
+
+@triton.jit
+def _groups_of(first, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """The groups of each LINE of a plane's numbers."""
+    RUN: tl.constexpr = MATRIX.LOW_RUN
+    byte = tl.arange(0, COLUMNS // MATRIX.PLANES // MATRIX.LINE) * MATRIX.LINE
+    return (first + byte // RUN * (RUN * MATRIX.PLANES) + PLANE * RUN + byte % RUN) // MATRIX.GROUP
+
+
+@triton.jit
+def value_of(packed, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """fp32 (R, COLUMNS / PLANES): a plane's numbers."""
+    scale, offset = scales_of(packed, PLANE, COLUMNS, MATRIX)
+    return _scaled(number_of(packed, PLANE, COLUMNS, MATRIX), scale, offset, MATRIX)
+
+
+@triton.jit
+def number_of(packed, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """The same without scales and offsets."""
+    low, highs, _heads, _bytes, first = packed
+    BITS: tl.constexpr = MATRIX.LOW_BITS
+    if MATRIX.HIGH_TILES == 0:
+        return _number(_take(low, PLANE, BITS), MATRIX)
     else:
-        if MATRIX.HIGH_BITS > 0:
-            high = _load_bits(block, column, inside, MATRIX.HIGH, MATRIX.HIGH_BITS, MATRIX.HIGH_RUN, NUMBERS)
-            q |= high << MATRIX.LOW_BITS
-        number = (q.to(tl.int32) - MATRIX.ZERO).to(tl.float32)
-    group = first // GROUP + tl.arange(0, GROUPS)
-    PER_BLOCK: tl.constexpr = NUMBERS // GROUP
-    blocks = rows + (group // PER_BLOCK * MATRIX.BLOCK_BYTES)[None, :]
-    known = there & (group < MATRIX.BLOCKS * PER_BLOCK)[None, :]
-    scale, offset = _load_scales(blocks, (group % PER_BLOCK)[None, :], known, MATRIX)
-    value = tl.reshape(number, (HEIGHT, GROUPS, GROUP)) * scale[:, :, None]
+        column = columns_of(first, PLANE, COLUMNS, MATRIX)
+        high = highs[PLANE if MATRIX.HIGH_TILES > 1 else 0]
+        if MATRIX.HIGH_TILES == 1:
+            high = _repeated(high, low.shape[1], MATRIX)
+        shift = (column // MATRIX.HIGH_RUN % (8 // MATRIX.HIGH_BITS) * MATRIX.HIGH_BITS).to(tl.uint8)
+        shift = tl.broadcast_to(shift[None, :], low.shape)
+        return _number(_take(low, PLANE, BITS) | _take_high(high, shift, BITS, MATRIX), MATRIX)
+
+
+@triton.jit
+def _repeated(high, WIDTH: tl.constexpr, MATRIX: tl.constexpr):
+    """Each run of a field's bytes for all low ones that it has the high bits of."""
+    HEIGHT: tl.constexpr = high.shape[0]
+    RUN: tl.constexpr = MATRIX.HIGH_RUN
+    RUNS: tl.constexpr = high.shape[1] // RUN
+    wide = tl.broadcast_to(tl.reshape(high, (HEIGHT, RUNS, 1, RUN)), (HEIGHT, RUNS, WIDTH // (RUNS * RUN), RUN))
+    return tl.reshape(wide, (HEIGHT, WIDTH))
+
+
+@triton.jit
+def _take_high(byte, shift, LOW_BITS: tl.constexpr, MATRIX: tl.constexpr):
+    """The bits from `shift` on, LOW_BITS higher."""
+    if not BY_BITS and MATRIX.HIGH_RUN >= 4:  # four bytes have the same shift
+        TAKE: tl.constexpr = _TAKE_HIGH[MATRIX.HIGH_BITS * 2 + LOW_BITS // 2 - 3]
+        return tl.inline_asm_elementwise(TAKE, "=&r,r,r", [byte, shift], dtype=tl.uint8, is_pure=True, pack=4)
+    return ((byte >> shift) & ((1 << MATRIX.HIGH_BITS) - 1)) << LOW_BITS
+
+
+@triton.jit
+def scales_of(packed, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """(R, lines), or (R, 1) where they share one: of a plane's numbers, and what is added where they have offsets."""
+    _low, _highs, heads, bytes, first = packed
+    return _scales(heads, bytes[PLANE], _groups_of(first, PLANE, COLUMNS, MATRIX), MATRIX)
+
+
+@triton.jit
+def _scaled(number, scale, offset, MATRIX: tl.constexpr):
+    HEIGHT: tl.constexpr = number.shape[0]
+    WIDTH: tl.constexpr = number.shape[1]
+    LINES: tl.constexpr = scale.shape[1]
+    value = tl.reshape(number, (HEIGHT, LINES, WIDTH // LINES)) * scale[:, :, None]
     if MATRIX.HAS_OFFSETS:
         value += offset[:, :, None]
-    return tl.reshape(value, (HEIGHT, COLUMNS))
+    return tl.reshape(value, (HEIGHT, WIDTH))
+
+
+@triton.jit
+def _number(q, MATRIX: tl.constexpr):
+    """fp32 of a number's bits."""
+    if MATRIX.SCALES == "float":
+        return _nf4(q, 0, 8)
+    elif MATRIX.LOW_BITS == 8:
+        return _raise(q ^ 128) - (_RAISED + 128.0)
+    else:
+        return _raise(q) - (_RAISED + MATRIX.ZERO)
+
+
+@triton.jit
+def _raise(byte):
+    if not BY_BITS:
+        return tl.inline_asm_elementwise(_RAISE, "=r,=r,=r,=r,r", [byte], dtype=tl.float32, is_pure=True, pack=4)
+    return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _take(byte, PLANE: tl.constexpr, BITS: tl.constexpr):
+    if not BY_BITS:
+        TAKE: tl.constexpr = _TAKE[16 - 16 // BITS + PLANE]
+        return tl.inline_asm_elementwise(TAKE, "=r,r", [byte], dtype=tl.uint8, is_pure=True, pack=4)
+    return (byte >> (PLANE * BITS)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _bits_of(byte, column, BITS: tl.constexpr, RUN: tl.constexpr):
+    """Those that a field has for these columns, of its bytes."""
+    if BITS < 8:
+        shift = (column // RUN % (8 // BITS) * BITS).to(tl.uint8)
+        byte = (byte >> shift[None, :]) & ((1 << BITS) - 1)
+    return byte
+
+
+@triton.jit
+def _load_field(rows, there, column, PLACE: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, MATRIX: tl.constexpr):
+    """Bytes with the bits that a field has for these columns."""
+    # written so that the compiler sees which bytes lie side by side: of remainders of remainders it does not
+    NUMBERS: tl.constexpr = MATRIX.BLOCK_COLUMNS
+    SPAN: tl.constexpr = RUN * (8 // BITS)
+    place = column // SPAN % (NUMBERS // SPAN) * RUN + column % RUN
+    at = rows + (column // NUMBERS * MATRIX.BLOCK_BYTES + PLACE + place)[None, :]
+    inside = there & (column < MATRIX.BLOCKS * NUMBERS)[None, :]
+    return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def _load_low(rows, there, first, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """Bytes with the low bits of COLUMNS numbers."""
+    NUMBERS: tl.constexpr = MATRIX.BLOCK_COLUMNS
+    OF_BLOCK: tl.constexpr = NUMBERS // MATRIX.PLANES
+    byte = tl.arange(0, COLUMNS // MATRIX.PLANES)
+    at = rows + (first // NUMBERS * MATRIX.BLOCK_BYTES + MATRIX.LOW)
+    if COLUMNS >= NUMBERS:
+        at += (byte // OF_BLOCK * MATRIX.BLOCK_BYTES + byte % OF_BLOCK)[None, :]
+    else:
+        at += (first % NUMBERS // MATRIX.PLANES + byte)[None, :]
+    if MATRIX.BLOCKS * NUMBERS % COLUMNS != 0:
+        there = there & (first // NUMBERS + byte // OF_BLOCK < MATRIX.BLOCKS)[None, :]
+    return tl.load(at, mask=there, other=0, eviction_policy=MATRIX.POLICY)
+
+
+@triton.jit
+def _load_high(rows, there, first, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """Bytes with the other bits: each once where all planes have theirs in them, else for each number of a plane."""
+    NUMBERS: tl.constexpr = MATRIX.BLOCK_COLUMNS
+    SPAN: tl.constexpr = MATRIX.HIGH_RUN * (8 // MATRIX.HIGH_BITS)
+    if MATRIX.HIGH_TILES > 1:
+        column = columns_of(first, PLANE, COLUMNS, MATRIX)
+        return _load_field(rows, there, column, MATRIX.HIGH, MATRIX.HIGH_BITS, MATRIX.HIGH_RUN, MATRIX)
+    else:
+        OF_BLOCK: tl.constexpr = NUMBERS * MATRIX.HIGH_BITS // 8
+        BYTES: tl.constexpr = max(COLUMNS // SPAN, 1) * MATRIX.HIGH_RUN
+        byte = tl.arange(0, BYTES)
+        at = rows + (first // NUMBERS * MATRIX.BLOCK_BYTES + MATRIX.HIGH)
+        if COLUMNS >= NUMBERS:
+            at += (byte // OF_BLOCK * MATRIX.BLOCK_BYTES + byte % OF_BLOCK)[None, :]
+        else:
+            at += (first % NUMBERS // SPAN * MATRIX.HIGH_RUN + byte)[None, :]
+        if MATRIX.BLOCKS * NUMBERS % COLUMNS != 0:
+            there = there & (first // NUMBERS + byte // OF_BLOCK < MATRIX.BLOCKS)[None, :]
+        return tl.load(at, mask=there, other=0, eviction_policy=MATRIX.POLICY)
+
+
+@triton.jit
+def _half(bits):
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _lowest_byte(word):
+    """In fp32."""
+    return ((word & 255) | 0x4B000000).to(tl.float32, bitcast=True) - _RAISED
+
+
+@triton.jit
+def _load_heads(rows, there, first, group, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """What groups have from their whole block: (R, groups), or (R, 1) where all are of one."""
+    NUMBERS: tl.constexpr = MATRIX.BLOCK_COLUMNS
+    KIND: tl.constexpr = MATRIX.SCALES
+    if COLUMNS <= NUMBERS:
+        blocks, known = rows + first // NUMBERS * MATRIX.BLOCK_BYTES, there
+    else:
+        block = group * MATRIX.GROUP // NUMBERS
+        blocks, known = rows + (block * MATRIX.BLOCK_BYTES)[None, :], there & (block < MATRIX.BLOCKS)[None, :]
+    if KIND == "float":
+        return (tl.load(blocks.to(tl.pointer_type(tl.float32)), mask=known, other=0.0),)
+    elif KIND == "six bits, offset":
+        word = blocks.to(tl.pointer_type(tl.uint32))
+        return (
+            tl.load(word, mask=known, other=0),
+            tl.load(word + 1, mask=known, other=0),
+            tl.load(word + 2, mask=known, other=0),
+            tl.load(word + 3, mask=known, other=0),
+        )
+    else:
+        half = (blocks + MATRIX.HALF).to(tl.pointer_type(tl.float16))
+        scale = tl.load(half, mask=known, other=0.0).to(tl.float32)
+        if MATRIX.HAS_OFFSETS:
+            return scale, tl.load(half + 1, mask=known, other=0.0).to(tl.float32)
+        else:
+            return (scale,)
+
+
+@triton.jit
+def _load_scale_bytes(rows, there, group, MATRIX: tl.constexpr):
+    """What each group has for itself, (R, groups), where that is a byte or less; else nothing."""
+    KIND: tl.constexpr = MATRIX.SCALES
+    OF_BLOCK: tl.constexpr = MATRIX.BLOCK_COLUMNS // MATRIX.GROUP
+    at = rows + (group // OF_BLOCK * MATRIX.BLOCK_BYTES + MATRIX.SCALES_AT)[None, :]
+    known = there & (group < MATRIX.BLOCKS * OF_BLOCK)[None, :]
+    group = (group % OF_BLOCK)[None, :]
+    if KIND == "bytes" or KIND == "four bits, offset":
+        return tl.load(at + group, mask=known, other=0)
+    elif KIND == "six bits":
+        fine = tl.load(at + group % 8, mask=known, other=0) >> (group // 8 * 4).to(tl.uint8)
+        coarse = tl.load(at + 8 + group % 4, mask=known, other=0) >> (group // 4 * 2).to(tl.uint8)
+        return (fine & 15) | ((coarse & 3) << 4)
+    else:
+        return ()
+
+
+@triton.jit
+def _scales(heads, byte, group, MATRIX: tl.constexpr):
+    """Of groups: their scales, and what is added to their numbers where they have offsets. Triton negates by
+    subtracting from 0, which gives 0 for 0; times -1.0 gives -0.0, as torch does."""
+    KIND: tl.constexpr = MATRIX.SCALES
+    if KIND == "float" or KIND == "half":
+        return heads[0], heads[0]
+    elif KIND == "half, offset":
+        return heads[0], heads[1]
+    elif KIND == "bytes":
+        scale = heads[0] * byte.to(tl.int8, bitcast=True).to(tl.float32)
+        return scale, scale
+    elif KIND == "four bits, offset":
+        return heads[0] * (byte & 15).to(tl.float32), heads[1] * (byte >> 4).to(tl.float32) * -1.0
+    elif KIND == "six bits":
+        scale = heads[0] * (byte.to(tl.int32) - 32).to(tl.float32)
+        return scale, scale
+    else:  # six bits, of the last four groups in two parts: of four groups at once, a byte each
+        group %= 8
+        shift, early = (group % 4 * 8).to(tl.uint32)[None, :], (group < 4)[None, :]
+        both, one, two, three = heads
+        of_scale = tl.where(early, one & 0x3F3F3F3F, (three & 0x0F0F0F0F) | ((one >> 2) & 0x30303030))
+        least = tl.where(early, two & 0x3F3F3F3F, ((three >> 4) & 0x0F0F0F0F) | ((two >> 2) & 0x30303030))
+        scale = _half(both) * _lowest_byte(of_scale >> shift)
+        return scale, _half(both >> 16) * _lowest_byte(least >> shift) * -1.0
 
 
 @triton.jit
@@ -130,63 +414,3 @@ def _nf4(code, FIRST: tl.constexpr, HALF: tl.constexpr):
     else:
         found = tl.where(upper, _nf4(code, FIRST + HALF, HALF // 2), _nf4(code, FIRST, HALF // 2))
     return found
-
-
-@triton.jit
-def _load_bits(
-    block,
-    column,
-    inside,
-    PLACE: tl.constexpr,
-    BITS: tl.constexpr,
-    RUN: tl.constexpr,
-    NUMBERS: tl.constexpr,
-):
-    # written so that the compiler sees which bytes lie side by side: of remainders of remainders it does not
-    PLANES: tl.constexpr = 8 // BITS
-    place = column // (RUN * PLANES) % (NUMBERS // (RUN * PLANES)) * RUN + column % RUN
-    byte = tl.load(block + (PLACE + place)[None, :], mask=inside, other=0)
-    if BITS < 8:
-        shift = (column // RUN % PLANES * BITS).to(tl.uint8)
-        byte = (byte >> shift[None, :]) & ((1 << BITS) - 1)
-    return byte
-
-
-@triton.jit
-def _load_half(pointers, there):
-    low = tl.load(pointers, mask=there, other=0).to(tl.uint16)
-    high = tl.load(pointers + 1, mask=there, other=0).to(tl.uint16)
-    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _load_scales(blocks, group, there, MATRIX: tl.constexpr):
-    """Of groups: their scales, and what is added to their numbers where they have offsets. blocks: pointers (R, G).
-    Triton negates by subtracting from 0, which gives 0 for 0; times -1.0 gives -0.0, as torch does."""
-    if MATRIX.SCALES == "float":
-        scale = tl.load(blocks.to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
-    else:
-        scale = _load_half(blocks + MATRIX.HALF, there)
-    offset = scale
-    at = blocks + MATRIX.SCALES_AT
-    if MATRIX.SCALES == "half, offset":
-        offset = _load_half(blocks + 2, there)
-    elif MATRIX.SCALES == "bytes":
-        scale *= tl.load(at + group, mask=there, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-    elif MATRIX.SCALES == "four bits, offset":
-        both = tl.load(at + group, mask=there, other=0)
-        offset = _load_half(blocks + MATRIX.HALF + 2, there) * (both >> 4).to(tl.float32) * -1.0
-        scale *= (both & 15).to(tl.float32)
-    elif MATRIX.SCALES == "six bits, offset":  # of the last four groups in two parts
-        first = tl.load(at + group % 4, mask=there, other=0)
-        second = tl.load(at + 4 + group % 4, mask=there, other=0)
-        third = tl.load(at + 8 + group % 4, mask=there, other=0)
-        of_scale = tl.where(group < 4, first & 63, (third & 15) | (first >> 6 << 4))
-        least = tl.where(group < 4, second & 63, (third >> 4) | (second >> 6 << 4))
-        offset = _load_half(blocks + 2, there) * least.to(tl.float32) * -1.0
-        scale *= of_scale.to(tl.float32)
-    elif MATRIX.SCALES == "six bits":
-        fine = tl.load(at + group % 8, mask=there, other=0) >> (group // 8 * 4).to(tl.uint8)
-        coarse = tl.load(at + 8 + group % 4, mask=there, other=0) >> (group // 4 * 2).to(tl.uint8)
-        scale *= (((fine & 15) | ((coarse & 3) << 4)).to(tl.int32) - 32).to(tl.float32)
-    return scale, offset

@@ -23,7 +23,7 @@ import triton.language as tl
 from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
-from amoeba.kernels.blocks import load_blocks
+from amoeba.kernels.blocks import columns_of, load_packed, value_of
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration, Tile
 from amoeba.kernels.decode.low_rank import Ranks, add_low_rank, add_low_rank_of_gate_up
@@ -182,24 +182,21 @@ def _quantised_products(
     EVEN: tl.constexpr = REDUCTION % DEPTH == 0
     dtype: tl.constexpr = values.dtype.element_ty
     rows = data + row_R.to(tl.int64)[:, None] * MATRIX.STRIDE_ROW
+    total = tl.zeros((HEIGHT, ROWS), tl.float32)
+    if MATRIX.SCALE == "inside":
+        return _products_of_blocks(rows, row_ok, values, slot_ok, total, TILE, MATRIX)
     bytes = rows + tl.arange(0, WIDTH)[None, :]
     values = values[:, None] + tl.arange(0, DEPTH)[None, :]
-    total = tl.zeros((HEIGHT, ROWS), tl.float32)
     for step in tl.range(0, (REDUCTION + DEPTH - 1) // DEPTH, num_stages=TILE.STAGES):
         inside = row_ok[:, None]
         value_ok = slot_ok[:, None]
         if not EVEN:
             inside &= (tl.arange(0, WIDTH) < ROW_BYTES - step * WIDTH)[None, :]
             value_ok &= (tl.arange(0, DEPTH) < REDUCTION - step * DEPTH)[None, :]
-        if MATRIX.SCALE == "inside":
-            weight = load_blocks(rows, row_ok[:, None], step * DEPTH, DEPTH, MATRIX).to(dtype)
-        else:
-            packed = tl.load(bytes + step * WIDTH, mask=inside, other=0)
-            places, there = places_of_scales(scales, row_R, row_ok, step, DEPTH, LINES, REDUCTION, MATRIX)
+        packed = tl.load(bytes + step * WIDTH, mask=inside, other=0)
+        places, there = places_of_scales(scales, row_R, row_ok, step, DEPTH, LINES, REDUCTION, MATRIX)
         value = tl.load(values + step * DEPTH, mask=value_ok, other=0.0)
-        if MATRIX.SCALE == "inside":
-            total = tl.dot(weight, tl.trans(value), total, input_precision="ieee")
-        elif BITS == 8:
+        if BITS == 8:
             scale = load_scales(places, there, 1.0, MATRIX.SCALE)
             number = number_e4m3(packed, MATRIX.HARDWARE)
             if LINES == 1:
@@ -218,6 +215,25 @@ def _quantised_products(
             total = tl.dot(high, tl.trans(odd), total, input_precision="ieee")
     if is_lowered(dtype, BITS):
         total *= RAISED
+    return total
+
+
+@triton.jit
+def _products_of_blocks(rows, row_ok, values, slot_ok, total, TILE: tl.constexpr, MATRIX: tl.constexpr):
+    """A plane of a block's numbers after the other, each with the columns of the rows that it belongs to."""
+    DEPTH: tl.constexpr = TILE.DEPTH
+    REDUCTION: tl.constexpr = MATRIX.REDUCTION
+    dtype: tl.constexpr = values.dtype.element_ty
+    for step in tl.range(0, (REDUCTION + DEPTH - 1) // DEPTH, num_stages=TILE.STAGES):
+        packed = load_packed(rows, row_ok[:, None], step * DEPTH, DEPTH, MATRIX)
+        for plane in tl.static_range(MATRIX.PLANES):
+            column = columns_of(step * DEPTH, plane, DEPTH, MATRIX)
+            value_ok = slot_ok[:, None]
+            if REDUCTION % DEPTH != 0:
+                value_ok &= (column < REDUCTION)[None, :]
+            value = tl.load(values[:, None] + column[None, :], mask=value_ok, other=0.0)
+            weight = value_of(packed, plane, DEPTH, MATRIX).to(dtype)
+            total = tl.dot(weight, tl.trans(value), total, input_precision="ieee")
     return total
 
 

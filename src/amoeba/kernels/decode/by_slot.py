@@ -21,7 +21,7 @@ import triton.language as tl
 from amoeba.core.errors import bad_value
 from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
-from amoeba.kernels.blocks import load_blocks
+from amoeba.kernels.blocks import columns_of, load_packed, number_of, scales_of
 from amoeba.kernels.constants import Group
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
@@ -275,7 +275,7 @@ def _load_pieces(rows, row_ok, TILE: tl.constexpr, MATRIX: tl.constexpr):
 @triton.jit
 def _load_piece(rows, row_ok, piece, TILE: tl.constexpr, MATRIX: tl.constexpr):
     if MATRIX.SCALE == "inside":
-        return load_blocks(rows, row_ok[:, None], piece * TILE.DEPTH, TILE.DEPTH, MATRIX)
+        return load_packed(rows, row_ok[:, None], piece * TILE.DEPTH, TILE.DEPTH, MATRIX)
     else:
         WIDTH: tl.constexpr = TILE.DEPTH * MATRIX.BITS // 8
         ROW_BYTES: tl.constexpr = (MATRIX.REDUCTION * MATRIX.BITS + 7) // 8
@@ -291,16 +291,27 @@ def _quantised_row(tiles, x, scales, j, row_ok, TILE: tl.constexpr, MATRIX: tl.c
     HEIGHT: tl.constexpr = 2 * TILE.COLUMNS if ACTIVATION.GATED else TILE.COLUMNS
     total = 0.0
     for piece in tl.static_range((MATRIX.REDUCTION + DEPTH - 1) // DEPTH):
-        column = piece * DEPTH + tl.arange(0, DEPTH)
-        value = tl.load(x + column, mask=column < MATRIX.REDUCTION, other=0.0)[None, :]
-        total += _sums(tiles[piece], value, scales, j, row_ok, piece, HEIGHT, HEIGHT, DEPTH, MATRIX)
+        total += _sums(
+            tiles[piece],
+            x + tl.zeros((1, 1), tl.int32),
+            tl.full((1, 1), 1, tl.int1),
+            scales,
+            j,
+            row_ok,
+            piece,
+            HEIGHT,
+            HEIGHT,
+            DEPTH,
+            MATRIX,
+        )
     return tl.sum(total, axis=1, keep_dims=True)  # across threads once, after all pieces
 
 
 @triton.jit
 def _sums(
     packed,
-    value,
+    values,
+    there,
     scales,
     row_R,
     row_ok,
@@ -310,22 +321,23 @@ def _sums(
     DEPTH: tl.constexpr,
     MATRIX: tl.constexpr,
 ):
-    """(HEIGHT, WIDTH / chunk) sums of quantised numbers, WIDTH bytes of each of HEIGHT rows, times values, which GROUP
-    rows share, times their scales; of numbers that were in blocks (HEIGHT, DEPTH).
+    """(HEIGHT, sums of a row): of the piece-th DEPTH quantised numbers of HEIGHT rows, times values, which GROUP rows
+    share, times their scales.
 
-    value: (HEIGHT / GROUP, DEPTH).
+    values: (HEIGHT / GROUP, 1), pointers to the first of each, of which `there` tells which exist.
     """
-    BITS: tl.constexpr = MATRIX.BITS
-    WIDTH: tl.constexpr = DEPTH * BITS // 8
-    LINES: tl.constexpr = DEPTH // MATRIX.BLOCK_COLUMNS if DEPTH > MATRIX.BLOCK_COLUMNS else 1
-    VALUES: tl.constexpr = HEIGHT // GROUP
-    BLOCK_BYTES: tl.constexpr = MATRIX.BLOCK_COLUMNS * BITS // 8
-    CHUNK: tl.constexpr = min(16, BLOCK_BYTES, WIDTH)
-    CHUNKS: tl.constexpr = WIDTH // CHUNK  # as in `_quantised_token`
-    if MATRIX.SCALE == "inside":  # one number is added up with those of other pieces
-        product = tl.reshape(packed, (VALUES, GROUP, DEPTH)) * value.to(tl.float32)[:, None, :]
-        return tl.reshape(product, (HEIGHT, DEPTH))
+    if MATRIX.SCALE == "inside":
+        return _sums_of_blocks(packed, values, there, piece, HEIGHT, GROUP, DEPTH, MATRIX)
     else:
+        BITS: tl.constexpr = MATRIX.BITS
+        WIDTH: tl.constexpr = DEPTH * BITS // 8
+        LINES: tl.constexpr = DEPTH // MATRIX.BLOCK_COLUMNS if DEPTH > MATRIX.BLOCK_COLUMNS else 1
+        VALUES: tl.constexpr = HEIGHT // GROUP
+        BLOCK_BYTES: tl.constexpr = MATRIX.BLOCK_COLUMNS * BITS // 8
+        CHUNK: tl.constexpr = min(16, BLOCK_BYTES, WIDTH)
+        CHUNKS: tl.constexpr = WIDTH // CHUNK  # as in `_quantised_token`
+        column = piece * DEPTH + tl.arange(0, DEPTH)
+        value = _load_values(values, there, column, MATRIX)
         places, there = places_of_scales(scales, row_R, row_ok, piece, DEPTH, LINES, MATRIX.REDUCTION, MATRIX)
         scale = load_scales(places, there, 1.0, MATRIX.SCALE)
         packed = tl.reshape(packed, (VALUES, GROUP, CHUNKS, CHUNK))
@@ -497,20 +509,21 @@ def _quantised_token(
         if TILE.OVERLAP:
             tl.extra.cuda.gdc_wait()
         of_expert = scales + (expert * MATRIX.STRIDE_SCALE_EXPERT)[:, None]
-        rows_of_a = a_NI + slot_S.to(tl.int64)[:, None] * MATRIX.REDUCTION
+        rows_of_a, there = a_NI + slot_S.to(tl.int64)[:, None] * MATRIX.REDUCTION, owned_S[:, None]
         if TILE.STAGES is None:
             sums = 0.0
             for piece in tl.static_range(TILE.PIECES):
-                value = _load_values(rows_of_a, owned_S, piece, DEPTH, MATRIX)
-                sums += _sums(tiles[piece], value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
+                sums += _sums(
+                    tiles[piece], rows_of_a, there, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX
+                )
         else:
             CHUNK: tl.constexpr = min(16, MATRIX.BLOCK_COLUMNS * MATRIX.BITS // 8, DEPTH * MATRIX.BITS // 8)
-            SUMS: tl.constexpr = DEPTH if MATRIX.SCALE == "inside" else DEPTH * MATRIX.BITS // 8 // CHUNK
+            OF_BLOCKS: tl.constexpr = DEPTH // MATRIX.PLANES // min(16, MATRIX.LINE) if MATRIX.SCALE == "inside" else 0
+            SUMS: tl.constexpr = OF_BLOCKS if MATRIX.SCALE == "inside" else DEPTH * MATRIX.BITS // 8 // CHUNK
             sums = tl.zeros((HEIGHT, SUMS), tl.float32)
             for piece in tl.range(TILE.PIECES, num_stages=TILE.STAGES):
                 tile = _load_piece(rows[:, None], row_ok, piece, TILE, MATRIX)
-                value = _load_values(rows_of_a, owned_S, piece, DEPTH, MATRIX)
-                sums += _sums(tile, value, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
+                sums += _sums(tile, rows_of_a, there, of_expert, h, row_ok, piece, HEIGHT, COLUMNS, DEPTH, MATRIX)
         total = tl.sum(sums, axis=1)  # across threads once
         if matrix_scale is not None:
             total *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
@@ -522,7 +535,45 @@ def _quantised_token(
 
 
 @triton.jit
-def _load_values(rows_of_a, owned_S, piece, DEPTH: tl.constexpr, MATRIX: tl.constexpr):
-    column = piece * DEPTH + tl.arange(0, DEPTH)
-    known = owned_S[:, None] & (column < MATRIX.REDUCTION)[None, :]
-    return tl.load(rows_of_a + column[None, :], mask=known, other=0.0)
+def _load_values(rows, there, column, MATRIX: tl.constexpr):
+    known = there & (column < MATRIX.REDUCTION)[None, :]
+    return tl.load(rows + column[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def _sums_of_blocks(
+    packed, values, there, piece, HEIGHT: tl.constexpr, GROUP: tl.constexpr, DEPTH: tl.constexpr, MATRIX: tl.constexpr
+):
+    """As `_sums`: scales and offsets are applied to what up to 16 numbers of a plane give."""
+    total = 0.0
+    for plane in tl.static_range(MATRIX.PLANES):
+        total += _sums_of_plane(packed, values, there, piece, plane, HEIGHT, GROUP, DEPTH, MATRIX)
+    return total
+
+
+@triton.jit
+def _sums_of_plane(
+    packed,
+    values,
+    there,
+    piece,
+    PLANE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MATRIX: tl.constexpr,
+):
+    VALUES: tl.constexpr = HEIGHT // GROUP
+    CHUNK: tl.constexpr = min(16, MATRIX.LINE)
+    CHUNKS: tl.constexpr = DEPTH // MATRIX.PLANES // CHUNK
+    column = columns_of(piece * DEPTH, PLANE, DEPTH, MATRIX)
+    value = tl.reshape(_load_values(values, there, column, MATRIX).to(tl.float32), (VALUES, 1, CHUNKS, CHUNK))
+    number = tl.reshape(number_of(packed, PLANE, DEPTH, MATRIX), (VALUES, GROUP, CHUNKS, CHUNK))
+    scale, offset = scales_of(packed, PLANE, DEPTH, MATRIX)
+    LINES: tl.constexpr = scale.shape[1]
+    total = tl.reshape(tl.sum(number * value, axis=3), (HEIGHT, LINES, CHUNKS // LINES))
+    total = product_alone(total, scale[:, :, None])
+    if MATRIX.HAS_OFFSETS:
+        alone = tl.broadcast_to(tl.sum(value, axis=3), (VALUES, GROUP, CHUNKS))
+        total += product_alone(tl.reshape(alone, (HEIGHT, LINES, CHUNKS // LINES)), offset[:, :, None])
+    return tl.reshape(total, (HEIGHT, CHUNKS))

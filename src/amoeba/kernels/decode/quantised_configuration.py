@@ -8,7 +8,7 @@ T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidde
 from __future__ import annotations
 
 from amoeba.core.problem import Problem
-from amoeba.kernels.blocks import NARROWEST
+from amoeba.kernels.blocks import NARROWEST, columns_together
 from amoeba.kernels.decode.configuration import (
     FEWEST_LISTED,
     SMALLEST_CHUNK,
@@ -20,12 +20,13 @@ from amoeba.kernels.decode.configuration import (
     slots_together,
 )
 from amoeba.kernels.launch import next_power_of_2
-from amoeba.precision.formats import MXFP4, NVFP4
+from amoeba.precision.formats import MXFP4, NVFP4, Format
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 # By slot, by the bits of a number: bytes of weights that a program of the up projection has in flight, and the warps of
 # both products. What was fastest of eleven ways at qwen3's sizes (E=128 K=8 H=2048 I=768) on an H200: dev/log.
-UP_BYTES, WARPS_BY_SLOT = {8: 8192, 4: 4096}, {8: 4, 4: 2}
+# NVFP4 has twice the scales to make: 16.9 us for one token with four warps, 19.4 with two.
+UP_BYTES, WARPS_BY_SLOT, WARPS_NVFP4 = {8: 8192, 4: 4096}, {8: 4, 4: 2}, 4
 DOWN_BYTES = 8192
 # Bytes of one row of every slot from which on the down projection reads in steps: a program reads `a` of all slots as
 # well, which is as many bytes or more, unless it has several rows of each. Rows and bytes of them in a step, warps,
@@ -55,9 +56,12 @@ MOST_EARLY = 8
 # 128 take at 8 tokens of that layer, 85 for 92 at 16, and 113 for 128 at 64 (dev/log). Of NVFP4 72 for 83 at 8
 # tokens, and where slots are listed: at 64, up takes 87 us in place of 103.
 LONG_STEP = 256
-# Of blocks of GGUF files numbers are in registers as fp32: half as many bytes, of 8 bits each, are in flight, and steps
-# are half as long, a quarter by slot; where 32 slots are computed together, tiles are half as high. Compiled for sm_90
-# no more than 8 bytes of a thread spill so; not timed.
+# Of blocks of GGUF files those of 256 numbers are taken as a whole, by programs of 32 rows: Q4_K takes 92 us at 8
+# tokens of that layer and 182 at 64, where steps of 64 numbers took 269 and 512 (dev/log/gguf.md). Where high bits are
+# apart, two warps share the rows, or threads put numbers aside. By slot a warp has as many numbers of up in flight, in
+# pieces of a row, or one row of y. Others are read two bytes at a time: half the numbers of fp8 in a step.
+WHOLE_BLOCK, WHOLE_ROWS, WHOLE_STAGES = 256, 32, 2
+WHOLE_NUMBERS, WHOLE_PIECE = 8192, 1024
 IN_BLOCKS = 2
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was unpacked
 
@@ -75,22 +79,33 @@ def _own(problem: Problem) -> Like:
 
 def by_slot(problem: Problem) -> Configuration:
     weights: QuantisedExperts = problem.weights
+    up_format, down_format = weights.format, weights.down_format or weights.format
     bits, rows = weights.format.element.bits, 2 if weights.activation.gated else 1
-    share = IN_BLOCKS if weights.format.scale == "inside" else 1
-    up_depth = _piece(weights.hidden, WIDEST_PIECE)
-    down_depth = _piece(weights.intermediate, NARROWEST_PIECE)  # each piece also reads the `a` of all slots
+    share, warps = IN_BLOCKS if up_format.scale == "inside" else 1, WARPS_BY_SLOT[bits]
+    if up_format is NVFP4:
+        warps = WARPS_NVFP4
+    least_up, least_down = _least_step(up_format), _least_step(down_format)
+    up_depth = _piece(weights.hidden, WIDEST_PIECE, least_up)
+    down_depth = _piece(weights.intermediate, NARROWEST_PIECE, least_down)  # each piece also reads the `a` of all slots
     columns = max(UP_BYTES[bits] // share * 8 // (rows * bits * next_power_of_2(weights.hidden)), 1)
     slots = next_power_of_2(problem.expert_TK.shape[1])
     bytes_of_slots = slots * bits * weights.intermediate // 8
     if bytes_of_slots > IN_STEPS // share:
-        down_depth = _piece(weights.intermediate, STEP_BYTES // share**2 * 8 // bits)
+        down_depth = _piece(weights.intermediate, STEP_BYTES // share**2 * 8 // bits, least_down)
         down = Tile(max(STEP_ROWS // slots, 1), down_depth, STEP_WARPS, STEP_STAGES)
     else:
         lines = _power_of_2_below(max(DOWN_BYTES // bytes_of_slots, 1), 4)
-        down = Tile(lines, down_depth, WARPS_BY_SLOT[bits], at_once=True)
+        down = Tile(lines, down_depth, warps, at_once=True)
+    up = Tile(_power_of_2_below(columns, 16), up_depth, warps, at_once=True)
+    if _is_whole(up_format):
+        of_column = rows * next_power_of_2(weights.hidden)
+        columns, warps = max(WHOLE_NUMBERS // of_column, 1), max(of_column // WHOLE_NUMBERS, 1)
+        up = Tile(min(columns, 16), _piece(weights.hidden, WHOLE_PIECE, least_up), min(warps, 8), at_once=True)
+    if _is_whole(down_format) and down.at_once:
+        down = Tile(1, down_depth, 1, at_once=True)
     return Configuration(
         by_slot=True,
-        up=Tile(_power_of_2_below(columns, 16), up_depth, WARPS_BY_SLOT[bits], at_once=True),
+        up=up,
         down=down,
         overlap=can_overlap(problem.x_TH.device),
     )
@@ -112,12 +127,17 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
 
-    def tile(width: int, columns: int, reduction: int) -> Tile:
-        columns = min(columns, max(next_power_of_2(width), 16))
-        return Tile(columns, max(min(depth, next_power_of_2(reduction)), SHORTEST_STEP), warps, STAGES[bits])
+    def tile(width: int, rows_of_column: int, reduction: int, format: Format) -> Tile:
+        whole = _is_whole(format) and problem.x_TH.element_size() == 2
+        columns = min((WHOLE_ROWS if whole else height) // rows_of_column, max(next_power_of_2(width), 16))
+        if whole:
+            shared = format.name in ("q3_k", "q5_k", "q6_k") or rows >= SHORT_ROWS
+            return Tile(columns, WHOLE_BLOCK, 2 if shared else 1, WHOLE_STAGES)
+        least = max(_least_step(format), SHORTEST_STEP)
+        return Tile(columns, max(min(depth, next_power_of_2(reduction)), least), warps, STAGES[bits])
 
-    up = tile(weights.intermediate, height // (2 if weights.activation.gated else 1), weights.hidden)
-    down = tile(weights.hidden, height, weights.intermediate)
+    up = tile(weights.intermediate, 2 if weights.activation.gated else 1, weights.hidden, weights.format)
+    down = tile(weights.hidden, 1, weights.intermediate, weights.down_format or weights.format)
     overlap = can_overlap(problem.x_TH.device)
     listed = slots >= (FEWEST_LISTED if overlap else FEWEST_LISTED_ALONE)  # where a launch more costs little
     takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and (listed or slots < experts))
@@ -127,9 +147,18 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
 
 
-def _piece(length: int, widest: int) -> int:
+def _is_whole(format: Format) -> bool:
+    return format.scale == "inside" and format.block[1] == WHOLE_BLOCK
+
+
+def _least_step(format: Format) -> int:
+    """Numbers of a row that are loaded together, at least."""
+    return columns_together(format.name) if format.scale == "inside" else NARROWEST
+
+
+def _piece(length: int, widest: int, least: int) -> int:
     """The power of two that leaves the least of its last repetition empty; of those, the widest."""
-    widest = min(widest, max(next_power_of_2(length), NARROWEST))
+    widest = min(max(widest, least), max(next_power_of_2(length), least))
     widths = [widest >> halvings for halvings in range(4) if widest >> halvings >= min(NARROWEST_PIECE, widest)]
     return min(widths, key=lambda width: -(-length // width) * width)
 
