@@ -14,7 +14,7 @@ import threading
 
 import pytest
 import torch
-from conftest import running
+from server_thread import running
 
 from amoeba.jobs.generate.options import GenerationOptions
 from called import call as command

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import running
+from server_thread import running
 
 NAME = "tiny"
 

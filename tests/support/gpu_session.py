@@ -64,11 +64,13 @@ class Run:
         name = file.replace("/", "-")
         self._notes, self._printed = folder / f"{name}.jsonl", folder / f"{name}.txt"
         hung = max(seconds - 15, 1.0)  # threads' tracebacks, before the limit ends all
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "gpu_session"]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "gpu_session"]
         command += ["-o", f"faulthandler_timeout={hung:g}", "--tb=short", "--color=no", "-m", marks, file]
         paths = [str(ROOT / "src"), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {_NOTES: str(self._notes), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | environment
+        # plugins of other packages take a second to import
+        ours = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        environment = ours | environment
         with self._printed.open("wb") as printed:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True

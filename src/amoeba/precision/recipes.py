@@ -73,7 +73,7 @@ SUMMARIES = {
 }
 _FP8 = FP8_TRAINING_ROWS, FP8_TRAINING
 _OPERANDS: dict[str, tuple[Format, Format]] = {
-    **dict.fromkeys(("fp8", "fp8-ste", "fp8-saved", "fp8-all", AUTO), _FP8),
+    **dict.fromkeys(("fp8", "fp8-ste", "fp8-saved", "fp8-all", AUTO, W8A8), _FP8),
     "mxfp8": (MXFP8_TRAINING_ROWS, MXFP8_TRAINING),
     "nvfp4": (NVFP4_TRAINING_ROWS, NVFP4_TRAINING),
 }
