@@ -43,7 +43,6 @@ from amoeba.core.weights import LORA_NAMES, ExpertWeights
 from amoeba.placements import placement_named
 from amoeba.proof.reference.experts import experts_forward
 
-pytestmark = pytest.mark.usefixtures("short_rounds")
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
 MIB = 2**20

@@ -14,7 +14,6 @@ from amoeba.bench.workload import Shape, make_workload
 from amoeba.commands import bench_layers as bench_command
 from noted_output import NotedOutput
 
-pytestmark = pytest.mark.usefixtures("short_rounds")
 CPU = torch.device("cpu")
 TINY = Shape("tiny", tokens=37, hidden=32, intermediate=16, experts=6, top_k=2)
 

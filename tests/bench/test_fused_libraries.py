@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amoeba.bench import peers, timing
+from amoeba.bench import peers
 from amoeba.bench.implementations import implementations
 from amoeba.bench.suite import Plan, run_suite
 from amoeba.bench.workload import Shape, make_workload
@@ -82,7 +82,6 @@ def libraries(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(peers, "is_nvidia_gpu", lambda device: True)
-    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
     return SimpleNamespace(**{name.replace(".", "_"): module for name, module in modules.items()})
 
 

@@ -121,7 +121,7 @@ def test_a_step_longer_than_the_time_is_measured_all_the_same(clock):
     assert found.ms == pytest.approx(9000)
 
 
-def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(short_rounds, monkeypatch):
+def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(monkeypatch):
     asked = []
 
     def sustain(steps, device, seconds, meter):
@@ -164,7 +164,6 @@ def test_the_command_prints_and_writes_both_with_rests_and_back_to_back(short_ro
     assert [line for line in output.lines if "no pauses, about 4.0 s each" in line and "limit 700 W" in line]
 
 
-@pytest.mark.usefixtures("short_rounds")
 def test_the_rests_of_a_gpu_are_stated():
     (report,) = run_suite(Plan([TINY], CPU, [torch.float32], ["forward"], repeats=1, peers=[]))
     output = NotedOutput()

@@ -15,7 +15,6 @@ from benchmarks.products import Role, roles_of
 from called import call
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("short_rounds")
 
 
 def _raise() -> None:

@@ -137,11 +137,12 @@ def test_attention(
     sink = random(device, Q, seed=5, dtype=dtype) if with_sink else None
     found = attend(*given, seen, sink, softcap)
     assert relative(found, truth(*given, seen, sink, softcap)) < TOLERANCE[dtype]
-    monkeypatch.setattr(exact_attention, "PARTS", 10 * B * Q * width)
+    monkeypatch.setattr(exact_attention, "PARTS", 40 * B * Q * width)  # a few queries at a time
     assert torch.equal(attend(*given, seen, sink, softcap), found)
 
 
-@quick(lambda window, split, dtype: split == 64 and dtype != torch.float32)
+# several pieces with a window that ends within one, and all that came before in one piece
+@quick(lambda window, split, dtype: (window, split) in ((20, 64), (10_000, 512)) and dtype != torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("split", [64, 512])
 @pytest.mark.parametrize("window", [10_000, 20])

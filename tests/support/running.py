@@ -22,12 +22,14 @@ import quick_interpreter
 from amoeba import Routing
 from amoeba.backends.backend import Request
 from amoeba.backends.registry import backends_of
+from amoeba.bench import timing
 from amoeba.core.weights import ExpertWeights
 from amoeba.cpu import build, node_library, numa
 from amoeba.cpu import node_passes as node
 from amoeba.cpu import weights as packed
 from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.weights import Path, load_packed
+from amoeba.plan import machine
 from amoeba.system.cpu_features import cpu_flags
 from selection import first_case, leave_the_rest_to_thorough, one_of_each_test
 from small_layer import Layer
@@ -41,6 +43,9 @@ torch.set_num_threads(1)
 with torch.device("meta"):
     torch.empty(0)  # torch notes at first use what makes tensors: not while a test has put something in its place
 quick_interpreter.install()
+# A benchmark measures as often as it is told and no longer; and what this CPU and its disk give at best, which doctor
+# asks for each time on a busy machine, in an instant instead of two seconds.
+timing.LEAST_SECONDS, timing.SIZES["cpu"], machine._FILE_BYTES = 0.0, timing.Size(64, 1 << 20, 1), 4 << 20
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -124,12 +129,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """gpu_of(9, 0): every device is said to be a GPU of this compute capability."""
     return lambda *found: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found)
-
-
-@pytest.fixture
-def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark measures as often as it is told and no longer."""
-    monkeypatch.setattr("amoeba.bench.timing.LEAST_SECONDS", 0.0)
 
 
 @pytest.fixture
