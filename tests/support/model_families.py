@@ -27,7 +27,7 @@ from amoeba.decoding.trial import raise_if_it_waits
 from amoeba.integrations.model_folder import load_model
 from amoeba.jobs.convert.quantise import quantise_folder
 from model_kinds import VOCABULARY, build_kind, kinds
-from replayed_steps import replayed
+from replayed_steps import Recorded, replayed
 from tiny_models import relative
 
 HEAD = """# Model families
@@ -40,6 +40,7 @@ What each kind of model in transformers {version} can do, found with a tiny rand
 - **streamed**: logits with experts read from the folder equal those of the resident model
 - **quantised**: the model is written in mxfp8 and read again
 - **captured decoding**: greedy tokens of a step replayed on fixed memory, without Python, equal those of `generate`
+- **captured training**: forward and backward replayed in that way with another text give its gradients
 """
 
 
@@ -86,12 +87,50 @@ def captured(kind: str, folder: Path) -> None:
     assert tokens == out[0, len(prompt) :].tolist(), "other tokens than those of generate"
 
 
+def captured_training(kind: str, folder: Path) -> None:
+    """As `jobs.train.trainer` captures a pass, which looks at no number of the device and gets no mask to look into."""
+    model, given = build_kind(kind).train(), ids()
+    model.set_experts_implementation("batched_mm")
+    mask = torch.full((1, 1, given.shape[1], given.shape[1]), float("-inf"), dtype=torch.float32).triu(1)
+    try:
+        model(input_ids=given, attention_mask=mask, use_cache=False)
+    except RuntimeError:  # takes masks of texts alone
+        mask = torch.ones_like(given)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients(run: Callable[[], object]) -> list[Tensor]:
+        torch.manual_seed(0)  # of routers that add noise
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+        run()
+        return [parameter.grad.clone() for parameter in trained if parameter.grad is not None]
+
+    def pass_over() -> None:
+        model(input_ids=given, attention_mask=mask, labels=given, use_cache=False).loss.backward()
+
+    recorded = Recorded()
+
+    def record() -> None:
+        with recorded:
+            pass_over()
+
+    first = gradients(record)
+    if recorded.decisions:
+        raise ValueError(f"the host waits for numbers of the device inside a pass: {recorded.decisions[0]}")
+    given.copy_(given.flip(1))
+    expected, found = gradients(pass_over), gradients(recorded.replay)
+    whole = [torch.cat([gradient.flatten() for gradient in each]) for each in (first, expected, found)]
+    assert relative(whole[0], whole[1]) > 0.1
+    assert relative(whole[2], whole[1]) < 1e-5, "other gradients than those of the pass itself"
+
+
 COLUMNS: dict[str, Callable[[str, Path], None]] = {
     "experts": experts,
     "LoRA": adapted,
     "streamed": streamed,
     "quantised": quantised,
     "captured decoding": captured,
+    "captured training": captured_training,
 }
 
 

@@ -11,6 +11,7 @@ instead of written to. A model whose tokens are right under `replay` depends on 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,18 +32,18 @@ class Recorded(TorchDispatchMode):
         self._operators.append((operator, args, kwargs, out))  # which also keeps every id in use
         return out
 
+    @torch.no_grad()
     def replay(self) -> None:
-        made: dict[int, Tensor] = {}
-
-        def current(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return [current(each) for each in value]
-            return made.get(id(value), value) if isinstance(value, Tensor) else value
-
+        """Into the memory of the recorded results: backward reads some of them through tensors of its own."""
         for operator, args, kwargs, out in self._operators:
-            new = operator(*current(args), **{name: current(value) for name, value in kwargs.items()})
-            pairs = zip(out, new, strict=True) if isinstance(out, list | tuple) else [(out, new)]
-            made.update((id(before), after) for before, after in pairs if isinstance(before, Tensor))
+            new = operator(*args, **kwargs)
+            for before, now in zip(out, new, strict=True) if isinstance(out, list | tuple) else [(out, new)]:
+                if isinstance(before, Tensor) and not _share_memory(before, now):
+                    before.detach().copy_(now)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def replayed(step: Any) -> Recorded:
