@@ -32,7 +32,9 @@ from amoeba.integrations import norms
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import check_coverage, one_token
 from amoeba.integrations.exact_linears import few_launches
+from amoeba.integrations.exact_rotations import fused_rotations
 from amoeba.integrations.experts_module import BACKEND, experts_modules
+from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.text_model import text_config
 from amoeba.ops import exact as ops
 
@@ -71,6 +73,8 @@ class Exact:
         if ops.kernels_on(models[0].device) is not None:
             self._fused.enter_context(norms.one_launch(model))  # before they have our hooks
             self._fused.enter_context(few_launches(model))
+            self._fused.enter_context(fused_routers(model))
+            self._fused.enter_context(fused_rotations(model))
         # Activation checkpointing calls the parts of a layer again in backward, and not the layer.
         parts = (part for layer in decoder_layers(models[0]) for part in layer.children())
         passes = dict.fromkeys((model, *models, *parts))

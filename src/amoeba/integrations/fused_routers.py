@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from amoeba.core.config import RouterConfig
 from amoeba.core.graph_replays import Replays
 from amoeba.integrations.experts_module import is_experts, placed_in, routers_in
+from amoeba.ops.exact import OUTSIDE, looks_on
 from amoeba.routing import fused_router, route
 
 logger = logging.getLogger("amoeba")
@@ -116,7 +117,8 @@ class _FusedRouter:
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        kernels = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        in_exact_mode = looks_on()  # where one product serves with gradients and without
+        kernels = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_exact_mode
         logits_TE = _logits(self, x_TH, kernels and x_TH.device.type == "cuda")
         config, dtype, ids_first = self.found
         if (requested := _route_and_request(self.__dict__[_EXPERTS], x_TH, logits_TE, config)) is not None:
@@ -124,7 +126,8 @@ class _FusedRouter:
         elif kernels and fused_router.why_not(logits_TE, config) is None:
             expert_TK, weight_TK = fused_router.choose(logits_TE, config, dtype or logits_TE.dtype)
         elif fused_router.why_not(logits_TE, config) is None:
-            expert_TK, weight_TK, _ = fused_router.fused_route(logits_TE, config, None, scores=False)
+            with OUTSIDE if in_exact_mode else nullcontext():
+                expert_TK, weight_TK, _ = fused_router.fused_route(logits_TE, config, None, scores=False)
         else:
             routing = route(logits_TE, config)
             expert_TK, weight_TK = routing.expert_TK, routing.weight_TK

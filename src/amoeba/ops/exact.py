@@ -316,7 +316,15 @@ def _at_once(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 # --- what torch is asked for
 
 # operators of amoeba
-OURS = {"exact", "quantised_exact", "exact_attention", "exact_rms_norm", "count_choices", "attach_balance"}
+OURS = {
+    "exact",
+    "quantised_exact",
+    "exact_attention",
+    "exact_rms_norm",
+    "fused_router",
+    "count_choices",
+    "attach_balance",
+}
 # Of torch: what moves elements, compares them, or has one right result for each.
 _SAME = frozenset(
     """
