@@ -18,6 +18,7 @@ from amoeba.cpu.weights import Path as CpuPath
 from amoeba.cpu.weights import current_path
 from amoeba.decoding import Decoder
 from amoeba.decoding.decoder import native_steps
+from amoeba.integrations import exact as integration
 from amoeba.integrations.exact import exact, is_exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 from selection import quick
@@ -235,6 +236,29 @@ def test_layers_that_run_again_in_backward_are_exact() -> None:
     assert not has_dispatch_mode()
     first, again = seen
     assert torch.equal(first, again)
+
+
+def test_the_mask_of_texts_without_padding_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_masks, own = [], integration.sdpa_mask
+
+    def note(*args: Any, **kwargs: Any) -> Tensor:
+        made_masks.append(own(*args, **kwargs))
+        return made_masks[-1]
+
+    monkeypatch.setattr(integration, "sdpa_mask", note)
+    model, ids = made("qwen3_moe"), torch.randint(3, VOCABULARY, (1, 9))
+    with exact(model):
+        wanted = model(input_ids=ids, use_cache=False).logits
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+        assert len(made_masks) == 1
+        made_masks[0].fill_(True)  # by somebody else: it is made anew
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+        padding = torch.tensor([[0] * 4 + [1] * 5])
+        assert not torch.equal(model(input_ids=ids, attention_mask=padding, use_cache=False).logits, wanted)
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+        shorter = model(input_ids=ids[:, :5], use_cache=False).logits
+    assert torch.equal(shorter, wanted[:, :5])
+    assert not integration._masks
 
 
 def test_undo_leaves_the_model_as_it_was() -> None:

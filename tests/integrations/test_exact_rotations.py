@@ -57,7 +57,7 @@ def test_fp32() -> None:
     assert all(relative(a, b) < 1e-6 for a, b in zip(found, rotated(*(each.double() for each in tensors)), strict=True))
 
 
-def test_the_familys_function_is_back_when_its_last_exact_model_is_none_any_more() -> None:
+def test_the_familys_function_is_back_after_its_last_exact_model() -> None:
     own = modeling_qwen3_moe.apply_rotary_pos_emb
     first = fused_rotations(family())
     first.__enter__()

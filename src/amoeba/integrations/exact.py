@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from amoeba.backends import triton
 from amoeba.backends.registry import all_backends_of
@@ -87,6 +87,7 @@ class Exact:
         for hook in self._hooks:
             hook.remove()
         self._fused.close()
+        _masks.clear()
         for module in self._experts:
             module.__dict__.pop(BACKEND, None)
         for config, own in self._configs:
@@ -229,5 +230,28 @@ def materialised_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask.expand(len(offset), 1, 1, len(slot))
 
 
+def exact_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The same; that of texts without padding is kept, with its bounds, for the next pass over as many tokens."""
+    given = [*args, *kwargs.values()]
+    on_gpu = torch.device(kwargs.get("device", "cpu")).type == "cuda"
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    causal = kwargs.get("mask_function") is causal_mask_function and not any(isinstance(e, Tensor) for e in given)
+    if not causal or captured or torch.is_inference_mode_enabled():
+        return materialised_mask(*args, **kwargs)
+    numbers = {name: each for name, each in kwargs.items() if name != "config"}  # of which a causal mask is made
+    key = args, frozenset(numbers.items())
+    mask, version = _masks.get(key, (None, 0))
+    if mask is None or mask._version != version:
+        mask = materialised_mask(*args, **kwargs)
+        if mask is None or mask.numel() > LARGEST_KEPT:
+            return mask
+        _masks.clear()
+        _masks[key] = mask, mask._version
+    return mask
+
+
+LARGEST_KEPT = 1 << 24  # bytes
+_masks: dict[Any, tuple[Tensor, int]] = {}
+
 AttentionInterface.register(NAME, exact_attention)
-AttentionMaskInterface.register(NAME, materialised_mask)
+AttentionMaskInterface.register(NAME, exact_mask)
