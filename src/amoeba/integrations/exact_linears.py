@@ -126,7 +126,7 @@ def _factors(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1 or not _is_plain(layer.base_layer):
         return None
     (name,) = layer.active_adapters
-    if name not in layer.lora_A or name in layer.lora_variant:
+    if name not in layer.lora_A or name in getattr(layer, "lora_variant", ()):
         return None
     dropout, a, b = layer.lora_dropout[name], layer.lora_A[name], layer.lora_B[name]
     if type(dropout) is not nn.Identity or not (_is_plain(a) and _is_plain(b)):

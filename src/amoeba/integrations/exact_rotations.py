@@ -27,7 +27,7 @@ _NAME = "apply_rotary_pos_emb"
 def fused_rotations(model: nn.Module) -> Iterator[None]:
     files = {type(module).__module__ for module in model.modules()}
     changed = []
-    for file in (sys.modules[name] for name in files):
+    for file in (sys.modules.get(name) for name in files):
         own = getattr(file, _NAME, None)
         rotations = own if isinstance(own, _Rotations) else _Rotations(own) if _is_usual(own) else None
         if rotations is not None:
