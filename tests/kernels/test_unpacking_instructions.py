@@ -1,4 +1,5 @@
-"""The instructions that decode e2m1 on a GPU, carried out here one by one: for every byte, against the definition."""
+"""The instructions that decode e2m1 and blocks on a GPU, carried out here one by one: for every byte, against the
+definition."""
 
 import re
 
@@ -7,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from amoeba.kernels import blocks
 from amoeba.kernels.decode import weights
 from amoeba.precision import E2M1
 
@@ -68,7 +70,10 @@ def pairs_of(program: str, dtype: torch.dtype, **given: int) -> torch.Tensor:
 
 
 def program(name: str) -> str:
-    text = getattr(weights, name).value
+    return without_registers(getattr(weights, name).value)
+
+
+def without_registers(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if ".reg" not in line)
 
 
@@ -132,3 +137,34 @@ def test_scales_beyond_it_give_nothing_finite(exponent: int) -> None:
     word = min(exponent + 63, 255) * 0x00800080
     found = pairs_of(program("_SCALED_PAIR_E2M1"), torch.bfloat16, **{f"${at}": word for at in range(5, 9)})
     assert not found.isfinite().any()
+
+
+def words_of_bytes() -> list[int]:
+    return [int.from_bytes(bytes(four), "little") for four in BYTES.view(-1, 4).tolist()]
+
+
+def test_bytes_of_blocks_become_fp32_above_a_power_of_two() -> None:
+    found = []
+    for word in words_of_bytes():
+        registers = carry_out(blocks._RAISE.value, {"$4": word})
+        found += [registers[f"${at}"] for at in range(4)]
+    numbers = torch.tensor(found).to(torch.int32).view(torch.float32) - blocks._RAISED.value
+    assert torch.equal(numbers, BYTES.float())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_planes_of_four_bytes_are_taken_together(bits: int) -> None:
+    for plane in range(8 // bits):
+        take = blocks._TAKE.value[16 - 16 // bits + plane]
+        found = [carry_out(take, {"$1": word})["$0"].to_bytes(4, "little") for word in words_of_bytes()]
+        assert torch.equal(torch.tensor([*b"".join(found)]), BYTES.long() >> plane * bits & (1 << bits) - 1)
+
+
+@pytest.mark.parametrize("low_bits", [2, 4])
+@pytest.mark.parametrize("bits", [1, 2])
+def test_high_bits_of_four_bytes_come_above_low_ones(bits: int, low_bits: int) -> None:
+    take = without_registers(blocks._TAKE_HIGH.value[bits * 2 + low_bits // 2 - 3])
+    for shift in range(0, 8, bits):
+        given = {"$2": shift * 0x01010101}
+        found = [carry_out(take, {"$1": word} | given)["$0"].to_bytes(4, "little") for word in words_of_bytes()]
+        assert torch.equal(torch.tensor([*b"".join(found)]), (BYTES.long() >> shift & (1 << bits) - 1) << low_bits)
