@@ -52,6 +52,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def ours(folder: Path, experts: str, dense: str, file: str, length: int) -> Any:
     """A decoder of native steps; ValueError where the core does not know the model."""
+    from amoeba.integrations import norms
     from amoeba.jobs.cpu_dtype import DtypeChoice
     from amoeba.jobs.generate.token_steps import choose_steps
     from amoeba.jobs.placed_model import load_placed
@@ -61,6 +62,7 @@ def ours(folder: Path, experts: str, dense: str, file: str, length: int) -> Any:
     cpu = torch.device("cpu")
     choice = DtypeChoice(compute_dtype(torch.bfloat16, cpu), None, "as generate's")
     model, _ = load_placed(name, choice, placement, trains=False, device=cpu, rest_in_blocks=True)
+    norms.by_core(model)
     steps = choose_steps(model, {}, batch=1, prompt_tokens=PROMPT, new_tokens=length, dense=dense)
     if steps.kind != "native":
         raise ValueError(steps.reason)

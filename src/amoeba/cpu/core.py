@@ -68,6 +68,10 @@ _SIGNATURES = {
         _POINTER, _INT64, _POINTER, _INT64,                 # right, stride, index, columns
         _POINTER, _INT64, _INT64, _INT,                     # gradient, its strides, threads
     ),
+    "amoeba_rms_norm_f32": (
+        _INT64, _INT64, _POINTER, _POINTER,                 # rows, length, x, weight
+        _FLOAT, _FLOAT, _POINTER, _INT,                     # eps, shift of the weight, out, threads
+    ),
     "amoeba_swiglu_f32": (
         _INT64, _INT64, _POINTER, _POINTER,                 # rows, intermediate, h, scale
         _FLOAT, _FLOAT, _FLOAT, _POINTER, _INT,             # alpha, limit, up_shift, a, threads
@@ -123,6 +127,17 @@ class Core:
             activation.alpha, activation.limit, activation.up_shift,
             address("out", out, torch.float32, (rows, intermediate)), torch.get_num_threads(),
         )  # fmt: skip
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, adds_one: bool = False) -> Tensor:
+        """Over the last dimension, in fp32. adds_one: to the weight."""
+        x, length = x.contiguous(), x.shape[-1]
+        out = torch.empty_like(x)
+        self._library.amoeba_rms_norm_f32(
+            x.numel() // max(1, length), length, address("x", x, torch.float32, tuple(x.shape)),
+            address("weight", weight, torch.float32, (length,)), eps, float(adds_one),
+            address("out", out, torch.float32, tuple(x.shape)), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
     def activate_backward(
         self,

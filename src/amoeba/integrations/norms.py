@@ -1,6 +1,7 @@
 """Root mean square norms of a Hugging Face model, recognised by evaluating them.
 
 form = recognise(module)        # a Norm, or None: it is something else
+by_core(model)                  # each by the C++ core where no gradient is taken
 with one_launch(model):         # each by our kernel, with gradients; for exact mode
     model(...)
 """
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from amoeba.core import operators
 from amoeba.core.operators import Operand
 from amoeba.core.torch_internals import has_dispatch_mode
+from amoeba.cpu.core import load_core
+from amoeba.cpu.pointers import CPU
 from amoeba.ops.exact import OUTSIDE
 
 _TOKENS = 4
@@ -68,7 +71,7 @@ def one_launch(model: nn.Module) -> Iterator[None]:
     changed: list[tuple[Any, Any, Norm]]
     changed = [(module, type(module), form) for module in model.modules() if (form := recognise(module)) is not None]
     for module, own, form in changed:
-        module.__class__ = _fused(own, form)
+        module.__class__ = _fused(own, form, _FusedNorm)
     try:
         yield
     finally:
@@ -76,9 +79,30 @@ def one_launch(model: nn.Module) -> Iterator[None]:
             module.__class__ = own
 
 
+def by_core(model: nn.Module) -> None:
+    """From now on those in fp32 are computed by the C++ core where no gradient is taken, in one pass."""
+    for module in model.modules():
+        if (form := recognise(module)) is not None:
+            own: Any = type(module)
+            module.__class__ = _fused(own, form, _CoreNorm)
+
+
 @functools.cache
-def _fused(own: type, form: Norm) -> Any:
-    return type(own.__name__, (_FusedNorm, own), {"form": form, "__module__": own.__module__})
+def _fused(own: Any, form: Norm, by: type) -> Any:
+    return type(own.__name__, (by, own), {"form": form, "__module__": own.__module__})
+
+
+class _CoreNorm:
+    """Mixed in before the norm's own class."""
+
+    form: Norm
+
+    def forward(self, hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:
+        weight: Any = self.weight  # type: ignore[attr-defined]
+        is_wide = hidden_states.dtype == weight.dtype == torch.float32 and hidden_states.device == weight.device == CPU
+        if not is_wide or more or others or torch.is_grad_enabled() or not hidden_states.numel():
+            return super().forward(hidden_states, *more, **others)  # type: ignore[misc]
+        return load_core().rms_norm(hidden_states, weight.detach(), self.form.eps, adds_one=self.form.adds_one)
 
 
 class _FusedNorm:

@@ -90,6 +90,32 @@ void amoeba_swiglu_backward_f32(int64_t rows, int64_t intermediate, const float*
   });
 }
 
+// out = (weight + shift) . x / (root of the mean square of the row's x), row by row.
+void amoeba_rms_norm_f32(int64_t rows, int64_t length, const float* x, const float* weight, float eps, float shift,
+                         float* out, int threads) {
+  const int64_t whole = length / LANES * LANES, step = ceil_div(16384, length);
+  run_jobs(ceil_div(rows, step), threads, [&](int64_t job) {
+    for (int64_t r = job * step; r < std::min(rows, (job + 1) * step); ++r) {
+      const float* from = x + r * length;
+      Floats squares[4] = {};
+      int64_t i = 0;
+      for (; i + 4 * LANES <= length; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          const Floats some = load<LANES>(from + i + j * LANES);
+          squares[j] += some * some;
+        }
+      float sum = total((squares[0] + squares[1]) + (squares[2] + squares[3]));
+      for (; i < length; ++i) sum += from[i] * from[i];
+      const float scale = 1.0f / std::sqrt(sum / float(length) + eps);
+      float* into = out + r * length;
+      for (i = 0; i < whole; i += LANES)
+        store(into + i, (load<LANES>(weight + i) + shift) * (load<LANES>(from + i) * scale));
+      for (; i < length; ++i) into[i] = (weight[i] + shift) * (from[i] * scale);
+    }
+  });
+}
+
 AMOEBA_DECODE(amoeba_decode_f32, PlainMatrix<float>)
 AMOEBA_DECODE(amoeba_decode_bf16, PlainMatrix<uint16_t>)
 

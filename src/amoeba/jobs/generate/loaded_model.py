@@ -21,6 +21,8 @@ import torch
 from amoeba import lora
 from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
+from amoeba.cpu.core import why_no_core
+from amoeba.integrations import norms
 from amoeba.integrations.exact import exact
 from amoeba.integrations.experts_module import BACKEND
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
@@ -186,6 +188,8 @@ def load(
             model.to(device)
             if options.exact:
                 exact(model)
+            elif device.type == "cpu" and why_no_core() is None:
+                norms.by_core(model)
             loaded = time.perf_counter()
             backend, reason = _warm_up(model, token)
     except BaseException:
