@@ -1,5 +1,6 @@
 """`python -m benchmarks plan`: cells, budgets and verdicts; and one cell from its model to its row."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_budget_alone_has_the_slots_that_the_command_gives_it(facts, budget, s
 
 
 def test_a_checkpoint_has_the_numbers_of_its_configuration(tmp_path):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     suite._write_model(tmp_path, suite.MODELS["tiny"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
@@ -52,6 +53,9 @@ def test_a_checkpoint_has_the_numbers_of_its_configuration(tmp_path):
     assert not torch.equal(experts[0], experts[1])
     assert torch.equal(model.model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
     assert read_facts(str(tmp_path / "bf16")).expert_numbers == 2 * 8 * 3 * 64 * 64
+    row = json.loads((tmp_path / "finetune.jsonl").read_text().splitlines()[0])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bf16")
+    assert len(tokenizer(row["completion"])["input_ids"]) > 4096, "rows that fill every sequence"
 
 
 def test_experts_over_ranks_are_cells_of_their_own():
@@ -79,6 +83,16 @@ def test_a_peak_above_the_plan_or_far_below_it_is_wrong():
         found = Found(cell, {"peak_memory_bytes": 100}, {"peak_memory_bytes": measured})
         assert found.is_right == right
     assert not replace(found, error="refused").is_right
+
+
+def test_what_is_chosen_is_compared_with_the_fastest_that_rounds_nothing():
+    def found(place, speed, **more):
+        return Found(Cell("middle", "generate", place), {}, {"generation_tokens_per_second": speed}, **more)
+
+    slow, fast = found("resident", 70, is_chosen=True), found("cpu-bf16", 120)
+    rounded, failed = found("cpu-int8", 160, rounds=True), found("streamed", 999, error="refused")
+    other = Found(Cell("middle", "finetune", "resident"), {}, {"tokens_per_second": 5}, is_chosen=True)
+    assert suite.choices([slow, fast, rounded, failed, other]) == [(slow, fast)]
 
 
 @pytest.mark.thorough  # several processes

@@ -28,6 +28,21 @@ def test_rates_are_measured_once_and_kept(quick, monkeypatch):
     assert not list(quick.glob(".disk*")), "the file that was read is gone"
 
 
+def test_the_disk_is_timed_once_its_threads_have_started(quick, monkeypatch):
+    class Slow(machine.Reader):
+        """Takes a second for its first read, as one that is compiled then."""
+
+        def read(self, ranges, **options):
+            clock["now"] += 0.01 if clock.pop("begun", None) else 1.0
+            clock["begun"] = True
+            return super().read(ranges, **options)
+
+    clock = {"now": 0.0}
+    monkeypatch.setattr(machine, "Reader", Slow)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock["now"])
+    assert machine._disk_rate() == pytest.approx((4 << 20) / 0.01)
+
+
 def test_what_a_busy_machine_gives_is_not_kept(quick, monkeypatch):
     monkeypatch.setattr(machine, "load_average", lambda: 1000.0)
     assert measured_machine(gpu=False).is_measured

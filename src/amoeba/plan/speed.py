@@ -36,16 +36,24 @@ _STEP_PRODUCTS, _STEP_LAYER = 0.55, 150e-6
 # On a CPU, of CPU time on one core of a Cascade Lake (dev/log/plan.md): prompts of 26, 208 and 1300 tokens, new tokens
 # after each, and LoRA steps of 256 and 1024 tokens. An expert's numbers are read once and multiplied by all its rows.
 _CPU_PRODUCTS = 0.7  # dense ones
-_CPU_EXPERTS = {"plain": 0.63, "int8": 1.6, "codes": 0.57}  # products of experts
+_CPU_EXPERTS = {"plain": 0.63, "int8": 1.6, "codes": 0.57, "whole": 1.1}  # products of experts
 # Codes are read at this share of a copy; for few rows each is unpacked again (operations of fp32 per number and row),
 # for more rows once.
 _CODES_READ, _CODES_FEW, _CODES_UNPACK = 0.55, 17, 90
 # A decode step reads everything else, and keys and values, at these shares of a copy, and its layers take this long
 # within the C++ core; those of a prompt run in Python.
 _CPU_DENSE_READ, _CPU_CACHE_READ, _CPU_LAYER, _CPU_PROMPT_LAYER = 0.7, 0.45, 0.1e-3, 1e-3
-# Of products in fp32, even where bf16 is faster: an expert has few rows. Codes are unpacked in each pass.
-_CPU_STEP, _CPU_STEP_LAYER = 0.33, 2e-3
-_CPU_STEP_EXPERTS = {"plain": 0.33, "bf16": 0.55, "int8": 0.8, "codes": 0.25}
+# Of products in fp32, even where bf16 is faster: an expert has few rows. Codes are unpacked in each pass. Each expert
+# takes some time of its own in each pass, however few rows it has.
+_CPU_STEP, _CPU_STEP_LAYER, _CPU_STEP_EXPERT = 0.58, 2e-3, 0.5e-3
+_CPU_STEP_EXPERTS = {"plain": 0.58, "bf16": 0.79, "int8": 1.6, "codes": 0.58}
+# Of streamed experts there, by CPU time as well. Where many rows meet an expert in bf16 that is computed in fp32, each
+# number costs as much as copying this many bytes (0.72 ns at 11.1 GB/s); in a training step it happens three times.
+_WIDENED, _MANY_ROWS = 8, 8
+# Each byte that is read from a folder: through whole blocks in scratch memory into a slot, by Python's threads (0.55 s
+# a GB). An expert that comes after the others is computed by itself, which takes Python a millisecond, and two in each
+# pass of a training step.
+_READ_MOVES, _APART = 5, 1e-3
 _DISK = 0.85
 # Hits of a cache with slots for so many times the experts of a token, where 45 % of the choices repeat at the next
 # token and 80 % within eight (Qwen3-30B; `python -m benchmarks cache --synthetic qwen3-30b`); then a
@@ -148,6 +156,8 @@ def _pass(
         rows = tokens * facts.top_k / ranks
         by = _experts_on_cpu if cpu_experts else _experts_on_gpu
         computing = by(_code(facts, choice), machine, touched * each, touched * numbers, rows * numbers)
+        if streams and not on_gpu and rows > _MANY_ROWS * touched and _widens(facts, choice):
+            computing += touched * numbers * _WIDENED / machine.cpu_bandwidth
         if streams:
             missed = None if hits is None else touched * (1 - hits)
             computing = _streamed(facts, choice, work, machine, place, touched, missed, computing)
@@ -178,10 +188,22 @@ def _experts_on_cpu(code: str | None, machine: Machine, read: float, numbers: fl
     if code is None or code == "int8":
         return read / machine.cpu_bandwidth + 2 * products / (machine.cpu_flops * _CPU_EXPERTS[code or "plain"])
     few = _CODES_FEW * max(0.0, products - numbers) / machine.vector_flops
-    unpacked = _CODES_UNPACK * numbers / machine.vector_flops + 2 * products / (
-        machine.cpu_flops * _CPU_EXPERTS["codes"]
-    )
-    return read / (machine.cpu_bandwidth * _CODES_READ) + min(few, unpacked)
+    if machine.whole_numbers and code in ("mxfp4", "nvfp4"):
+        many = 2 * products / (machine.vector_flops * _CPU_EXPERTS["whole"])
+    else:
+        many = 2 * products / (machine.cpu_flops * _CPU_EXPERTS["codes"])
+        many += _CODES_UNPACK * numbers / machine.vector_flops
+    return read / (machine.cpu_bandwidth * _CODES_READ) + min(few, many)
+
+
+def _widens(facts: ModelFacts, choice: Choice) -> bool:
+    """Whether streamed experts have numbers of half the size that the model computes in."""
+    return not facts.is_quantised and choice.dtype is not None and choice.dtype.itemsize > facts.dtype.itemsize
+
+
+def _reading(facts: ModelFacts, machine: Machine) -> float:
+    """Seconds of the CPU for each byte that comes from the disk into a slot there."""
+    return 0.0 if facts.packed else _READ_MOVES / machine.cpu_bandwidth
 
 
 def _touched(experts: int, top_k: int, tokens: int) -> float:
@@ -209,7 +231,10 @@ def _streamed(
     away = (touched if is_first else max(0.0, touched - slots)) if missed is None else missed
     disk = entry.expert_bytes / (machine.disk * _DISK)
     if budgets is None:
-        return max(computing, away * disk) if missed is None else computing + away * disk
+        moving = entry.expert_bytes * _reading(facts, machine)
+        if missed is None:
+            return max(away * disk, computing + away * (moving + _APART))
+        return computing + away * (disk + moving)
     below = min(1.0, budgets.host_slots[place] / max(1, entry.experts - slots))
     link = away * entry.expert_bytes / (machine.link * _LINK)
     if missed is None:
@@ -231,6 +256,7 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
         kind = "bf16" if choice.placement == "cpu-bf16" else code or "plain"
         expert_products = machine.vector_flops * _CPU_STEP_EXPERTS.get(kind, _CPU_STEP_EXPERTS["codes"])
         reading = per_number / 2 * _read_on_cpu(facts, choice, machine, kind)
+        reading += per_number / 2 * _CPU_STEP_EXPERT * sum(each.experts for each in facts.entries)
     elif code is not None:
         expert_products *= _CODE_PRODUCTS / _GPU_PRODUCTS
     computing = tokens * per_number * of_experts / expert_products + reading
@@ -241,6 +267,10 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
         )
         away = sum((each.experts - n) * each.expert_bytes for each, n in zip(facts.entries, slots, strict=True))
         rate = machine.disk * _DISK if choice.budgets is None else machine.link * _LINK
+        if choice.budgets is None:
+            computing += passes * (away * _reading(facts, machine) + 2 * _APART * sum(e.experts for e in facts.entries))
+            if _widens(facts, choice):
+                computing += 1.5 * passes * facts.expert_numbers * _WIDENED / machine.cpu_bandwidth
         computing = max(computing, passes * away / rate)
         if choice.budgets is not None:
             below = sum(
