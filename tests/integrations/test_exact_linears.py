@@ -88,6 +88,14 @@ def test_three_launches_instead_of_ten(on_gpu: torch.device) -> None:
     assert launched() == ["_product"] * 6
 
 
+def test_keys_of_other_rows_than_the_queries_are_their_own(on_gpu: torch.device) -> None:
+    layer, x = Layer(False).to(on_gpu), rows(on_gpu)
+    with few_launches(layer), ExactOperators():
+        wanted = layer.k_proj(x + 1)
+        layer.q_proj(x)
+        assert torch.equal(layer.k_proj(x + 1), wanted)
+
+
 def test_elsewhere_modules_are_what_they_were(on_gpu: torch.device) -> None:
     layer, x = Layer(True).to(on_gpu), rows(on_gpu).float()
     layer.float()
