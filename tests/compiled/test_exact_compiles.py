@@ -14,6 +14,7 @@ from compiling import compile_for, compiled_by
 pytestmark = pytest.mark.thorough
 
 INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)[.\w]*")
+FUSED = re.compile(r"\bfma\.rn\.b?f16")
 COLUMNS = re.compile(r"(?<=m64)n\d+(?=k)")
 
 
@@ -30,10 +31,25 @@ def test_every_number_of_rows_has_the_same_steps(kernels, name):
         assert found and all("k16" in instruction and ".f32.bf16.bf16" in instruction for instruction in found)
 
 
+def test_products_of_rotations_are_rounded_before_their_sum(kernels):
+    """As transformers rounds them."""
+    assert len(kernels["rotations"]) == 4
+    assert not any(kernels["rotations"])
+
+
 def main() -> None:
     import torch
 
-    from amoeba.kernels import exact, exact_attention, exact_linear, grouped_gemm, launch, tile_sizes, weight_only_gemm
+    from amoeba.kernels import (
+        exact,
+        exact_attention,
+        exact_linear,
+        grouped_gemm,
+        launch,
+        rotate,
+        tile_sizes,
+        weight_only_gemm,
+    )
     from amoeba.kernels.lora.epilogue import Addend
     from amoeba.precision import MXFP4
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
@@ -45,7 +61,9 @@ def main() -> None:
         def launch(self, start: Any, kernel: Any, arguments: tuple, constants: dict[str, Any]) -> None:
             for divisible in (True, False):
                 code = compile_for(kernel, arguments, constants, divisible=divisible).asm["ptx"]
-                if instructions := {COLUMNS.sub("", each) for each in INSTRUCTION.findall(code)}:
+                if name == "rotations":
+                    found.setdefault(name, []).append(FUSED.findall(code))
+                elif instructions := {COLUMNS.sub("", each) for each in INSTRUCTION.findall(code)}:
                     found.setdefault(name, []).append(sorted(instructions))
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -56,6 +74,10 @@ def main() -> None:
     fp32 = torch.float32
     b_of_lora = empty(4096, 8, dtype=fp32)
     codes = empty(E, J, H // 2, dtype=torch.uint8), empty(E, *block_counts(J, H, MXFP4), dtype=torch.uint8)
+    name = "rotations"
+    for backward in (False, True):
+        heads, angles = (empty(1, count, 7, 128) for count in (32, 4)), empty(1, 7, 128)
+        rotate.rotate(*heads, angles, angles, backward=backward)
     for rows in (1, 64, 70, 4096):
         name, offs = "product", empty(E, dtype=torch.int32)
         exact.product(empty(1, rows, H), empty(1, J, H).mT)
