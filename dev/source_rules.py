@@ -2,9 +2,9 @@
 
     python dev/source_rules.py
 
-Every allocation names dtype and device, addresses are taken in one place, private names of torch are used in one file,
-products in kernels say their precision, no assert guards a caller, test files have names of their own, and names of
-tests fit a line.
+Every allocation names dtype and device, addresses are taken in one place, private names of torch are used in one
+file, products and divisions in kernels say their precision, no assert guards a caller, test files have names of their
+own, and names of tests fit a line.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def rules() -> dict[Rule, list[Path]]:
         products_in_unsaid_precision: [
             path for path in (SOURCE / "kernels").rglob("*.py") if path.parent != serves_halves_alone
         ],
+        divisions_of_unsaid_rounding: list((SOURCE / "kernels").rglob("*.py")),
         asserts_that_guard: files,
         long_names_of_tests: sorted((ROOT / "tests").rglob("test_*.py")),
     }
@@ -130,6 +131,12 @@ def products_in_unsaid_precision(tree: ast.AST) -> Iterator[tuple[int, str]]:
             continue
         if not any(each.arg == "input_precision" and ast.unparse(each.value) == "'ieee'" for each in node.keywords):
             yield node.lineno, f'{ast.unparse(node)} without input_precision="ieee"'
+
+
+def divisions_of_unsaid_rounding(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in nodes(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.fdiv":
+            yield node.lineno, "take tl.div_rn: Triton 3.6 does not look at the ieee_rounding of tl.fdiv"
 
 
 def asserts_that_guard(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -67,7 +67,7 @@ def power_of_two(largest):
 @triton.jit
 def exact_scale(largest):
     """largest / 448, a normal number; 1 for 0, and for NaN, the largest of nothing but NaN."""
-    scale = tl.maximum(tl.fdiv(largest, 448.0, ieee_rounding=True), 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(largest, 448.0), 1.1754943508222875e-38)
     return tl.where(largest > 0, scale, 1.0)
 
 
@@ -110,7 +110,7 @@ def encode_rows(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER_OF_TWO:
         blocks = blocks * inverse[:, :, None]
     else:
         scale = exact_scale(largest)
-        blocks = tl.fdiv(blocks, scale[:, :, None], ieee_rounding=True)
+        blocks = tl.div_rn(blocks, scale[:, :, None])
     return tl.reshape(encode(blocks), (ROWS, COLUMNS)), scale
 
 

@@ -55,7 +55,7 @@ def _pack(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def matrix_scale_of(largest):
     """Of nvfp4: largest / (6 · 448), a normal number; 1 for 0."""
-    scale = tl.maximum(tl.fdiv(largest, 2688.0, ieee_rounding=True), 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(largest, 2688.0), 1.1754943508222875e-38)
     return tl.where(largest > 0, scale, 1.0)
 
 
@@ -63,7 +63,7 @@ def matrix_scale_of(largest):
 def _scales(largest, not_finite, matrix_scale, FORMAT: tl.constexpr):
     """As they are stored, and what numbers are divided by (of powers of two: multiplied with)."""
     if FORMAT.SCALE == "e4m3":
-        quotient = tl.fdiv(tl.fdiv(largest, 6.0, ieee_rounding=True), matrix_scale, ieee_rounding=True)
+        quotient = tl.div_rn(tl.div_rn(largest, 6.0), matrix_scale)
         code = encode(tl.where(largest > 0, quotient, 0.0))
         value = decode(code) * matrix_scale
         stored = tl.where(not_finite > 0, 127, code.to(tl.int32)).to(tl.uint8)
@@ -84,7 +84,7 @@ def _codes(blocks, by, FORMAT: tl.constexpr):
     if FORMAT.POWER_OF_TWO:
         numbers = blocks * by
     else:
-        numbers = tl.fdiv(blocks, by, ieee_rounding=True)
+        numbers = tl.div_rn(blocks, by)
     if FORMAT.BITS == 8:
         return encode(numbers)
     else:
