@@ -146,6 +146,16 @@ def eight_experts(family: str) -> dict[str, int]:
     return {"num_local_experts" if family in ("gpt_oss", "mixtral") else "num_experts": 8, "num_experts_per_tok": 3}
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_streamed_experts_in_bf16_are_known_in_a_model_in_fp32(family):
+    """As on a CPU without bf16 instructions, whose experts come from a bf16 checkpoint: its prompts round rows."""
+    model = endless(family)
+    for module in experts_modules(model).values():
+        weights = stream_from_memory(weights_of(module).to(torch.bfloat16), slots=2)
+        hand_over(module, weights, STREAMED)
+    assert native_of(model).dtype == torch.float32
+
+
 @each_value_once()
 @pytest.mark.parametrize("slots", [2, 4])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -363,6 +363,7 @@ class ModelReader:
             stored = [each.detach() for each in (weights.gate_up_EJH, weights.down_EHI)]
             stored = [each if each.stride(2) == 1 else each.contiguous() for each in stored]
             biases = [weights.gate_up_bias_EJ, weights.down_bias_EH]
+            self.quantised |= weights.dtype != self.model.dtype  # streamed in bf16: the loop rounds rows of fp32
         else:
             raise Unknown(f"its experts are {getattr(weights, 'placement', 'computed by their own functions')}")
         self.kept.append(weights)
