@@ -215,7 +215,7 @@ def test_a_long_text_is_cut_between_paragraphs(tmp_path):
 
 def test_text_keeps_its_indentation_and_loses_the_marks_of_windows(tmp_path):
     path = written(tmp_path, "a.py", b"\xef\xbb\xbf    if x:\r\n        y\r\nz")
-    assert list(sources.read_file(path)) == [(Text("    if x:\n        y\nz"), str(path), None)]
+    assert list(sources.read_file(path)) == [sources.Placed(Text("    if x:\n        y\nz"), str(path))]
 
 
 def test_text_that_is_not_utf8_names_the_file_and_the_offset(tmp_path):
@@ -363,7 +363,7 @@ def test_a_folder_is_read_in_order_with_what_is_left_out_counted(tmp_path):
     }.items():
         written(tmp_path, name, content)
     left_out = data.Counter()
-    assert [document for document, _, _ in sources.read_source(str(tmp_path), left_out)] == [
+    assert [found.document for found in sources.read_source(str(tmp_path), left_out)] == [
         Text("first"),
         Text("second"),
         Text("third = 3"),
@@ -372,6 +372,23 @@ def test_a_folder_is_read_in_order_with_what_is_left_out_counted(tmp_path):
     description = load_corpus(str(tmp_path)).description
     for part in ("1 hidden file", "1 binary file", "1 blank document"):
         assert f"skipped: {part}" in description
+
+
+def test_what_a_record_says_that_nothing_reads_is_counted(tmp_path):
+    question = {"role": "user", "content": "Hello?", "thinking": None}
+    answer = {"role": "assistant", "content": "Yes."}
+    path = written(
+        tmp_path,
+        "chat.jsonl",
+        lines(
+            {"messages": [question, answer | {"thinking": "Hm.", "weight": 0}], "tools": [{"name": "f"}]},
+            {"messages": [question, answer | {"thinking": "Oh."}], "tools": [], "text": None},
+            {"text": "a text", "messages": [question, answer]},
+            {"prompt": "Hello?", "completion": "Yes.", "source": "elsewhere"},
+        ),
+    )
+    found = load_corpus(str(path)).description.partition("; skipped: ")[2].split("; skipped: ")
+    assert sorted(found) == ["1 `messages` field", "1 `tools` field", "1 `weight` field", "2 `thinking` fields"]
 
 
 def test_a_bad_file_in_a_folder_is_not_skipped(tmp_path):

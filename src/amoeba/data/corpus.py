@@ -4,7 +4,7 @@
     render(corpus.train[0], tokenizer)      # one string
 
 Nothing is left out silently: what cannot be read raises, and what is left out on purpose (blank documents, and in a
-folder hidden and binary files) is counted in `Corpus.description`.
+folder hidden and binary files, fields of messages that nothing reads) is counted in `Corpus.description`.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ def _documents(
 ) -> list[Document]:
     """kinds: gets those that the source names."""
     documents = []
-    for document, place, kind in read_source(source, left_out):
+    for document, place, kind, unread in read_source(source, left_out):
         check(document, place)
         if is_blank(document):
             left_out["blank document"] += 1
         else:
             documents.append(document)
+            left_out.update(f"`{name}` field" for name in unread)
             if kind is not None:
                 kinds[document] = kind
     if not documents:

@@ -31,6 +31,8 @@ IMAGES_FIELD = "images"
 IMAGE = "\ufffc"  # in the content of a message in a conversation with images, where one is
 KIND_FIELD = "kind"  # what kind of text it is, where a record says so
 RECORDS = "`text`, or `messages`, or `prompt` and `completion`"
+TOOLS_FIELD = "tools"
+_FORMS = (("text",), ("messages",), ("prompt", "completion"))  # the first that a record has is read
 
 
 class Message(NamedTuple):
@@ -101,6 +103,20 @@ def parse_document(record: object, place: str, folder: Path | None = None) -> Do
     raise bad_value(
         place, f"an object with {RECORDS}", f"the fields {fields or '(none)'}", "rename or add a field, or remove it"
     )
+
+
+def unread_fields(record: dict[str, Any]) -> Iterator[str]:
+    """Of a record that `parse_document` took, what it did not read and other trainers do: a second form of the text,
+    what chat templates take (`tools`, `thinking` of a message), `weight` of a message."""
+    there = [field for field in RECORD_FIELDS if record.get(field) is not None]
+    read = next(form for form in _FORMS if set(form) <= set(there))
+    yield from (field for field in there if field not in read)
+    messages = [each for field in read if isinstance(record[field], list) for each in record[field]]
+    if messages and record.get(TOOLS_FIELD):
+        yield TOOLS_FIELD
+    for message in messages:
+        others = (name for name in message if name not in Message._fields)
+        yield from (name for name in others if message[name] not in (None, "", [], {}))
 
 
 def _conversation(record: dict[str, Any], parts: dict[str, object], place: str, folder: Path | None) -> Conversation:

@@ -86,7 +86,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
             raise bad_value(
                 "data",
                 f"an answer within the first {most_tokens} tokens of a row",
-                f"none in {len(found)} rows",
+                f"none in {counted(len(found), 'row')}",
                 "raise sequence_length",
             )
         tokens, answers = sum(len(row.ids) for row in self.rows), sum(map(_labelled, self.rows))

@@ -1,7 +1,7 @@
 """Documents from a file, a folder, a dataset's name, or the language reference that comes with Python.
 
-    for document, place, kind in read_source("notes/", left_out):     # place: "notes/a.jsonl, line 3", for errors
-        ...
+    for found in read_source("notes/", left_out):
+        found.document, found.place     # "notes/a.jsonl, line 3", for errors
 
 What cannot be read raises; what is left out on purpose (in a folder hidden and binary files) is counted in left_out.
 """
@@ -29,6 +29,7 @@ from amoeba.data.documents import (
     parse_messages,
     parse_string,
     shown,
+    unread_fields,
 )
 
 # A text becomes documents of 2 to 4 kB: a novel in one file can have a held-out part, and a page stays in one piece.
@@ -42,11 +43,13 @@ BINARY_SNIFF_BYTES = 8192
 
 
 class Placed(NamedTuple):
-    """kind: of text, as the record names it; in a folder otherwise the subfolder that the file is in."""
+    """kind: of text, as the record names it; in a folder otherwise the subfolder that the file is in.
+    unread: see `unread_fields`."""
 
     document: Document
     place: str
     kind: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 def read_source(source: str | None, left_out: Counter[str]) -> Iterable[Placed]:
@@ -192,8 +195,10 @@ def _read_json(path: Path, text: str) -> Iterator[Placed]:
 
 
 def _placed(record: object, place: str, folder: Path | None = None) -> Placed:
-    kind = record.get(KIND_FIELD) if isinstance(record, dict) else None
-    return Placed(parse_document(record, place, folder), place, kind if isinstance(kind, str) and kind else None)
+    document = parse_document(record, place, folder)
+    assert isinstance(record, dict)  # any other is refused
+    kind = record.get(KIND_FIELD)
+    return Placed(document, place, kind if isinstance(kind, str) and kind else None, tuple(unread_fields(record)))
 
 
 def parse_json(text: str, place: str) -> Any:

@@ -163,14 +163,12 @@ def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path,
         moved = isinstance(now, str) and isinstance(record[name], str) and Path(now).expanduser().exists()
         if AT_RESUME[name] == "by content" and moved and "began_with" in record and record[name] not in PRESETS:
             continue
-        more = f"{shell_command(command, '--model', folder / kept)} --steps ... --out ANOTHER"
-        remedy = f"leave it out, or train longer when the run has ended: {more}" if name == "steps" else ""
-        raise bad_value(
-            f"--{name.replace('_', '-')}",
-            f"{record[name]!r}, as in the run in {folder}",
-            repr(now),
-            remedy or "leave it out, or start a new run with another --out",
-        )
+        remedy = "leave it out, or start a new run with another --out"
+        if name == "steps" and command == "amoeba train":  # finetune cannot start from an adapter
+            more = f"{shell_command(command, '--model', folder / kept)} --steps ... --out ANOTHER"
+            remedy = f"leave it out, or train longer when the run has ended: {more}"
+        then, got = ("none" if value is None else repr(value) for value in (record[name], now))
+        raise bad_value(f"--{name.replace('_', '-')}", f"{then}, as in the run in {folder}", got, remedy)
 
 
 # --- the data and the model
