@@ -109,6 +109,30 @@ def test_adapters_are_chosen_by_name_at_once(folder, adapters, client):
     assert [found[name] for name in names] == expected
 
 
+def test_a_gguf_file_is_served_with_adapters(tmp_path, monkeypatch):
+    """Its linear layers are in blocks only where no adapter goes onto them."""
+    from amoeba import lora
+    from amoeba.integrations import block_linear
+    from gguf_models import write_gguf
+    from server_thread import running
+    from tiny_models import build
+
+    monkeypatch.setattr(block_linear, "compute_dtype", lambda dtype, device: torch.float32)
+    model = build("qwen3_moe", vocab_size=257, norm_topk_prob=True, max_position_embeddings=600, eos_token_id=256)
+    path = write_gguf(tmp_path / "model.gguf", model, {"rest": "Q8_0"})
+    lora.attach(model, r=2, alpha=64, targets=["experts", "o_proj"])
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    lora.save(model, tmp_path / "adapter")
+    with (
+        running(path, adapters={"mine": tmp_path / "adapter"}) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.completions.create(model="mine", prompt="Once", max_tokens=12, temperature=0)
+    assert answer.choices[0].text == generated(path, "Once", tmp_path / "adapter", max_new_tokens=12, temperature=0)
+
+
 def test_a_stop_text_ends_the_answer_before_it(folder, client):
     text = generated(folder, "Once", max_new_tokens=40, temperature=0)
     stop = text[8:11]

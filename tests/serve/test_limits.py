@@ -281,3 +281,11 @@ def test_an_address_that_cannot_be_taken_is_refused_before_the_model_is_loaded(f
         port = taken.getsockname()[1]
         ended = command("serve", folder, "--host", host, "--port", port, "--device", "cpu", code=2)
     assert f"expected an address that is free here; got {host} and {port}" in ended.said
+
+
+def test_an_adapter_that_is_merged_into_the_model_is_refused(folder, adapters, tmp_path):
+    from amoeba.jobs.convert.merge import merge
+
+    merge(folder, adapters["first"], tmp_path / "merged")
+    words = ("--adapter", f"mine={adapters['first']}", "--device", "cpu", "--port", 0)
+    assert "which is already merged into" in command("serve", tmp_path / "merged", *words, code=2).said

@@ -27,6 +27,7 @@ from amoeba.decoding.engine import End, Engine, Grammar, Request, Token
 from amoeba.decoding.sampling import Sampling
 from amoeba.integrations.model_folder import find_adapter, has_tokenizer, load_tokenizer
 from amoeba.integrations.text_model import check_ids, positions
+from amoeba.jobs.convert.merge import check_not_merged
 from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids, sampling_of
@@ -53,6 +54,8 @@ def open_model(
     found = find_model(model_folder, None, options)
     name = name or _name_of(str(model_folder))
     folders = {each: find_adapter(folder) for each, folder in (adapters or {}).items()}
+    for folder in folders.values():
+        check_not_merged(found.name, folder)
     if name in folders:
         raise bad_value("--adapter", f"a name other than the model's, {name}", name, "choose another, or --name")
     room = positions(found.config)
@@ -62,7 +65,7 @@ def open_model(
     if slots is not None and slots < 1:
         raise bad_value("--slots", "at least 1", slots, "leave it out")
     token = found.tokenizer("a")["input_ids"][:1] or [0]
-    loaded = load(found, options, token[0], say)
+    loaded = load(found, options, token[0], say, adapters_follow=bool(folders))
     try:
         most = context or min(DEFAULT_CONTEXT, room or DEFAULT_CONTEXT)
         rows = slots or (GPU_BATCH if loaded.device.type == "cuda" else CPU_BATCH)

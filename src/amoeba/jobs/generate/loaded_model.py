@@ -144,9 +144,11 @@ def load(
     token: int,
     say: Callable[[str], object],
     rank_zero: RankZero = ALONE,
+    adapters_follow: bool = False,
 ) -> LoadedModel:
     """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons.
-    rank_zero: the ranks over which the experts are. All of them have the same tokens."""
+    rank_zero: the ranks over which the experts are. All of them have the same tokens.
+    adapters_follow: the caller attaches adapters to the model that it gets."""
     streams = _streams(found.name, options)
     device = _choose_device(home_of(options.vram) if streams else options.device)
     started = time.perf_counter()
@@ -176,7 +178,7 @@ def load(
                     trains=False,
                     device=device,
                     trust_remote_code=options.trust_remote_code,
-                    rest_in_blocks=found.adapter is None and not options.exact,
+                    rest_in_blocks=found.adapter is None and not adapters_follow and not options.exact,
                 )
             logger.info("experts %s: %s", placed.placement, placed.reason)
             if found.adapter is not None:
