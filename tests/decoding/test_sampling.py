@@ -134,3 +134,9 @@ def test_only_allowed_tokens_are_chosen():
     sampler.allow(1, allowed_V)
     drawn = torch.stack([sampler.choose(logits(step)[:2], sampler.uses([0, 1])) for step in range(30)])
     assert set(drawn[:, 1].tolist()) == {3, 5} and len(set(drawn[:, 0].tolist())) > 10
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-44, 5e-324])
+def test_a_temperature_too_small_for_fp32_is_greedy(temperature):
+    sampler = begun(Sampling(True, temperature, 5), 3)
+    assert torch.equal(sampler.choose(1e4 * logits(), sampler.uses(range(3))), logits().argmax(-1))

@@ -111,10 +111,11 @@ def test_adapters_are_chosen_by_name_at_once(folder, adapters, client):
 
 def test_a_gguf_file_is_served_with_adapters(tmp_path, monkeypatch):
     """Its linear layers are in blocks only where no adapter goes onto them."""
+    from server_thread import running
+
     from amoeba import lora
     from amoeba.integrations import block_linear
     from gguf_models import write_gguf
-    from server_thread import running
     from tiny_models import build
 
     monkeypatch.setattr(block_linear, "compute_dtype", lambda dtype, device: torch.float32)

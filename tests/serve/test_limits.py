@@ -61,6 +61,10 @@ def call(server, path: str, body=None, method: str = "POST", key: str | None = N
         ({"response_format": {"type": "yaml"}}, "response_format: expected text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format: expected a schema"),
         ({"top_logprobs": 50}, "top_logprobs"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages: expected tool_calls that are a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "messages: expected tool_calls that are a list"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs: expected variables"),
+        ({"chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs: expected variables"),
     ],
 )
 def test_a_bad_value_is_refused_with_a_sentence(server, changes, words):

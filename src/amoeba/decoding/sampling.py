@@ -23,6 +23,7 @@ from torch import Tensor
 
 _ODD, _MIX = -7046029254386353131, -4658895280553007687  # of splitmix64, as signed numbers
 _NO_CUT = -1.0
+_LEAST_TEMPERATURE = 1e-20  # greedy; a smaller one would be 0 in fp32, or make scores infinite
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Sampler:
         key = ((key ^ (key >> 31)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         self.key_B[row] = key - 2**64 if key >= 2**63 else key
         numbers = [
-            sampling.temperature,
+            max(sampling.temperature, _LEAST_TEMPERATURE),
             float(sampling.do_sample),
             1 - sampling.top_p if sampling.top_p < 1 else _NO_CUT,
             sampling.min_p,

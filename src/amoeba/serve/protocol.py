@@ -103,8 +103,11 @@ class Message(_Part):
                 raise Refused(422, f"messages: expected parts of type text; got {got}. Send the text alone", "messages")
             content = "".join(part["text"] for part in content)
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        for call in more.get("tool_calls") or []:
-            function = call.get("function") if isinstance(call, dict) else None
+        calls = more.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise Refused(422, "messages: expected tool_calls that are a list of objects", "messages")
+        for call in calls:
+            function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 try:  # templates write arguments as objects
                     function["arguments"] = json.loads(function["arguments"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import secrets
 import threading
 import time
@@ -121,6 +122,10 @@ class ServedModel:
         if not getattr(tokenizer, "chat_template", None):
             remedy = "use /v1/completions, or serve the family's chat model (its name often ends in Instruct)"
             raise bad_value("messages", "a tokenizer with a chat template", "one without", remedy)
+        own = {"messages", "tokenizer", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
+        if taken := sorted(own & set(more or {})):
+            remedy = "leave it out; tools have a field of their own"
+            raise bad_value("chat_template_kwargs", "variables of the chat template", ", ".join(taken), remedy)
         text = by_template(messages, tokenizer, add_generation_prompt=True, tools=tools, **(more or {}))
         return self._checked(tokenizer(text, add_special_tokens=False)["input_ids"])
 
