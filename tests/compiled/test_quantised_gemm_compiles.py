@@ -27,7 +27,7 @@ PRODUCTS = {
     100: {
         F8: r"tcgen05.mma.+kind::f8f6f4",
         MX: r"tcgen05.mma.+kind::mxf8f6f4.block_scale",
-        NV: r"tcgen05.mma.+kind::mxf4nvf4.block_scale.block16",
+        NV: r"tcgen05.mma.+kind::mxf4nvf4.block_scale.(block16|scale_vec::4X)",
     },
     120: {
         F8: r"mma.sync.aligned.m16n8k32.+e4m3.e4m3",
@@ -55,6 +55,8 @@ def check(capability: int, found: dict[str, Any], formats: tuple[str, ...]) -> N
     assert found
     for name, figures in found.items():
         assert figures["shared"] <= SHARED_BYTES[capability] and figures["stack"] <= 128, (name, figures)
+        if name.endswith(QUANTISING) and "activated" not in name:  # an activation may approximate
+            assert set(figures["divisions"]) <= {"div.rn.f32"}, (name, figures)
     for format in formats:
         products = found[f"{format} many: multiply_quantised"]["products"]
         assert products, format
@@ -82,6 +84,7 @@ def main(capability: str, *wanted: str) -> dict[str, Any]:
         found[f"{compiled['name']}: {self.kernel.__name__.strip('_')}"] = {
             "shared": made.metadata.shared,
             "products": sorted(set(re.findall(instruction, made.asm["ptx"]))),
+            "divisions": sorted(set(re.findall(r"\bdiv\.\w+\.f32", made.asm["ptx"]))),
             **resources(made),
         }
 
