@@ -13,6 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ from amoeba.lora.peft_files import PROJECTIONS, Adapter, read_adapter, write_ada
 from amoeba.lora.targets import routers_of
 from amoeba.parallel.sharded import ShardedExperts, gather_share
 from amoeba.parallel.shards import copy_here, whole
+
+logger = logging.getLogger("amoeba")
+_GGUF = "gguf_fingerprint"
+_MERGE_WITH_PEFT = "merge the adapter into the model with PEFT (merge_and_unload), or train it on other targets"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -100,6 +105,7 @@ def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> At
     by names, shapes or recorded base model, raises ValueError.
     """
     adapter = read_adapter(folder, layouts_of(model), decoder_name(model))
+    adapter = replace(adapter, others=_without_copies(model, adapter.others))
     state = model.__dict__.get(STATE)
     if state is None:
         prepare(model)
@@ -153,20 +159,38 @@ def _fill(model: nn.Module, state: Attached, adapter: Adapter, folder: str | Pat
         copy_here(tensor, theirs[name])
 
 
+def _without_copies(model: nn.Module, others: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PEFT adds the frozen weight of an output head or an embedding that it has put factors on."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def is_copy(key: str, tensor: Tensor) -> bool:
+        name = key.removeprefix(linears.PREFIX)
+        own = parameters.get(name, parameters.get(name.replace(".base_layer.", ".")))
+        return ".base_layer." in name and own is not None and torch.equal(tensor.to(own), own)
+
+    return {key: tensor for key, tensor in others.items() if not is_copy(key, tensor)}
+
+
 def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[list[str], list[str]]:
     """Names of the linear layers with factors, and of the tensors that are there whole."""
     names, whole = [], []
     remedy = f"the adapter is for another model: its base model is {adapter.config.get('base_model_name_or_path')!r}"
     modules, routers = dict(model.named_modules()), set(routers_of(model, layouts_of(model)))
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     for key, tensor in adapter.others.items():
         name = key.removeprefix(linears.PREFIX)
         module, is_factor, factor = name.partition(".lora_")
         if not is_factor:
-            if name not in tensors:
-                raise bad_value(key, "a tensor of this model", f"{tuple(tensor.shape)} in {folder}", remedy)
-            whole.append(name)
-            continue
+            if name in tensors:
+                _check_not_tied(model, name, adapter)
+                whole.append(name)
+                continue
+            there = name
+            while there not in modules:
+                there = there.rpartition(".")[0]
+            of_peft = there != "" and not any(modules[there].children())  # a layer of ours that PEFT does more with
+            got = f"{tuple(tensor.shape)} in {folder}"
+            raise bad_value(key, "a tensor of this model", got, _MERGE_WITH_PEFT if of_peft else remedy)
         layer: Any = modules.get(module)
         if layer is None:
             raise bad_value(key, "factors of a linear layer of this model", "no such module", remedy)
@@ -176,7 +200,7 @@ def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[lis
                 key,
                 "factors of a linear layer, of experts or of a router",
                 type(layer).__name__,
-                "merge the adapter into the model with PEFT (merge_and_unload), or train it on other targets",
+                _MERGE_WITH_PEFT,
             )
         out_features, in_features = layer.weight.shape
         wanted = ("R", in_features) if factor == "A.weight" else (out_features, "R")
@@ -188,10 +212,13 @@ def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[lis
     return names, whole
 
 
-logger = logging.getLogger("amoeba")
-
-
-_GGUF = "gguf_fingerprint"
+def _check_not_tied(model: nn.Module, name: str, adapter: Adapter) -> None:
+    """PEFT trains a copy of one of two tied layers, and the other one keeps the weight of the base model."""
+    others = [place for place in linears.places_of(model, name) if place != name]
+    if others and not adapter.config.get("ensure_weight_tying"):
+        got = f"{name}, trained apart from {', '.join(others)}, with which it shares its weight in this model"
+        remedy = "train it again with ensure_weight_tying=True in LoraConfig, or use it with PEFT"
+        raise bad_value("adapter", "layers trained in full that share no weight", got, remedy)
 
 
 def base_of(model: nn.Module) -> dict[str, Any]:

@@ -255,6 +255,13 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
     for name in state.experts:
         remedy = "merge into the model's unquantised checkpoint, loaded without a placement"
         check_own_parameters(model.get_submodule(name), name, remedy)
+    for name in state.linears:
+        own = f"{name}.base_layer.weight"
+        if others := [place for place in targets.places_of(model, own) if place != own]:
+            got = f"{name}, which has the weight of {', '.join(others)}, too"
+            raise bad_value(
+                "model", "factors on layers that share no weight", got, "use the adapter without merging it"
+            )
     base: dict[str, Tensor] = {}
 
     changed: list[str] = []

@@ -110,6 +110,12 @@ def routers_of(model: nn.Module, experts: Iterable[str]) -> Iterator[str]:
                 yield f"{parent}.{child}" if parent else child
 
 
+def places_of(model: nn.Module, name: str) -> list[str]:
+    """All names of a parameter: several where layers are tied, as the output head is to the embeddings."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return [other for other, parameter in named.items() if parameter is named.get(name)]
+
+
 def _linears(model: nn.Module) -> Iterator[str]:
     return (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
 

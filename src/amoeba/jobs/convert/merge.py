@@ -48,6 +48,7 @@ from amoeba.jobs.convert.quantise import FORMATS, quantise_folder
 from amoeba.jobs.placed_model import read_expert
 from amoeba.lora.attaching import Attached
 from amoeba.lora.peft_files import TENSORS_NAME
+from amoeba.lora.targets import places_of
 from amoeba.stream.store import FolderStore, Store, is_store, open_store
 from amoeba.stream.store.buffers import Memory
 from amoeba.stream.store.packing import copy_small_files
@@ -210,6 +211,8 @@ def _write_weights(model: Any, state: Attached, folder: Path, out: Path, dtype: 
         group = names.made_together(parameter)
         sources = [name for member in group for each in names.sources(member).values() for name in each]
         if not sources:
+            if {*places_of(model, parameter)} & {*state.replaced} - {parameter}:
+                continue  # tied to one that the checkpoint has
             remedy = "save the base model with save_pretrained, and merge into that folder"
             raise bad_value("MODEL", f"a tensor for {parameter}", "none in the checkpoint", remedy)
         module = group[0].rpartition(".")[0]
