@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from amoeba import ExpertWeights, Routing, experts
-from amoeba.cpu import core
+from amoeba.cpu import build, core
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -34,6 +34,20 @@ def test_the_core_agrees_with_plain_loops_on_other_instruction_sets(architecture
         pytest.skip(f"this CPU does not run {architecture}")
     assert done.returncode == 0, done.stdout
     assert "worst relative error" in done.stdout
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 CPUs")
+def test_a_sum_has_the_same_bits_in_every_form_whatever_the_compiler_tunes(tmp_path: Path) -> None:
+    """What exact mode and decoding with any number of threads rest on."""
+    program = tmp_path / "check"
+    source = ROOT / "tests" / "cpu" / "same_bits_check.cpp"
+    flags = *build._FLAGS, "-Wno-psabi", "-march=haswell", "-mtune=znver2"
+    subprocess.run([str(COMPILER), *flags, str(source), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        pytest.skip("this CPU does not run -march=haswell")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.thorough  # without a compiler: test_library_cache.py

@@ -13,7 +13,8 @@ namespace {
 
 constexpr int WEIGHT_ROWS = 4;  // rows of a weight that one pass over the input rows serves
 
-// out[j][r] = <w_j, rows[r]> for W rows of a weight and R input rows at once. next: the W rows that come after these,
+// out[j][r] = <w_j, rows[r]> for W rows of a weight and R input rows at once, with the same bits for every W and R: the
+// number of threads decides which is taken. next: the W rows that come after these,
 // fetched meanwhile: a row is a page or less, at whose end the hardware's own prefetching begins anew.
 template <int W, int R, class Weight>
 inline void dots(const Weight* w, const Weight* next, int64_t w_row, const float* const* rows, int64_t n,
@@ -33,13 +34,13 @@ inline void dots(const Weight* w, const Weight* next, int64_t w_row, const float
     for (int j = 0; j < W; ++j) {
       const Floats left = load<LANES>(w + j * w_row + k);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[j][r] += left * right[r];
+      for (int r = 0; r < R; ++r) sum[j][r] = multiply_add(left, right[r], sum[j][r]);
     }
   }
   for (int j = 0; j < W; ++j)
     for (int r = 0; r < R; ++r) {
       float product = total(sum[j][r]);
-      for (int64_t i = k; i < n; ++i) product += widen(w[j * w_row + i]) * rows[r][i];
+      for (int64_t i = k; i < n; ++i) product = multiply_add(widen(w[j * w_row + i]), rows[r][i], product);
       out[j][r] = product;
     }
 }

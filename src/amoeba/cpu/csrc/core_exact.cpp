@@ -66,7 +66,7 @@ void block_of_dots(const Weight* w, int64_t w_row, const float* const* rows, int
     for (int r = 0; r < R; ++r) {
       const Floats right = load<LANES>(rows[r] + k);
 #pragma GCC unroll 4
-      for (int j = 0; j < W; ++j) sum[r * W + j] += left[j] * right;
+      for (int j = 0; j < W; ++j) sum[r * W + j] = multiply_add(left[j], right, sum[r * W + j]);
     }
   }
   float found[ALL];
@@ -80,7 +80,7 @@ void block_of_dots(const Weight* w, int64_t w_row, const float* const* rows, int
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < W; ++j) {
       float product = found[r * W + j];
-      for (int64_t i = k; i < n; ++i) product += widen(w[j * w_row + i]) * rows[r][i];
+      for (int64_t i = k; i < n; ++i) product = multiply_add(widen(w[j * w_row + i]), rows[r][i], product);
       out[r * out_row + j] = product;
     }
 }

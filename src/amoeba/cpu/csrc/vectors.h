@@ -95,6 +95,27 @@ inline Floats16 load_some(const T* p, int64_t count) { return count >= 16 ? load
 template <class T>
 inline void store_some(T* p, Floats16 v, int64_t count) { count >= 16 ? store(p, v) : store_part(p, v, count); }
 
+// a . b + sum, rounded once where the CPU can, in whatever form it is compiled: of what is not written so, a compiler
+// rounds the products of some forms and not those of others.
+inline float multiply_add(float a, float b, float sum) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, sum);
+#else
+  return a * b + sum;
+#endif
+}
+inline Floats multiply_add(Floats a, Floats b, Floats sum) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+  return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + sum;
+#endif
+}
+
 inline Floats16 splat(float value) { return Floats16{} + value; }
 
 // The sum of all lanes: the upper half is added to the lower, again and again.
