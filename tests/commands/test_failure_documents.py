@@ -93,6 +93,12 @@ FAILURES = {
     "an error of others": (ValueError("no\n good"), exits.BAD_USAGE, "no good", None),
     "a bug": (KeyError("place"), exits.BUG, "unexpected KeyError: 'place'. This is a bug", "AMOEBA_TRACEBACK=1"),
     "a file": (FileNotFoundError(2, "No such file", "x.txt"), exits.BAD_USAGE, "x.txt: expected", "Check the path."),
+    "a home": (
+        RuntimeError("Could not determine home directory."),
+        exits.BAD_USAGE,
+        "~: expected the home",
+        "whole path",
+    ),
     "Ctrl-C": (KeyboardInterrupt(), exits.INTERRUPTED, "interrupted", "Run the same command again"),
 }
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from amoeba.jobs.generate import token_steps
 from amoeba.jobs.generate.chat import Chat, TooLong, open_chat
 from amoeba.jobs.generate.options import GenerationOptions
+from amoeba.system.files import default_folder
 from called import Called, call
 from tiny_models import build, save_byte_tokenizer
 
@@ -114,6 +115,13 @@ def test_a_conversation_that_is_full_says_so_and_stays_as_it_was(folder):
 
 def invoke(*words: object, **options: Any) -> Called:
     return call("chat", *words, **options)
+
+
+def test_a_conversation_may_be_saved_in_the_home_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("AMOEBA_CACHE", str(default_folder()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    invoke(folder, "--max-new-tokens", 2, input="Once\n/save ~/saved.jsonl\n")
+    assert (tmp_path / "saved.jsonl").exists()
 
 
 def test_lines_of_a_pipe_are_messages_and_commands(folder, tmp_path):

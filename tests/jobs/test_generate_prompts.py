@@ -11,6 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from amoeba.decoding.slots import Slots
 from amoeba.jobs.generate.generate import GenerationOptions, generate
+from amoeba.system.files import default_folder
 from called import Called, call
 from tiny_models import byte_tokenizer, randomise, tiny_config
 
@@ -119,6 +120,15 @@ def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, a
     assert out.read_text() == before
 
 
+def test_files_may_be_in_the_home_folder(folder, prompts, tmp_path, monkeypatch):
+    """A shell leaves the ~ of --out=~/answers.jsonl as it is."""
+    monkeypatch.setenv("AMOEBA_CACHE", str(default_folder()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    invoke(folder, f"--prompts=~/{prompts.name}", "--out=~/answers.jsonl")
+    assert sorted(records((tmp_path / "answers.jsonl").read_text())) == LINES
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -129,6 +139,7 @@ def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, a
         '{"line": 3, "model": "THIS", "prompt": ""}\n',
         "[1]\n",
         '{"line": 1}\n',
+        '{"line": [1]}\n',
     ],
 )
 def test_a_file_of_somebody_else_is_left_alone(folder, prompts, tmp_path, content):
@@ -151,6 +162,7 @@ def test_a_file_of_somebody_else_is_left_alone(folder, prompts, tmp_path, conten
         ("p.txt", "a\n" + "x" * 65, "line 2: expected at most 64 tokens, the model's max_position_embeddings; got 65"),
         ("p.txt", "\n \n", "p.txt: expected at least one prompt; got an empty file"),
         ("p.txt", b"\xff", "p.txt: expected text in UTF-8; got the byte 0xff"),
+        ("p.json", '[{"prompt": "a"}]', "--prompts: expected a text file with one prompt per line, or a .jsonl file"),
     ],
 )
 def test_a_bad_line_is_named_before_a_model_is_loaded(folder, tmp_path, monkeypatch, name, content, words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import sys
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
@@ -150,7 +151,7 @@ def _command(chat: Chat, word: str, rest: str, output: Output) -> Answer | None:
         output.progress("nothing to save yet")
     elif word == "/save" and rest:
         line = json_format.dumps({"messages": [message._asdict() for message in chat.messages]}, ensure_ascii=False)
-        with Path(rest).open("a") as file:
+        with Path(os.path.expanduser(rest)).open("a") as file:
             file.write(f"{line}\n")
         output.progress(f"added to {rest}")
     else:

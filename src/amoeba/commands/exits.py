@@ -205,6 +205,8 @@ def _in_our_words(error: Exception) -> Exception | None:
         return bad_value("memory", "enough for this command", one_line(error), remedy)
     if isinstance(error, ImportError):
         return None if (error.name or "").split(".")[0] == "amoeba" else _missing(error)
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
+        return bad_value("~", "the home folder of a user of this machine", "none", "write the whole path")
     if isinstance(error, EOFError):
         return bad_value("input", "a complete file", one_line(error), "the file ends too early: write or copy it again")
     if isinstance(error, ValueError | OSError | RankLost):

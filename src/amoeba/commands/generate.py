@@ -220,7 +220,7 @@ def generate(
 
         many.check(prompt, bool(image))
         hide_loading_bars(model, output)
-        images = tuple(str(path.expanduser()) for path in image or ())
+        images = tuple(map(str, image or ()))
         options = GenerationOptions(max_new_tokens, **vars(sampling), chat=chat, images=images, **computing.told())
         taken = _taken(model, prompt, many, max_new_tokens, computing)
         options = replace(options, **taken.options)

@@ -20,9 +20,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from inspect import Parameter
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -64,6 +66,7 @@ def _with_single_options(function: Command) -> Command:
                 empty = value == "" or (isinstance(value, list) and "" in value)
                 if empty and (option := _name_of(options[name])) is not None:
                     raise bad_value(option, "a value", "an empty one", "write one after it, or leave the option out")
+        given = {name: _at_home(value) for name, value in given.items()}
         for name, kind in groups.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
         function(**given)
@@ -71,6 +74,13 @@ def _with_single_options(function: Command) -> Command:
     checked.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
     checked.__annotations__ = {name: option.annotation for name, option in options.items()}
     return checked
+
+
+def _at_home(value: Any) -> Any:
+    """A shell leaves the ~ of `--out=~/answers.jsonl` to us."""
+    if isinstance(value, list):
+        return [_at_home(each) for each in value]
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _options_of(group: Any) -> list[Parameter]:

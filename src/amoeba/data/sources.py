@@ -292,6 +292,9 @@ class Prompt(NamedTuple):
 
 def read_prompts(path: Path, chat: bool) -> list[Prompt]:
     """Blank lines are left out. chat: whether a prompt may be a conversation."""
+    if path.suffix.lower() in (".json", ".parquet"):
+        expected = "a text file with one prompt per line, or a .jsonl file with one object per line"
+        raise bad_value("--prompts", expected, str(path), "convert it, for example with `jq -c '.[]'`")
     found = []
     is_json = path.suffix.lower() in JSON_LINES
     for number, line in enumerate(read_text(path).split("\n"), start=1):

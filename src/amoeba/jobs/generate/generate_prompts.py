@@ -262,7 +262,8 @@ class Results:
                 record = parse_json(line, place)
             except ValueError as error:
                 raise self._of_another_run(place) from error
-            known = prompts.get(record.get("line", 0)) if isinstance(record, dict) else None
+            line_of = record.get("line") if isinstance(record, dict) else None
+            known = prompts.get(line_of) if isinstance(line_of, int) else None
             if known is None or (record.get("prompt"), record.get("model")) != (known.as_json(), self.model):
                 raise self._of_another_run(place)
             done.add(known.line)
