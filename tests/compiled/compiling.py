@@ -31,6 +31,7 @@ def compiled_by(program: str, cache: Path, *names: str) -> dict[str, Any]:
     surroundings |= {
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "TRITON_CACHE_DIR": str(cache),
+        "TRITON_DEFAULT_FP_FUSION": "0",  # as it will be with Triton 3.10
     }
     command = [sys.executable, program, *names]
     finished = subprocess.run(command, env=surroundings, capture_output=True, text=True)
@@ -75,6 +76,8 @@ def compile_as(
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from amoeba.kernels.launch import OPTIONS
+
     names = kernel.arg_names
     if aligned is None:
         aligned = [name for name in names if types.get(name, "").startswith("*")]
@@ -84,7 +87,7 @@ def compile_as(
         constexprs=constants,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS | options)
 
 
 def _type_of(argument: Any) -> str:

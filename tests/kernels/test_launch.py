@@ -59,7 +59,7 @@ def test_the_second_launch_compiles_nothing_and_gets_the_new_arguments(compiler)
     kernel[(5, 2)](second, 48, BLOCK=128, NAME="a", num_warps=4)
     ((grid, arguments, constants),) = compiler.compiled
     assert grid == (3,) and arguments[0] is first and arguments[1] == 32
-    assert constants == {"BLOCK": 128, "NAME": "a", "num_warps": 4}
+    assert constants == {"BLOCK": 128, "NAME": "a", "num_warps": 4, "enable_fp_fusion": True}
     ((number, grid, arguments),) = compiler.launched
     assert number == 0 and grid == (5, 2, 1) and arguments[0] is second
     assert arguments[1:] == (48, 128, "a"), "in the order of the parameters, options such as num_warps left out"
@@ -161,7 +161,7 @@ def test_bound_constants_are_handed_over_and_kept_apart(compiler: Compiler) -> N
     for chosen in (narrow, wide, narrow, wide):
         chosen[(1,)](rows(), 32)
     assert [constants for _, _, constants in compiler.compiled] == [
-        {"BLOCK": block, "NAME": "a", "num_warps": 8} for block in (64, 128)
+        {"BLOCK": block, "NAME": "a", "num_warps": 8, "enable_fp_fusion": True} for block in (64, 128)
     ]
     assert [(number, arguments[2:]) for number, _, arguments in compiler.launched] == [(0, (64, "a")), (1, (128, "a"))]
 
@@ -207,7 +207,7 @@ def test_a_fixed_launch_takes_tensors_alone_and_compiles_once(compiler: Compiler
     launch(first)
     ((grid, arguments, constants),) = compiler.compiled
     assert grid == (5, 2) and arguments[0] is first and arguments[1] == 48
-    assert constants == {"BLOCK": 128, "NAME": "a", "num_warps": 4}
+    assert constants == {"BLOCK": 128, "NAME": "a", "num_warps": 4, "enable_fp_fusion": True}
     assert [(number, grid, found[1:]) for number, grid, found in compiler.launched] == [
         (0, (5, 2, 1), (48, 128, "a"))
     ] * 2

@@ -375,7 +375,7 @@ def test_a_compiled_kernel_gets_the_addresses_of_the_day(monkeypatch):
     monkeypatch.setattr(launch_plan, "current_stream", lambda: "stream")
     compiled = Compiled()
     jit = SimpleNamespace(arg_names=("rows", "x", "n"), params=[SimpleNamespace(is_constexpr=False)] * 3)
-    kernel = Quick(type("Jit", (), {**vars(jit), "__getitem__": lambda self, grid: lambda *_: compiled})())
+    kernel = Quick(type("Jit", (), {**vars(jit), "__getitem__": lambda self, grid: lambda *_, **constants: compiled})())
 
     def compute(left: Tensor) -> tuple[Tensor]:
         out = torch.empty((2, 4), dtype=torch.float32, device=left.device)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from amoeba.core.torch_internals import nvshmem_device_functions
+from amoeba.kernels.launch import OPTIONS
 
 nvshmem = nvshmem_device_functions()
 
@@ -27,7 +28,7 @@ _SET = tl.constexpr(9)
 
 
 def put(heap: Tensor, source_at: int, dest_at: int, nbytes: int, pe: int) -> None:
-    _put[(PROGRAMS,)](heap, source_at, dest_at, nbytes, pe, num_warps=_WARPS)
+    _put[(PROGRAMS,)](heap, source_at, dest_at, nbytes, pe, num_warps=_WARPS, **OPTIONS)
 
 
 def put_blocks(
@@ -45,7 +46,7 @@ def put_blocks(
 ) -> None:
     """block: bytes. flags_at: of int64, which rise to the epoch after the one that the device has counted to."""
     numbers = (source_at, dest_at, flags_at, nbytes, block, blocks, pe)
-    _put_blocks[(min(PROGRAMS, blocks),)](heap, epochs, *numbers, CHANNEL=channel, num_warps=_WARPS)
+    _put_blocks[(min(PROGRAMS, blocks),)](heap, epochs, *numbers, CHANNEL=channel, num_warps=_WARPS, **OPTIONS)
 
 
 def count(
@@ -63,7 +64,7 @@ def count(
     """pes: int32 (W,), how NVSHMEM calls each rank. spare_at: bytes that are never read, sent with a counter.
     ahead: of the epoch that the device has counted to."""
     numbers = (counter_at, spare_at, rank, ahead, parts)
-    _count[(1,)](heap, epochs, pes, *numbers, CHANNEL=channel, RANKS=pes.shape[0], num_warps=1)
+    _count[(1,)](heap, epochs, pes, *numbers, CHANNEL=channel, RANKS=pes.shape[0], num_warps=1, **OPTIONS)
 
 
 @nvshmem.requires_nvshmem

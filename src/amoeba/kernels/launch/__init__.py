@@ -59,6 +59,8 @@ if knobs.runtime.interpret:
     _take_numbers_out_of_arrays()
 
 Launch = Callable[..., None]  # of tensors, all else is known
+# A product and a sum are rounded once. Triton's own default will be another one from 3.10 on, with other numbers.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 class Launched(NamedTuple):
@@ -114,7 +116,7 @@ def _again(compiled: Any, grid: tuple[int, ...], arguments: tuple) -> Launched:
 def _first(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> Any:
     """The launch that compiles it, where it is seen whether it fits on the GPU."""
     try:
-        return kernel[grid](*arguments, **constants)
+        return kernel[grid](*arguments, **(OPTIONS | constants))
     except OutOfResources as error:
         raise RuntimeError(
             f"{kernel.__name__.strip('_')}: expected a kernel that fits on this GPU; got one that needs "

@@ -31,7 +31,7 @@ from triton.runtime.jit import MockTensor
 from amoeba.core.errors import bad_value
 from amoeba.core.operators import implementations
 from amoeba.core.torch_internals import TorchDispatchMode
-from amoeba.kernels.launch import Launched, listening
+from amoeba.kernels.launch import OPTIONS, Launched, listening
 
 _GPU, _META = torch.device("cuda", 0), torch.device("meta")
 _GiB = 1 << 30
@@ -87,7 +87,7 @@ class Launch(NamedTuple):
 
     def compile(self) -> None:
         """Into Triton's cache; for the versions of Triton that compile a launcher for each signature, that as well."""
-        compiled = self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+        compiled = self.kernel.warmup(*self.arguments, grid=(1,), **(OPTIONS | self.constants))
         with suppress(Exception):  # no driver here to link with, or a version of Triton without such launchers
             from triton.backends.nvidia.driver import CudaLauncher
 
