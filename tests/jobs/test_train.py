@@ -12,7 +12,8 @@ from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train.train import train
 from amoeba.observe.run_log import read_run
-from tiny_runs import Quiet, step_losses
+from hostile_folders import change_json
+from tiny_runs import Quiet, make_inputs, step_losses, tiny_run, tiny_settings
 
 TINY = {
     "steps": 12,
@@ -135,6 +136,16 @@ def test_the_balance_loss_takes_part_in_training(tmp_path: Path, corpus_file: st
     without, with_loss = step_losses(tmp_path / "none"), step_losses(tmp_path / "aux")
     assert with_loss[0] == without[0]  # logged is the language model's loss alone
     assert with_loss[2] != without[2]
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_the_router_loss_that_a_checkpoint_asks_of_transformers_is_left_out(command: str, tmp_path: Path) -> None:
+    inputs, losses = make_inputs(tmp_path), []
+    for asks in (False, True):
+        change_json(inputs / "base/config.json", output_router_logits=asks, router_aux_loss_coef=0.5)
+        tiny_run(tiny_settings(command, tmp_path / str(asks), inputs, steps=2, balance="none"), Quiet())
+        losses.append(step_losses(tmp_path / str(asks)))
+    assert losses[0] == losses[1]
 
 
 def test_accumulation_gives_the_losses_of_the_larger_batch(tmp_path: Path, corpus_file: str, one_layer: str) -> None:

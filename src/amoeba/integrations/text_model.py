@@ -50,6 +50,14 @@ def auto_class(config: Any) -> Any:
     return next(iter(named or serving), autos[0])  # whose own error says that it does not know the type
 
 
+def leave_out_router_loss(config: Any) -> None:
+    """Where a checkpoint's config asks for it, transformers adds a balance loss to that of the language model; ours is
+    added layer by layer (`routing.balance`)."""
+    for part in (config, text_config(config)):
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+
+
 def text_decoder(model: Any) -> Any:
     """The part of a composite model that reads and writes text; any other model itself."""
     return model if text_config(model.config) is model.config else model.get_decoder()

@@ -91,7 +91,7 @@ def _shape(work: Work) -> Any:
     from amoeba.integrations.place_experts import AUTO, place_experts
     from amoeba.integrations.quantised_files import format_of, products_for
     from amoeba.integrations.quantised_models import facts_of, unquantised
-    from amoeba.integrations.text_model import auto_class, text_config
+    from amoeba.integrations.text_model import auto_class, leave_out_router_loss, text_config
     from amoeba.integrations.transformers import register
     from amoeba.jobs.presets import PRESETS
     from amoeba.precision.placements import placement_of
@@ -102,8 +102,7 @@ def _shape(work: Work) -> Any:
         config = PRESETS[work.model].build(work.vocab_size or 4096, work.sequence_length)
     else:
         config = load_config(work.model, trust_remote_code=work.trust_remote_code)
-    if hasattr(text_config(config), "output_router_logits"):
-        text_config(config).output_router_logits = False
+    leave_out_router_loss(config)
     dtype = torch.bfloat16 if work.dtype == "auto" else getattr(torch, work.dtype)
     facts = facts_of(config)
     format = None if facts is None else format_of(facts)

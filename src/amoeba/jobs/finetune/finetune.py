@@ -33,7 +33,7 @@ from amoeba.integrations.images import ImageReader
 from amoeba.integrations.model_folder import ADAPTER_FOLDER, check_model, load_tokenizer_and_config
 from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import set_products
-from amoeba.integrations.text_model import check_ids, positions, text_config
+from amoeba.integrations.text_model import check_ids, leave_out_router_loss, positions, text_config
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
@@ -157,6 +157,7 @@ def _finetune(
     if attached.left_out:
         console.say(f"no LoRA factors on: {in_one_line(attached.left_out)}")
     text_config(model.config).use_cache = False
+    leave_out_router_loss(model.config)
     check_same_model(rank_zero, model, {"where the experts are": placed.placement})
     if rows.has_images:
         rows = rows._replace(collate=functools.partial(rows.collate, images_in=model.dtype))

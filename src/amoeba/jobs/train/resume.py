@@ -40,8 +40,9 @@ Report = TypeVar("Report", bound=RunReport)
 
 _RECORDS = ("model_config", "began_with", DIGEST)  # in config.json with the settings
 _OF_EVERY_CHECKPOINT = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "tokenizer_config.json")
-# of a configuration: names and versions, not what the model computes
+# of a configuration: names and versions, not what the model computes; and what training turns off
 _NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
+_NOT_COMPARED |= {"output_router_logits"}
 _SAME_NUMBERS = {"resident", "ranks"}  # of placements: the same numbers, in other memory
 
 

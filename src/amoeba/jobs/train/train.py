@@ -27,7 +27,13 @@ from amoeba.integrations.experts_module import experts_modules, weights_of
 from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.integrations.precision import set_precision
-from amoeba.integrations.text_model import auto_class, check_ids, check_sequence_length, text_config
+from amoeba.integrations.text_model import (
+    auto_class,
+    check_ids,
+    check_sequence_length,
+    leave_out_router_loss,
+    text_config,
+)
 from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.same_on_ranks import check_same_model
@@ -112,6 +118,7 @@ def _train(run: Run, settings: TrainSettings, config: Any) -> TrainReport:
     )
 
     model = _build_model(settings, tokenizer, config, trust_remote_code, mesh)
+    leave_out_router_loss(model.config)
     if config is not None and type(model.config) is not type(config):
         console.say(f"training and saving only {type(model).__name__}, the text part of {settings.model}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -196,8 +203,6 @@ def _build_model(
         return load_share(settings.model, torch.float32, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(text_config(config), name, getattr(tokenizer, name))
-    if hasattr(text_config(config), "output_router_logits"):
-        text_config(config).output_router_logits = False  # our own balance loss, layer by layer, takes its place
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a billion random numbers take a CPU a while
         return auto_class(config).from_config(
             config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
