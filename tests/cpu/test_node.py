@@ -22,7 +22,7 @@ from amoeba.cpu.node_passes import NodeCache, NodeExperts, NodeFactors, backward
 from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.weights import PackedWeights
 from amoeba.proof.reference.experts import experts_backward, experts_forward
-from selection import each_value_once, quick
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -289,7 +289,7 @@ def test_repacked_factors_reuse_only_the_memory_of_dead_ones(workers: WorkerPool
     assert torch.equal(output(third), before)
 
 
-@quick(lambda older_instructions: "haswell" in older_instructions)  # for the others: test_sums.py in every run
+@pytest.mark.thorough  # every run: test_sums.py, and test-older-cpus for AVX2
 @pytest.mark.usefixtures("older_instructions")
 def test_older_instruction_sets_agree_too() -> None:
     threads = WorkerPool(2)

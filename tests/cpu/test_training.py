@@ -22,7 +22,7 @@ from amoeba.core.weights import LORA_NAMES, LoraFactors
 from amoeba.cpu.node_passes import NodeExperts, NodeFactors, backward, forward
 from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.weights import PackedWeights, StoredWeights
-from selection import each_value_once, quick
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -159,7 +159,7 @@ def test_gradients_that_are_streamed_past_the_caches_are_whole(path: str, worker
     check(layer.run(workers), layer.expected(), "bf16")
 
 
-@quick(lambda older_instructions: "haswell" in older_instructions)  # for the others: test_sums.py in every run
+@pytest.mark.thorough  # every run: test_sums.py, and test-older-cpus for AVX2
 @pytest.mark.usefixtures("older_instructions")
 def test_older_instruction_sets_agree_too() -> None:
     threads = WorkerPool(2)
