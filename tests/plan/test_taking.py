@@ -73,8 +73,17 @@ def test_a_plan_file_says_where_and_options_win(folder, tmp_path):
     result, document = generate(folder, "--plan", str(path))
     assert document["placement"] == "streamed" and f"amoeba: plan {path}: " in result.stderr
     assert document["streaming"]["ram_bytes"] == 2**30
-    _, document = generate(folder, "--plan", str(path), "--ram", "2GiB")
+    result, document = generate(folder, "--plan", str(path), "--ram", "2GiB")
     assert document["streaming"]["ram_bytes"] == 2**31
+    assert f"plan {path}: nothing of it, with --ram as given" in result.stderr
+    for words, placement in ((("--experts", "cpu-int8"), "cpu-int8"), (("--precision", "mxfp4"), "mxfp4-weights")):
+        result, document = generate(folder, "--plan", str(path), *words)
+        assert document["placement"] == placement and "experts streamed" not in result.stderr
+    assert generate(folder, "--plan", str(path), "--precision", "bf16")[1]["placement"] == "streamed"
+    content["candidates"][content["best"]]["options"] = {"experts": "cpu-int8"}
+    path.write_text(json.dumps(content))
+    assert generate(folder, "--plan", str(path))[1]["placement"] == "cpu-int8"
+    assert generate(folder, "--plan", str(path), "--ram", "1GiB")[1]["placement"] == "streamed"
 
 
 @pytest.mark.parametrize("command", [("generate", "Once"), ("chat",), ("serve",)])

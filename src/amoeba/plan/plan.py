@@ -398,14 +398,17 @@ def write_plan(path: Path, plan: Plan) -> None:
     write_whole(path, json.dumps(as_document(plan), indent=1) + "\n")
 
 
+_WRITE_ONE = "run amoeba plan MODEL --out plan.json"
+
+
 def read_plan(path: Path, purpose: Purpose) -> dict[str, Any]:
     """The best candidate of a file that `amoeba plan` wrote: its `options`, its `work`, and what is `predicted`."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise bad_value("--plan", "a file that amoeba plan wrote", f"{path} ({one_line(error)})", "run it") from error
+        raise bad_value("--plan", "a file that amoeba plan wrote", f"{path} ({one_line(error)})", _WRITE_ONE) from error
     if not isinstance(found, dict) or found.get("document") != DOCUMENT or found.get("for") not in get_args(Purpose):
-        raise bad_value("--plan", "a file that amoeba plan wrote", str(path), "run amoeba plan MODEL --out plan.json")
+        raise bad_value("--plan", "a file that amoeba plan wrote", str(path), _WRITE_ONE)
     made_for = "generate" if found["for"] == "serve" else found["for"]
     if made_for != ("generate" if purpose == "serve" else purpose):
         remedy = f"run {shell_command('plan', 'MODEL', '--for', purpose, '--out', path)}"

@@ -92,10 +92,16 @@ def take_plan(
     """file: that `amoeba plan` wrote. given: placement options of the user, which win over those of a plan; with any of
     them, nothing is planned here. gpu: False for a run on the CPU."""
     if file is not None:
-        found = read_plan(file, work.purpose)
-        options = {name: value for name, value in found["options"].items() if name not in (given or {})}
-        told = ", ".join(f"{name} {value}" for name, value in options.items()) or "as the model is"
-        words = f"plan {file}: experts {found['placement']} in {found['numbers']} ({told})"
+        found, given = read_plan(file, work.purpose), given or {}
+        options = {name: value for name, value in found["options"].items() if name not in given}
+        placed = "experts" in given or given.get("precision", "bf16") != "bf16"
+        dropped = ("ram", "vram", "experts") if placed else ("experts",) if given.keys() & {"ram", "vram"} else ()
+        options = {name: value for name, value in options.items() if name not in dropped}
+        told = ", ".join(f"{name} {value}" for name, value in options.items())
+        words = f"plan {file}: experts {found['placement']} in {found['numbers']} ({told or 'as the model is'})"
+        if given:
+            own = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            words = f"plan {file}: {told or 'nothing of it'}, with {own} as given"
         return Taken(options, words, work=Work(**found["work"]), promised=None if given else found["predicted"])
     if given or (config is None and not Path(model).expanduser().exists()):  # the hub's files are not here yet
         return Taken()
