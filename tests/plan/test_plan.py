@@ -189,6 +189,14 @@ class TestTheCommand:
         for words in ("what would help", "KV cache", "public figures", " on the GPU; "):
             assert words in result.stdout, words
 
+    def test_of_a_store_that_does_not_fit_it_says_what_the_least_needs(self, tmp_path):
+        build("qwen3_moe").save_pretrained(tmp_path / "model")
+        call("pack", tmp_path / "model")
+        words = ("--machine", "4090", "--vram", 0, "--ram", "200MiB", "--out", tmp_path / "plan.json")
+        said = call("plan", tmp_path / "model.store", *words, code=1).said
+        assert "streamed, 1 of 6 slots" in said and "of host memory; 180 MiB can be used" in said
+        assert "nothing fits" in said and "pass --plan" not in said
+
     def test_a_machine_can_be_described_by_a_file(self, folder, tmp_path):
         path = tmp_path / "mine.json"
         path.write_text(json.dumps({"card": "4090", "ram_bytes": "16GiB", "link": 12e9}))

@@ -185,6 +185,9 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
     output.facts(_of_machine(plan.machine))
     if best is None:
         output.heading("nothing fits")
+        for each in plan.candidates:
+            if not each.lines:
+                output.line(f"  {each.placement}: {each.rejected}")
     else:
         output.heading(f"best: {predicted_words(best)}")
         output.facts(
@@ -200,7 +203,8 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
         for words, times in plan.helps:
             output.line(f"  {words}: {'then it fits' if times is None else f'{times:.1f}x'}")
     if written is not None:
-        output.line(f"\nsaved to {written}: pass --plan {written} to generate, chat, serve, finetune or train")
+        how = f": pass --plan {written} to generate, chat, serve, finetune or train" if best is not None else ""
+        output.line(f"\nsaved to {written}{how}")
 
 
 def _three_digits(number: float) -> str:

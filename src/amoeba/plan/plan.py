@@ -290,7 +290,12 @@ def _streamed(facts: ModelFacts, base: Choice, machine: Machine, work: Work) -> 
     try:
         choice, options = _with_slots(facts, empty, machine, memory_of(facts, empty, work))
     except ValueError as error:
-        yield replace(refused, rejected=one_line(error))
+        least = refused
+        if empty.budgets is None:
+            words = f"1 of {facts.entries[0].experts} slots"
+            one = replace(empty, slots=(1,) * len(none))
+            least = _judged(facts, one, machine, work, {}, slots=words, is_default=facts.packed)
+        yield replace(least, rejected=least.rejected or one_line(error))
         return
     slots = choice.slots if choice.budgets is None else tuple(choice.budgets.slots)
     if facts.packed or any(count < each.experts for count, each in zip(slots, facts.entries, strict=True)):
