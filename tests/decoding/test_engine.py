@@ -99,7 +99,9 @@ def test_int8_weights_of_a_native_step_are_those_of_a_decoder():
     as_loaded = Engine(model, slots=2, length=40)
     other = asked(as_loaded, prompt(7), 9, logprobs=0)
     as_loaded.finish_all()
-    assert other[0] == first[0] and other[1].logprob != first[1].logprob  # a prompt is read as loaded
+    # A prompt is read as loaded; the bits of its sums may still depend on where in memory its tensors lie.
+    assert other[0].id == first[0].id and other[0].logprob == pytest.approx(first[0].logprob, abs=1e-5)
+    assert abs(other[1].logprob - first[1].logprob) > 1e-4
 
 
 def test_a_text_ends_at_its_end_token_and_at_no_other():

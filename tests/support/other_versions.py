@@ -1,6 +1,7 @@
 """Runs a selection of the tests with the oldest and the newest torch and transformers that pip finds.
 
-    python tests/support/other_versions.py          # make test-versions
+    python tests/support/other_versions.py              # make test-versions
+    python tests/support/other_versions.py --install    # the environments alone, while something else computes
 
 The oldest are the lower bounds in pyproject.toml; the newest are what the package index has today. Each pair gets an
 environment in build/versions, which the next run updates. On a fresh machine that takes a minute or two, and the
@@ -38,6 +39,7 @@ COMPILED = "compiled/test_hopper_compiles.py::test_matrix_instructions_shared_me
 COMPILED += "[one of each kernel]"
 NEEDED_BYTES = 12 * 2**30  # both environments and pip's cache of what it downloads: 10 GiB on ARM in November 2026
 INSTALL_SECONDS = 240
+PATIENT_SECONDS = 720  # with --install, where the tests have the cores meanwhile
 
 
 class Outcome(NamedTuple):
@@ -45,10 +47,10 @@ class Outcome(NamedTuple):
     failed: bool
 
 
-def main() -> int:
+def main(*options: str) -> int:
     # Both at once: one waits for its downloads while the other computes.
     with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(_try, ("oldest", "newest")))
+        outcomes = list(pool.map(_make if options == ("--install",) else _try, ("oldest", "newest")))
     for outcome in outcomes:
         print(outcome.text, flush=True)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
@@ -67,9 +69,14 @@ def requirements(which: str, project: dict) -> list[str]:
     return [*wanted, *others, "pytest>=8", "hypothesis>=6.100"]
 
 
+def _make(which: str) -> Outcome:
+    # Whatever went wrong, the tests' own run meets it again, says so and fails where it is ours.
+    reason, _ = _install(which, PATIENT_SECONDS)
+    return Outcome(f"the environment of the {which} torch: {reason or 'installed'}", False)
+
+
 def _try(which: str) -> Outcome:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    reason, wrong = _install(which, requirements(which, project))
+    reason, wrong = _install(which, INSTALL_SECONDS)
     if reason is not None:
         return Outcome(f"THE {which.upper()} TORCH AND TRANSFORMERS WERE NOT TRIED: {reason}", wrong)
     python = str(FOLDER / which / "bin" / "python")
@@ -94,8 +101,9 @@ def _try(which: str) -> Outcome:
     return Outcome(f"with the {which}: {named}\n{told}", any(each.returncode for each in done))
 
 
-def _install(which: str, wanted: list[str]) -> tuple[str | None, bool]:
+def _install(which: str, seconds: int) -> tuple[str | None, bool]:
     """Why there is no such environment, or None; and whether that is a fault of ours."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folder = FOLDER / which
     python = folder / "bin" / "python"
     if not python.exists():
@@ -107,10 +115,14 @@ def _install(which: str, wanted: list[str]) -> tuple[str | None, bool]:
     try:
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
         subprocess.run(
-            [*pip, "--quiet", "--upgrade", *wanted], check=True, capture_output=True, text=True, timeout=INSTALL_SECONDS
+            [*pip, "--quiet", "--upgrade", *requirements(which, project)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        return f"pip was not done after {INSTALL_SECONDS} s", False
+        return f"pip was not done after {seconds} s", False
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [str(error)]
         return f"pip failed: {said[-1]}", "ResolutionImpossible" in error.stderr
@@ -118,4 +130,4 @@ def _install(which: str, wanted: list[str]) -> tuple[str | None, bool]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
