@@ -2,8 +2,10 @@
 
 import builtins
 import json
+import os
 import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -245,6 +247,25 @@ def test_json_lines_hold_text_messages_and_completions(tmp_path):
     assert sorted(documents(path), key=str) == sorted(expected, key=str)
     as_list = written(tmp_path, "a.json", json.dumps(records))
     assert load_corpus(str(as_list)).train == load_corpus(str(path)).train
+
+
+@pytest.mark.parametrize("name", ["pipe", "chat", "chat.jsonl.1", "chat.json"])
+def test_records_are_read_as_records_whatever_the_file_is_called(tmp_path, name):
+    """Not as a text that has their braces in it."""
+    content, path = lines({"prompt": "a", "completion": "b"}, {"text": "c"}), tmp_path / name
+    if name == "pipe":
+        os.mkfifo(path)
+        threading.Thread(target=path.write_text, args=(content,)).start()
+    else:
+        path.write_text(content)
+    assert sorted(documents(path), key=str) == [Completion("a", "b"), Text("c")]
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("a.txt", '{"text": "b"}'), ("a.log", '{"level": 1}'), ("a", "{% text %}")]
+)
+def test_text_stays_text_where_a_line_of_it_is_no_record(tmp_path, name, first):
+    assert [found.text for found in documents(written(tmp_path, name, f"{first}\nand"))] == [first, "and"]
 
 
 def test_one_json_object_is_one_document(tmp_path):

@@ -38,7 +38,8 @@ BLOCK_CHARACTERS = 4096
 PASSAGE_CHARACTERS = 40
 SEPARATORS = ("\n\n", "\n", " ")
 JSON_LINES = (".jsonl", ".ndjson")
-KNOWN_SUFFIXES = (".txt", ".md", ".json", ".parquet", *JSON_LINES)
+TEXT = (".txt", ".md")
+KNOWN_SUFFIXES = (*TEXT, ".json", ".parquet", *JSON_LINES)
 BINARY_SNIFF_BYTES = 8192
 
 
@@ -150,7 +151,7 @@ def read_file(path: Path) -> Iterable[Placed]:
     if suffix == ".parquet":
         return _read_parquet(path)
     text = read_text(path)
-    if suffix in JSON_LINES:
+    if suffix in JSON_LINES or (suffix not in TEXT and _begins_with_a_record(text)):
         return _read_json_lines(path, text)
     if suffix == ".json":
         return _read_json(path, text)
@@ -170,6 +171,15 @@ def read_text(path: Path) -> str:
             "convert the file, for example `iconv -f latin1 -t utf-8`, or leave it out",
         ) from error
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def _begins_with_a_record(text: str) -> bool:
+    """Of a pipe, or a file with another name: whether its first line is an object such as `parse_document` reads."""
+    first = text.lstrip().partition("\n")[0]
+    try:
+        return first.startswith("{") and any(field in json.loads(first) for field in RECORD_FIELDS)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _read_json_lines(path: Path, text: str) -> Iterator[Placed]:
