@@ -70,15 +70,29 @@ class TestTheModel:
         found = read_facts("somebody/qwen3")
         assert found.expert_bytes("resident") == facts.expert_bytes("resident") and found.sizes_known
 
-    @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next"])
-    def test_keys_and_values_are_counted_as_the_cache_holds_them(self, family, tmp_path):
+    @pytest.mark.parametrize(
+        "family",
+        [
+            *("qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next"),
+            *("deepseek_v32", "mimo_v2_flash", "jamba", "minimax", "nemotron_h"),
+        ],
+    )
+    def test_keys_values_and_states_are_counted_as_the_cache_holds_them(self, family, tmp_path):
         model = build(family)
         model.config.save_pretrained(tmp_path)
         with torch.no_grad():
-            layers = model(input_ids=token_ids(1, 6), use_cache=True).past_key_values.layers
-        held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-        numbers = sum(each.numel() for each in held if each is not None)
-        assert read_facts(str(tmp_path)).kv_numbers * 6 == numbers
+            cache = model(input_ids=token_ids(1, 6), use_cache=True).past_key_values
+        held = torch.utils._pytree.tree_leaves([vars(each) for each in (cache, *cache.layers)])
+        floating = (each for each in held if isinstance(each, torch.Tensor) and each.is_floating_point())
+        facts = read_facts(str(tmp_path))
+        assert facts.kv_numbers * 6 * 4 + facts.state_bytes == sum(each.nbytes for each in floating)
+
+    def test_states_of_all_rows_of_a_server_are_part_of_its_memory(self, tmp_path):
+        build("qwen3_next").config.save_pretrained(tmp_path)
+        facts, work = read_facts(str(tmp_path)), Work("serve", context=64, batch=32)
+        lines = make_plan(facts, described_machine("h200"), work).best.lines
+        (states,) = (line for line in lines if line.name == "recurrent states")
+        assert states.bytes == 33 * facts.state_bytes > 0
 
 
 class TestWhatIsBest:

@@ -137,6 +137,7 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
         length = cache_length(work.context) if here == CUDA else work.context
         rows = work.batch + (work.purpose == "serve")  # and one in which prompts are read
         lines.append(Line("KV cache", rows * length * facts.kv_numbers * dtype.itemsize, here, "running"))
+        lines.append(Line("recurrent states", rows * facts.state_bytes, here, "running"))
         lines.append(Line("activations", _forward_bytes(facts, work, dtype, choice), here, "running"))
         if here == HOST:
             lines.append(Line("weights as decode steps read them", _step_copies(facts, dtype), here, "running"))

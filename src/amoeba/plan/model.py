@@ -11,14 +11,16 @@ train from scratch) is built on the meta device, which takes no memory.
 
 from __future__ import annotations
 
-import functools
+import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amoeba.core.cost import expert_bytes
 from amoeba.core.errors import BadValue
@@ -29,7 +31,7 @@ from amoeba.integrations.model_folder import load_config, load_without_weights
 from amoeba.integrations.quantised_files import check_no_codes, check_readable, format_of
 from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
 from amoeba.integrations.text_model import positions, text_config
-from amoeba.jobs.model_cost import attention_width
+from amoeba.jobs.model_cost import attention_width, keep, kept
 from amoeba.placements import RESIDENT, placement_named
 from amoeba.precision.formats import Format
 from amoeba.stream.cpu.memory import READS
@@ -46,7 +48,7 @@ class ModelFacts:
     entries:       of each layer with experts, as a store describes it; () for a model without any.
     dtype:         of everything but quantised experts.
     rest_numbers:  of everything but the experts; embedding_numbers of them are looked up, not multiplied.
-    kv_numbers:    per token, of all layers.
+    kv_numbers:    per token, of all layers; state_bytes: per row, of layers that keep a state of one size.
     attention_width: of all query heads of a layer together.
     why_not_streamed: why its experts cannot be read one by one, or None.
     scratch_bytes: for reading experts from a folder.
@@ -65,6 +67,7 @@ class ModelFacts:
     vocabulary: int
     top_k: int
     kv_numbers: int
+    state_bytes: int
     attention_width: int
     positions: int | None
     why_not_streamed: str | None
@@ -159,7 +162,7 @@ def read_facts(name: str, *, config: Any = None, trust_remote_code: bool = False
     except (StoreError, ValueError, OSError) as error:
         return _from_headers(name, folder, config, trust_remote_code, error)
     dtype = entries[0].dtype
-    facts = _described(name, config, entries, dtype, rest // dtype.itemsize, None)
+    facts = _described(name, config, entries, dtype, rest // dtype.itemsize, None, trust_remote_code)
     return replace(facts, scratch_bytes=scratch, packed=is_store(folder))
 
 
@@ -219,15 +222,22 @@ def _from_config(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
             of_experts += sum(each.numel() for each in module.parameters())
     rest = sum(each.numel() for each in model.parameters()) - of_experts
     why = "its files are not here: download it, for example hf download NAME --local-dir FOLDER"
-    return replace(_described(name, config, tuple(entries), dtype, rest, why), sizes_known=False)
+    return replace(_described(name, config, tuple(entries), dtype, rest, why, trust_remote_code), sizes_known=False)
 
 
 def _described(
-    name: str, config: Any, entries: tuple[LayerEntry, ...], dtype: torch.dtype, rest: int, why_not_streamed: str | None
+    name: str,
+    config: Any,
+    entries: tuple[LayerEntry, ...],
+    dtype: torch.dtype,
+    rest: int,
+    why_not_streamed: str | None,
+    trust_remote_code: bool,
 ) -> ModelFacts:
     text = text_config(config)
     table = text.vocab_size * text.hidden_size
     tied = bool(getattr(text, "tie_word_embeddings", False))
+    kv_numbers, state_bytes = _kept_between_tokens(name, config, trust_remote_code)
     return ModelFacts(
         name=name,
         family=config.model_type,
@@ -240,7 +250,8 @@ def _described(
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         top_k=_top_k(text, entries),
-        kv_numbers=_kv_numbers(text),
+        kv_numbers=kv_numbers,
+        state_bytes=state_bytes,
         attention_width=round(attention_width(text)),
         positions=positions(config),
         why_not_streamed=why_not_streamed if entries else "it has no experts that aMoEba computes",
@@ -253,35 +264,60 @@ def _top_k(text: Any, entries: tuple[LayerEntry, ...]) -> int:
     return found or (min(8, entries[0].experts) if entries else 1)
 
 
-def _kv_numbers(text: Any) -> int:
-    """Keys and values of a token, as transformers' caches hold them."""
-    kinds = getattr(text, "layer_types", None)
-    layers = text.num_hidden_layers
+def _kept_between_tokens(name: str, config: Any, trust_remote_code: bool) -> tuple[int, int]:
+    """Numbers of each token, and bytes of each row however long it is, as transformers' caches hold them."""
+    import transformers
+
+    text = text_config(config)
+    if _keeps_plain_keys(text):
+        return _keys_and_values(text), 0
+    about = {"config": json.loads(config.to_json_string(use_diff=False)), "transformers": transformers.__version__}
+    if (found := kept("cache", about)) is None:
+        try:
+            found = _tried_without_weights(name, config, trust_remote_code)
+        except Exception as error:  # code of many authors, some of which looks at numbers
+            logger.info("cache of %s", name, exc_info=error)
+            return _keys_and_values(text), 0
+        keep("cache", about, found)
+    return found["numbers"], found["bytes"]
+
+
+def _keeps_plain_keys(text: Any) -> bool:
+    """Nothing but keys and values of one size, in every layer."""
+    from transformers import DynamicCache
+
+    if any(getattr(text, each, None) is not None for each in ("qk_nope_head_dim", "v_head_dim", "index_head_dim")):
+        return False
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=text).layers}
+    return kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
+
+
+def _keys_and_values(text: Any) -> int:
+    kinds, layers, heads = getattr(text, "layer_types", None), text.num_hidden_layers, text.num_attention_heads
     if isinstance(kinds, list | tuple):
         layers = sum(1 for kind in kinds if "attention" in kind and "linear" not in kind)
-    heads = text.num_attention_heads
-    if (keys := getattr(text, "qk_nope_head_dim", None)) is not None:
-        if _caches_latents():
-            return layers * (text.kv_lora_rank + text.qk_rope_head_dim)
-        return layers * heads * (keys + text.qk_rope_head_dim + text.v_head_dim)
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     return layers * 2 * (getattr(text, "num_key_value_heads", None) or heads) * size
 
 
-@functools.cache
-def _caches_latents() -> bool:
-    """Whether this version of transformers caches the latents of latent attention, or keys and values of all heads:
-    one token through a small layer of DeepSeek-V3, without weights."""
-    from transformers import DeepseekV3Config, DynamicCache
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+def _tried_without_weights(name: str, config: Any, trust_remote_code: bool) -> dict[str, int]:
+    """Two rows of different lengths through the model on the meta device, past its experts."""
+    model = load_without_weights(unquantised(config), name, trust_remote_code=trust_remote_code)
+    for module in experts_modules(model).values():
+        module.forward = lambda hidden_TH, *_, **__: hidden_TH
+    found = []
+    for tokens in (4, 8):
+        with torch.no_grad(), torch.device("meta"):
+            ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        found.append(list(_tensors_in([vars(each) for each in (cache, *cache.layers)])))
+    numbers, sizes = ([sum(map(count, each)) for each in found] for count in (torch.numel, lambda each: each.nbytes))
+    return {"numbers": (numbers[1] - numbers[0]) // 4, "bytes": 2 * sizes[0] - sizes[1]}
 
-    sizes = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "kv_lora_rank": 4, "q_lora_rank": 4}
-    config = DeepseekV3Config(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, **sizes)
-    config._attn_implementation = "eager"
-    cache = DynamicCache()
-    with torch.device("meta"):
-        layer = DeepseekV3Attention(config, layer_idx=0)
-    angles = torch.empty(1, 1, 4, dtype=torch.float32, device="meta")
-    token = torch.empty(1, 1, 8, dtype=torch.float32, device="meta")
-    layer(token, (angles, angles), None, past_key_values=cache)
-    return bool(cache.layers[0].keys.shape[1] == 1)  # of one head
+
+def _tensors_in(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, Tensor) and found.is_floating_point():
+        yield found
+    elif isinstance(found, list | tuple | dict):
+        for each in found.values() if isinstance(found, dict) else found:
+            yield from _tensors_in(each)
