@@ -79,6 +79,7 @@ def _constants(
         HEADS=heads,
         SOFTCAP=softcap,
         SPLIT=split,
+        RANGE=RANGE_BLOCK,
     )
     return constants, {"num_warps": warps, "num_stages": stages}
 
@@ -118,12 +119,11 @@ def attention(
         _attend[(cdiv(count * of_group, pairs), batch * groups, splits)](
             q_part, k, v, seen_part, bounds_3BT[:, :, first:], sink, y_part, lse_part, part_SRV, most_SR, total_SR,
             count, keys, scale, groups, bounds_3BT.stride(0), tokens,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3], seen.stride(0), seen.stride(2),
-            TILE=tile, **options,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], seen.stride(0), seen.stride(2), TILE=tile, **options,
         )  # fmt: skip
         if splits > 1:
             _combine[(count * of_group, batch * groups)](
-                part_SRV, most_SR, total_SR, sink, y_part, lse_part, count, splits, groups, tokens, *y.stride()[:3],
+                part_SRV, most_SR, total_SR, sink, y_part, lse_part, count, splits, groups, tokens,
                 HEADS=of_group, V=width, V_BLOCK=max(16, next_power_of_2(width)), num_warps=1,
             )  # fmt: skip
     return y, logsumexp_BQT
@@ -161,7 +161,7 @@ def attention_backward(
     )  # fmt: skip
     _key_gradient[(cdiv(keys, block), batch * groups)](
         q, k, v, dy, seen, bounds_3BT, logsumexp_BQT, delta_BQT, dk, dv, *scalars, bounds_3BT.stride(0), *strides,
-        TILE=tile, BLOCK=RANGE_BLOCK, **options,
+        TILE=tile, **options,
     )  # fmt: skip
     return dq, dk, dv, delta_BQT
 
@@ -267,11 +267,11 @@ def _attend_keys(
 @triton.jit(do_not_specialize=["tokens", "keys", "scale", "all_tokens", "bound_stride"])
 def _attend(
     q, k, v, seen, bounds, sink_Q, y, logsumexp, part_SRV, most_SR, total_SR, tokens, keys, scale, groups,
-    bound_stride, all_tokens, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, y_batch,
-    y_head, y_token, seen_batch, seen_token, TILE: tl.constexpr,
+    bound_stride, all_tokens, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    seen_batch, seen_token, TILE: tl.constexpr,
 ):  # fmt: skip
     """One piece of the keys for M pairs of a query and one of the heads that share their keys; the result where there
-    is one piece."""
+    is one piece. y and logsumexp are contiguous, and begin at the first of `tokens` of all_tokens."""
     HEADS: tl.constexpr = TILE.HEADS
     M: tl.constexpr = TILE.M
     pair_M = tl.program_id(0) * M + tl.arange(0, M)
@@ -314,11 +314,10 @@ def _attend(
         nothing = tl.zeros((M, TILE.V_BLOCK), tl.float32)
         part, total_M, most_M = _merged(nothing, first_total, first_most, part, total_M, most_M)
         found, found_M = _finished(part, total_M, most_M)
-        place = head_M.to(tl.int64)[:, None] * y_head + token_M.to(tl.int64)[:, None] * y_token + inner_V[None, :]
-        y += batch.to(tl.int64) * y_batch
+        row_M = (batch * (groups * HEADS) + head_M).to(tl.int64) * all_tokens + token_M
+        place = row_M[:, None] * TILE.V + inner_V[None, :]
         tl.store(y + place, found.to(y.dtype.element_ty), mask=inside_M[:, None] & inside_V[None, :])
-        logsumexp += (batch * (groups * HEADS)).to(tl.int64) * all_tokens
-        tl.store(logsumexp + head_M.to(tl.int64) * all_tokens + token_M, found_M, mask=inside_M)
+        tl.store(logsumexp + row_M, found_M, mask=inside_M)
     else:
         row_M = (split * (tl.num_programs(1) * HEADS) + tl.program_id(1) * HEADS + pair_M % HEADS).to(tl.int64)
         row_M = row_M * tokens + token_M
@@ -331,7 +330,7 @@ def _attend(
 @quick
 @triton.jit(do_not_specialize=["tokens", "splits", "all_tokens"])
 def _combine(
-    part_SRV, most_SR, total_SR, sink_Q, y, logsumexp, tokens, splits, groups, all_tokens, y_batch, y_head, y_token,
+    part_SRV, most_SR, total_SR, sink_Q, y, logsumexp, tokens, splits, groups, all_tokens,
     HEADS: tl.constexpr,
     V: tl.constexpr,
     V_BLOCK: tl.constexpr,
@@ -353,9 +352,8 @@ def _combine(
         part = tl.load(part_SRV + row * V + inner_V[None, :], mask=stored, other=0.0)
         sums, total, most = _merged(sums, total, most, part, of_part, most_of_part)
     found, found_lse = _finished(sums, total, most)
-    y += batch.to(tl.int64) * y_batch + head.to(tl.int64) * y_head + token.to(tl.int64) * y_token
-    tl.store(y + inner_V[None, :], found.to(y.dtype.element_ty), mask=(inner_V < V)[None, :])
     place = (batch * (groups * HEADS) + head).to(tl.int64) * all_tokens + token
+    tl.store(y + place * V + inner_V[None, :], found.to(y.dtype.element_ty), mask=(inner_V < V)[None, :])
     tl.store(logsumexp + place + one, found_lse)
 
 
@@ -430,7 +428,7 @@ def _query_gradient(
 def _key_gradient(
     q, k, v, dy, seen, bounds, logsumexp, delta, dk, dv, tokens, keys, scale, groups, bound_stride, q_batch, q_head,
     q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, dy_batch, dy_head, dy_token, seen_batch, seen_token,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys over all pairs that see one of them, transposed: probabilities enter products from
     registers. dk, dv, logsumexp and delta are contiguous."""
@@ -457,8 +455,8 @@ def _key_gradient(
     dk_tile = tl.zeros((N, TILE.D_BLOCK), tl.float32)
     dv_tile = tl.zeros((N, TILE.V_BLOCK), tl.float32)
     earliest, latest, holes = tokens, 0, 0  # tokens that see any of these keys
-    for at in range(0, tokens, BLOCK):
-        token = at + tl.arange(0, BLOCK)
+    for at in range(0, tokens, TILE.RANGE):
+        token = at + tl.arange(0, TILE.RANGE)
         there = token < tokens
         first = tl.load(bounds + token, mask=there, other=keys)
         end = tl.load(bounds + bound_stride + token, mask=there, other=0)
