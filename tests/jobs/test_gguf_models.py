@@ -131,7 +131,7 @@ def test_an_adapter_is_trained_on_a_file_records_it_and_is_merged(mxfp4, tmp_pat
 
 def test_a_plan_knows_the_sizes_of_a_file(mxfp4):
     facts = read_facts(str(mxfp4))
-    assert (facts.numbers, facts.why_not_streamed, facts.sizes_known) == ("mxfp4", None, True)
+    assert (facts.numbers, facts.why_not_streamed, facts.files_here) == ("mxfp4", None, True)
     assert facts.expert_bytes("resident") < mxfp4.stat().st_size
 
 

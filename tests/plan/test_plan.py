@@ -61,14 +61,39 @@ class TestTheModel:
         alone = read_facts(str(tmp_path))
         assert alone.expert_bytes("resident") == facts.expert_bytes("resident")
         assert (alone.rest_numbers, alone.active_numbers) == (facts.rest_numbers, facts.active_numbers)
-        assert "download" in alone.why_not_streamed
+        assert alone.scratch_bytes == pytest.approx(facts.scratch_bytes, rel=0.01)
+
+    def test_before_downloading_its_experts_are_streamed_as_afterwards(self, facts, tmp_path):
+        qwen3_30b().save_pretrained(tmp_path / "qwen3")
+        path = tmp_path / "qwen3"
+        best, then = (
+            make_plan(each, described_machine("4090"), ONE_CHAT).best for each in (read_facts(str(path)), facts)
+        )
+        assert (best.placement, best.slots) == (then.placement, then.slots) == ("streamed", "46 of 128 slots")
+        result, document = plan_json(path, "--machine", "4090")
+        words = " ".join(result.stdout.split())
+        assert f"first: hf download NAME {path}" in words and then.first is None
+        assert f"options: --vram {best.options['vram']} --ram {best.options['ram']}" in words
+        assert document["candidates"][document["best"]]["first"] == f"hf download NAME {path}"
+
+    def test_a_file_of_the_folder_is_refused_without_reading_it(self, folder, monkeypatch):
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("it was read"))
+        result = call("plan", folder / "model.safetensors", code=2)
+        assert "expected a folder or a GGUF file; got the file" in " ".join(result.stderr.split())
+
+    def test_more_tokens_than_the_model_has_positions_are_refused(self, folder, tmp_path):
+        result = call("plan", folder, "--machine", "4090", "--context", 50_000, code=2)
+        assert "--context: expected at most 40960" in " ".join(result.stderr.split())
+        build("qwen3_moe", max_position_embeddings=128).config.save_pretrained(tmp_path)
+        _, document = plan_json(tmp_path, "--machine", "4090")
+        assert document["work"]["context"] == 128
 
     def test_a_hub_name_is_planned_by_its_configuration_and_headers(self, facts, monkeypatch):
         headers = SimpleNamespace(parameter_count={"BF16": 30_000_000_000})
         monkeypatch.setattr("amoeba.plan.model.load_config", lambda name, **_: qwen3_30b())
         monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda name: headers)
         found = read_facts("somebody/qwen3")
-        assert found.expert_bytes("resident") == facts.expert_bytes("resident") and found.sizes_known
+        assert found.expert_bytes("resident") == facts.expert_bytes("resident") and not found.files_here
 
     @pytest.mark.parametrize(
         "family",
@@ -118,7 +143,21 @@ class TestWhatIsBest:
         other = replace(facts, why_not_streamed="its files are elsewhere")
         plan = make_plan(other, described_machine("4090").within(4 * GIB, 4 * GIB), ONE_CHAT)
         assert plan.best is None
-        assert ("24 GiB more GPU memory", None) in plan.helps
+        assert ("16 GiB more GPU memory", None) in plan.helps
+        plan = make_plan(facts, described_machine("h200"), Work("train", context=256, batch=8))
+        assert plan.best is None
+        assert ("4 such GPUs that share the experts (--ranks 4)", None) in plan.helps
+
+    def test_where_only_the_gpu_is_too_small_the_cpu_alone_is_named(self, facts):
+        plan = make_plan(facts, described_machine("4090").within(2 * GIB, 200 * GIB), ONE_CHAT)
+        assert plan.best is None and ("--device cpu", None) in plan.helps
+        (streamed, *_) = (each for each in plan.candidates if each.placement == "streamed" and not each.error)
+        assert streamed.slots == "1 of 128 slots" and "GiB on the GPU; 1.94 GiB can be used" in streamed.rejected
+
+    def test_where_nothing_fits_a_quantised_checkpoint_that_would_is_named(self, facts):
+        plan = make_plan(facts, described_machine("4090").within(4 * GIB, 4 * GIB), ONE_CHAT)
+        assert plan.best is None
+        assert any("amoeba quantise" in words and times is None for words, times in plan.helps)
 
     def test_fine_tuning_takes_checkpointing_before_it_rounds(self, facts):
         best = make_plan(facts, described_machine("4090"), TUNE).best

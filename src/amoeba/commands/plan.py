@@ -81,6 +81,11 @@ def plan(
         work = _work(options)
         facts = facts_for(model, work, trust_remote_code)
         machine = _machine(options)
+        if facts.positions is not None and work.context > facts.positions:
+            if options.context is not None:
+                expected = f"at most {facts.positions}, the positions that the model has"
+                raise bad_value("--context", expected, options.context, "take fewer tokens")
+            work = replace(work, context=facts.positions)
         if work.purpose == "serve" and options.batch is None and machine.gpu:
             work = replace(work, batch=_SERVED_BY_GPU)
         found = make_plan(facts, machine, work)
@@ -145,7 +150,7 @@ def _machine(options: PlanOptions) -> Machine:
 
 
 def show(plan: Plan, output: Output, written: Path | None) -> None:
-    from amoeba.plan.plan import predicted_words
+    from amoeba.plan.plan import predicted_words, three_digits
     from amoeba.stream.sizes import show_size
 
     trains, best = plan.work.trains, plan.best
@@ -173,7 +178,7 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
                 each.numbers,
                 *([show_size(each.gpu_bytes)] if plan.machine.gpu else []),
                 show_size(each.host_bytes),
-                *("-" if number is None else _three_digits(number) for number in numbers),
+                *("-" if number is None else three_digits(number) for number in numbers),
                 f"{100 * each.error:.3g} %" if each.error else "0",
                 "best" if each is best else each.rejected or "",
             ]
@@ -198,6 +203,10 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
             )
             for line in best.lines
         )
+        if best.first is not None:
+            output.line(f"  first: {best.first}")
+        if best.options:
+            output.line(f"  options: {_flags(best.options)}")
     if plan.helps:
         output.heading("what would help")
         for words, times in plan.helps:
@@ -207,8 +216,9 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
         output.line(f"\nsaved to {written}{how}")
 
 
-def _three_digits(number: float) -> str:
-    return f"{number:,.3g}" if number < 100 else f"{number:,.0f}"
+def _flags(options: dict[str, Any]) -> str:
+    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
 
 
 def _of_machine(machine: Machine) -> list[tuple[str, str]]:

@@ -75,8 +75,7 @@ def check_model(name: str) -> str:
         raise bad_value(
             "MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "correct the path"
         )
-    if not path.is_dir():
-        raise bad_value("MODEL", "a folder or a GGUF file", f"the file {name!r}", "give the folder that contains it")
+    _check_no_file(path)
     trained = path / MODEL_FOLDER
     of_a_run = (trained / "config.json").is_file()
     remedy = f"give the run's model: {str(trained)!r}" if of_a_run else "give the folder that save_pretrained wrote"
@@ -101,6 +100,13 @@ def check_model(name: str) -> str:
     return str(path)
 
 
+def _check_no_file(path: Path) -> None:
+    if path.is_file():
+        raise bad_value(
+            "MODEL", "a folder or a GGUF file", f"the file {str(path)!r}", "give the folder that contains it"
+        )
+
+
 def load_tokenizer_and_config(
     name: str, adapter: Path | None = None, *, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
@@ -122,8 +128,9 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
+    if not (from_file := is_gguf(name)):
+        _check_no_file(Path(name).expanduser())
     with _reading(name, "config.json"):
-        from_file = is_gguf(name)
         config = (
             config_of(read_header(name))
             if from_file

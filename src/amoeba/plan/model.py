@@ -36,10 +36,11 @@ from amoeba.placements import RESIDENT, placement_named
 from amoeba.precision.formats import Format
 from amoeba.stream.cpu.memory import READS
 from amoeba.stream.store import LayerEntry, StoreError, is_store, open_store
-from amoeba.stream.store.layers import layer_entry
+from amoeba.stream.store.layers import BLOCK, layer_entry
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 
 logger = logging.getLogger("amoeba")
+_PIECES = 8  # of an expert, at most: three matrices with their scales, biases
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ModelFacts:
     attention_width: of all query heads of a layer together.
     why_not_streamed: why its experts cannot be read one by one, or None.
     scratch_bytes: for reading experts from a folder.
-    sizes_known:   whether files with weights are here; otherwise the configuration says what they would be.
+    files_here:    False: the configuration says what files to download hold.
     """
 
     name: str
@@ -73,7 +74,7 @@ class ModelFacts:
     why_not_streamed: str | None
     scratch_bytes: int = 0
     packed: bool = False
-    sizes_known: bool = True
+    files_here: bool = True
 
     @property
     def rest_bytes(self) -> int:
@@ -187,7 +188,7 @@ def _from_headers(name: str, folder: Path, config: Any, trust_remote_code: bool,
         if entry.dtype.is_floating_point:
             floating[entry.dtype] += entry.size
     dtype = floating.most_common(1)[0][0] if floating and not facts.is_quantised else facts.dtype
-    return replace(facts, dtype=dtype, why_not_streamed=why, sizes_known=True)
+    return replace(facts, dtype=dtype, why_not_streamed=why, files_here=True)
 
 
 def _from_hub(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
@@ -202,10 +203,10 @@ def _from_hub(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
     names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     known = {names[kind]: count for kind, count in counts.items() if kind in names}
     if not known or facts.is_quantised:
-        return replace(facts, sizes_known=True)
+        return facts
     dtype = max(known, key=lambda kind: known[kind])
     entries = tuple(replace(each, dtype=dtype) for each in facts.entries)
-    return replace(facts, dtype=dtype, entries=entries, sizes_known=True)
+    return replace(facts, dtype=dtype, entries=entries)
 
 
 def _from_config(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
@@ -221,8 +222,10 @@ def _from_config(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
             entries.append(layer_entry(path, *sizes, found.fused, dtype, found.has_bias, format, parts))
             of_experts += sum(each.numel() for each in module.parameters())
     rest = sum(each.numel() for each in model.parameters()) - of_experts
-    why = "its files are not here: download it, for example hf download NAME --local-dir FOLDER"
-    return replace(_described(name, config, tuple(entries), dtype, rest, why, trust_remote_code), sizes_known=False)
+    # experts of published files are read one by one, through scratch memory that has whole blocks of each piece
+    scratch = READS * max((each.expert_bytes + _PIECES * BLOCK for each in entries), default=0)
+    facts = _described(name, config, tuple(entries), dtype, rest, None, trust_remote_code)
+    return replace(facts, scratch_bytes=scratch, files_here=False)
 
 
 def _described(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,7 +30,7 @@ from amoeba.precision.formats import FP8_128, MXFP4, MXFP8, NVFP4, Format
 from amoeba.stream.attaching import Budgets, passing_bytes, slots_in_memory, slots_on_gpu, slots_on_host
 from amoeba.stream.sizes import show_size
 from amoeba.system.cpu_features import has_bf16_instructions
-from amoeba.system.files import shell_command, write_whole
+from amoeba.system.files import shell_command, shell_words, write_whole
 
 DOCUMENT = "amoeba plan"
 STREAMED, RANKS = "streamed", "ranks"
@@ -44,6 +44,8 @@ _SPARE = {CUDA: 0.03, HOST: 0.1}
 # What would help is said where it makes a run this many times as fast.
 _WORTH_SAYING = 1.15
 _GIB = 1 << 30
+# GiB, and GPUs, that are tried where nothing fits.
+_MORE, _RANKS = (4, 8, 16, 24, 32, 64, 128, 256, 512, 1024), (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -283,24 +285,32 @@ def _streamed(facts: ModelFacts, base: Choice, machine: Machine, work: Work) -> 
     empty = replace(base, placement=STREAMED, slots=tuple(none))
     if base.device == CUDA:
         empty = replace(empty, budgets=Budgets(0, 0, none, none))
-    refused = replace(_judged(facts, empty, machine, work, {}), lines=())
     if facts.why_not_streamed is not None:
-        yield replace(refused, rejected=facts.why_not_streamed)
+        yield replace(_judged(facts, empty, machine, work, {}), lines=(), rejected=facts.why_not_streamed)
         return
     try:
         choice, options = _with_slots(facts, empty, machine, memory_of(facts, empty, work))
     except ValueError as error:
-        least = refused
-        if empty.budgets is None:
-            words = f"1 of {facts.entries[0].experts} slots"
-            one = replace(empty, slots=(1,) * len(none))
-            least = _judged(facts, one, machine, work, {}, slots=words, is_default=facts.packed)
+        words, one = f"1 of {facts.entries[0].experts} slots", [1] * len(none)
+        by = (
+            replace(empty, slots=tuple(one))
+            if empty.budgets is None
+            else replace(empty, budgets=Budgets(0, 0, one, none))
+        )
+        least = _judged(facts, by, machine, work, {}, slots=words, is_default=facts.packed)
         yield replace(least, rejected=least.rejected or one_line(error))
         return
     slots = choice.slots if choice.budgets is None else tuple(choice.budgets.slots)
     if facts.packed or any(count < each.experts for count, each in zip(slots, facts.entries, strict=True)):
         words = f"{min(slots)} of {facts.entries[0].experts} slots"
-        yield _judged(facts, choice, machine, work, options, slots=words, is_default=facts.packed)
+        found = _judged(facts, choice, machine, work, options, slots=words, is_default=facts.packed)
+        yield found if facts.files_here else replace(found, first=_download(facts.name))
+
+
+def _download(name: str) -> str:
+    """Streaming reads files of a folder; of a folder with a config.json alone the name on the hub is not known."""
+    is_folder = Path(name).expanduser().is_dir()
+    return shell_words("hf", "download", *(("NAME", name) if is_folder else (name, Path(name).name)))
 
 
 def _with_slots(
@@ -327,33 +337,65 @@ def _with_slots(
 
 def _what_helps(facts: ModelFacts, plan: Plan) -> Iterator[tuple[str, float | None]]:
     """Changes of the machine, and formats: how many times as fast the best would then be; the largest first."""
-    machine, best = plan.machine, plan.best
+    machine, best, work = plan.machine, plan.best, plan.work
     now = best.speed.score if best is not None else 0.0
     found: list[tuple[str, float | None]] = []
-    changes = [
-        (f"{more} GiB more host memory", replace(machine, ram_free=machine.ram_free + more * _GIB)) for more in (8, 32)
-    ]
-    if machine.device == CUDA:
-        changes += [
-            (f"{more} GiB more GPU memory", replace(machine, vram_free=machine.vram_free + more * _GIB))
-            for more in (4, 8, 24)
-        ]
-        changes.append(("a link that is twice as fast", replace(machine, link=2 * machine.link)))
-    changes.append(("a disk that is twice as fast", replace(machine, disk=2 * machine.disk)))
-    for words, other in changes:
-        then = make_plan(facts, other, plan.work, helps=False).best
+    for words, other, done in _fitting(facts, plan) if best is None else _changes(machine, work):
+        then = make_plan(facts, other, done, helps=False).best
         if then is not None and (best is None or then.error <= best.error):
             found.append((words, then.speed.score / now if now else None))
     for each in plan.candidates:
         usable = each.rejected is None or each.first is not None
-        if each.error and usable and each.lines and not _too_large(each.lines, machine) and now:
+        if each.error and usable and each.lines and not _too_large(each.lines, machine):
             how = each.first or f"--precision {each.numbers}" if each.numbers != "int8" else "--experts cpu-int8"
-            found.append((f"{how} (rounds the experts by {100 * each.error:.3g} %)", each.speed.score / now))
+            found.append(
+                (f"{how} (rounds the experts by {100 * each.error:.3g} %)", each.speed.score / now if now else None)
+            )
     said: dict[str, float | None] = {}
     for words, times in found:
         if times is None or times >= _WORTH_SAYING:
             said.setdefault(words, times)
     return iter(sorted(said.items(), key=lambda item: -(item[1] or 1e9))[:4])
+
+
+def _changes(machine: Machine, work: Work) -> Iterator[tuple[str, Machine, Work]]:
+    for more in (8, 32):
+        yield f"{more} GiB more host memory", replace(machine, ram_free=machine.ram_free + more * _GIB), work
+    if machine.device == CUDA:
+        for more in (4, 8, 24):
+            yield f"{more} GiB more GPU memory", replace(machine, vram_free=machine.vram_free + more * _GIB), work
+        yield "a link that is twice as fast", replace(machine, link=2 * machine.link), work
+    yield "a disk that is twice as fast", replace(machine, disk=2 * machine.disk), work
+
+
+def _fitting(facts: ModelFacts, plan: Plan) -> Iterator[tuple[str, Machine, Work]]:
+    """Of each kind of change the least that makes something fit."""
+    machine, work = plan.machine, plan.work
+    kinds = [
+        [
+            (f"{more} GiB more host memory", replace(machine, ram_free=machine.ram_free + more * _GIB), work)
+            for more in _MORE
+        ]
+    ]
+    if machine.device == CUDA:
+        kinds.append(
+            [
+                (f"{more} GiB more GPU memory", replace(machine, vram_free=machine.vram_free + more * _GIB), work)
+                for more in _MORE
+            ]
+        )
+        kinds.append([("--device cpu", machine.within(0, None), work)])
+        if work.ranks == 1 and facts.entries:
+            most = min(each.experts for each in facts.entries)
+            kinds.append(
+                [
+                    (f"{n} such GPUs that share the experts (--ranks {n})", machine, replace(work, ranks=n))
+                    for n in _RANKS
+                    if n <= most
+                ]
+            )
+    for kind in kinds:
+        yield from islice((each for each in kind if make_plan(facts, *each[1:], helps=False).best is not None), 1)
 
 
 def as_document(plan: Plan) -> dict[str, Any]:
@@ -391,12 +433,16 @@ def predicted(peak: int, speed: Speed | None) -> dict[str, Any]:
 def predicted_words(candidate: Candidate, *, speeds: bool = True) -> str:
     speed, words = candidate.speed if speeds else Speed(), [str(candidate), f"{show_size(candidate.peak_bytes)}"]
     if speed.decode is not None:
-        words.append(f"{speed.decode:,.3g} tokens/s")
+        words.append(f"{three_digits(speed.decode)} tokens/s")
     if speed.step_seconds is not None:
-        words.append(f"{speed.step_seconds:,.3g} s per step")
+        words.append(f"{three_digits(speed.step_seconds)} s per step")
     if candidate.error:
         words.append(f"rounds the experts by {100 * candidate.error:.3g} %")
     return ", ".join(words)
+
+
+def three_digits(number: float) -> str:
+    return f"{number:,.3g}" if number < 100 else f"{number:,.0f}"
 
 
 def write_plan(path: Path, plan: Plan) -> None:
