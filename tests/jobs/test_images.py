@@ -214,6 +214,11 @@ def test_refusals_say_what_is_missing(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "text.png").write_text("no pixels")
     with pytest.raises(ValueError, match="an image that Pillow reads"):
         reader.read(vision.IMAGE, [str(tmp_path / "text.png")])
+    PIL.Image.new("1", (20_000, 20_000)).save(tmp_path / "huge.png")
+    with pytest.raises(ValueError, match=r"an image that Pillow reads; got .*exceeds limit.*a smaller copy"):
+        reader.read(vision.IMAGE, [str(tmp_path / "huge.png")])
+    with pytest.raises(ValueError, match="Download it first"):
+        reader.read(vision.IMAGE, [str(Path("https://example.com/cat.png"))])
     with pytest.raises(ValueError, match="images that the model's processor accepts"):
         reader.read("no placeholder", [str(folder.parent / "cat.png")])
     with pytest.raises(ValueError, match="a model that reads images"):

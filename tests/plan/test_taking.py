@@ -66,7 +66,11 @@ def test_where_it_does_not_fit_its_experts_are_streamed_with_the_same_text(folde
 def test_a_plan_file_says_where_and_options_win(folder, tmp_path):
     path = tmp_path / "plan.json"
     words = ["plan", str(folder), "--machine", "4090", "--vram", "0", "--out", str(path)]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    made = CliRunner().invoke(app, words)
+    assert (
+        made.exit_code == 0
+        and f"pass --plan {path} to generate, chat or serve\n" in " ".join(made.output.split()) + "\n"
+    )
     content = json.loads(path.read_text())
     content["candidates"][content["best"]]["options"] = {"ram": "1GiB"}
     path.write_text(json.dumps(content))

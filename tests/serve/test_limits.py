@@ -160,6 +160,13 @@ def test_a_body_that_is_too_long_or_too_slow_is_refused(folder):
     with running(folder, limits=Limits(body=2000, body_seconds=0.5)) as server:
         status, document, _ = call(server, "/v1/completions", TEXT | {"prompt": "x" * 3000})
         assert status == 413 and "at most 2000 bytes" in document["error"]["message"]
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", "/v1/completions", b" " * 20_000_000, {"Connection": "close"})
+        assert connection.getresponse().status == 413
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
+            raw.sendall(head + b"Content-Length: 3000\r\n\r\n")
+            assert b" 413 " in raw.recv(4096).split(b"\r\n")[0]
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
             raw.sendall(head + b"1000\r\n" + b" " * 4096)  # no length is told

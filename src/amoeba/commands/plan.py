@@ -212,7 +212,8 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
         for words, times in plan.helps:
             output.line(f"  {words}: {'then it fits' if times is None else f'{times:.1f}x'}")
     if written is not None:
-        how = f": pass --plan {written} to generate, chat, serve, finetune or train" if best is not None else ""
+        readers = work.purpose if trains else "generate, chat or serve"
+        how = f": pass --plan {written} to {readers}" if best is not None else ""
         output.line(f"\nsaved to {written}{how}")
 
 

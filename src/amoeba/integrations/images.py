@@ -56,9 +56,10 @@ class ImageReader:
         try:
             with self._open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
                 return opened.convert("RGB")
-        except OSError as error:
+        except Exception as error:  # Pillow has one of its own for too many pixels, and others for broken files
             shown = f"{len(image)} bytes" if isinstance(image, bytes) else repr(image)
-            remedy = "correct the path, or convert it to PNG or JPEG"
+            is_address = isinstance(image, str) and image.startswith(("http:", "https:"))
+            remedy = "download it first" if is_address else "correct the path, or save a smaller copy as PNG or JPEG"
             raise bad_value("image", "an image that Pillow reads", f"{shown}: {one_line(error)}", remedy) from error
 
 

@@ -212,18 +212,22 @@ class Server:
         most = self.limits.body
         too_long = Refused(413, f"expected a body of at most {most} bytes. Send less, or raise --max-body", "body")
         length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > most:
+        is_too_long = length.isdecimal() and int(length) > most
+        if is_too_long and "expect" in request.headers:  # such a client waits before it sends
             raise too_long
         data = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                async for part in request.stream():
-                    data += part
-                    if len(data) > most:
-                        raise too_long
+                async for part in request.stream():  # to its end: a client that is still sending sees no answer
+                    is_too_long = is_too_long or len(data) + len(part) > most
+                    data += b"" if is_too_long else part
         except TimeoutError:
+            if is_too_long:
+                raise too_long from None
             seconds = f"{self.limits.body_seconds:g} seconds"
             raise Refused(408, f"expected the whole body within {seconds}. Send it at once", "body") from None
+        if is_too_long:
+            raise too_long
         return bytes(data)
 
     def chat_prompt(self, body: ChatBody) -> tuple[list[list[int]], int | None, Any]:
