@@ -31,7 +31,7 @@ from amoeba.commands.output import Output
 from amoeba.core.errors import counted
 from amoeba.decoding import Decoder, Sampling
 from amoeba.decoding.decoder import NativeModel, native_steps
-from amoeba.integrations.exact import exact, is_exact, log_probabilities
+from amoeba.integrations.exact_mode import exact, is_exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.cpu.packed_experts import pack_experts
     from amoeba.experts import experts, submit_experts
-    from amoeba.integrations.exact import exact as exact
+    from amoeba.integrations.exact_mode import exact as exact
     from amoeba.integrations.place_experts import place_experts as place_experts
     from amoeba.integrations.precision import set_precision as set_precision
     from amoeba.layer import MoE
@@ -76,7 +76,7 @@ _HOME = {
     "PassesBackend": "amoeba.backends.backend",
     "Placement": "amoeba.core.placement",
     "Request": "amoeba.backends.backend",
-    "exact": "amoeba.integrations.exact",
+    "exact": "amoeba.integrations.exact_mode",
     "experts": "amoeba.experts",
     "explain": "amoeba.backends.registry",
     "pack_experts": "amoeba.cpu.packed_experts",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amoeba.integrations.exact import exact
+from amoeba.integrations.exact_mode import exact
 from benchmarks.exactness import BATCH_OF_64, FAMILIES, SMALL, build, cost_of, gap_of, with_lora
 
 TINY = {**SMALL, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 300}

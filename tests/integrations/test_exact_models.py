@@ -18,8 +18,8 @@ from amoeba.cpu.weights import Path as CpuPath
 from amoeba.cpu.weights import current_path
 from amoeba.decoding import Decoder
 from amoeba.decoding.decoder import native_steps
-from amoeba.integrations import exact as integration
-from amoeba.integrations.exact import exact, is_exact, log_probabilities
+from amoeba.integrations import exact_mode as integration
+from amoeba.integrations.exact_mode import exact, is_exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
 from selection import quick
 from tiny_models import VOCABULARY, build, experts_classes, relative

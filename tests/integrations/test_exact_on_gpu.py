@@ -13,7 +13,7 @@ from amoeba.core.errors import BadValue
 from amoeba.decoding import Decoder
 from amoeba.decoding.step import Step
 from amoeba.decoding.trial import host_decision
-from amoeba.integrations.exact import exact
+from amoeba.integrations.exact_mode import exact
 from amoeba.kernels import exact as kernels
 from amoeba.ops import exact as ops
 from amoeba.precision import MXFP4

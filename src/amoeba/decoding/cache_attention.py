@@ -22,8 +22,8 @@ from transformers import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from amoeba.core.operators import implementations
-from amoeba.integrations import exact
-from amoeba.integrations.exact import materialised_mask
+from amoeba.integrations import exact_mode
+from amoeba.integrations.exact_mode import materialised_mask
 
 NAME = "amoeba_decode"
 
@@ -33,7 +33,7 @@ def decoding_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[Non
     """name: of another implementation that a step is to use."""
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
-        if config._attn_implementation_internal != exact.NAME:
+        if config._attn_implementation_internal != exact_mode.NAME:
             config._attn_implementation_internal = name
     try:
         yield

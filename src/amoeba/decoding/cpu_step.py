@@ -37,7 +37,7 @@ from amoeba.decoding.model_reader import (
     state_of,
 )
 from amoeba.decoding.step import Choose, Rows
-from amoeba.integrations.exact import Exact, is_exact
+from amoeba.integrations.exact_mode import Exact, is_exact
 from amoeba.integrations.experts_module import is_experts, placed_in
 from amoeba.lora.factors import ExpertsLora
 

@@ -38,7 +38,7 @@ from amoeba.decoding.step import Choose, Rows, Step, replays_in
 from amoeba.decoding.trial import is_promised, raise_if_it_waits, raise_if_wrong
 from amoeba.integrations.compiled_layers import decoder_layers
 from amoeba.integrations.coverage import why_waits
-from amoeba.integrations.exact import is_exact
+from amoeba.integrations.exact_mode import is_exact
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.text_model import text_config
 

@@ -35,7 +35,7 @@ from amoeba.cpu.weights import PackedWeights, ScaledCodes
 from amoeba.decoding.cache_attention import decoding_attention
 from amoeba.integrations.block_linear import BlockEmbedding, BlockLinear
 from amoeba.integrations.compiled_layers import decoder_layers, final_norm
-from amoeba.integrations.exact import attention_configs, is_exact
+from amoeba.integrations.exact_mode import attention_configs, is_exact
 from amoeba.integrations.experts_module import LORA, is_experts, routers_in, weights_of
 from amoeba.integrations.fused_routers import recognise as recognise_router
 from amoeba.integrations.text_model import text_config, text_decoder

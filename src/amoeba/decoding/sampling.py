@@ -182,7 +182,7 @@ def logprobs_of(logits_NV: Tensor, token_N: Tensor, temperature_N1: Tensor, exac
     """exact: of a model in exact mode. Any number of axes may stand for N."""
     scores_NV = logits_NV.float() / temperature_N1
     if exact:
-        from amoeba.integrations.exact import log_probabilities
+        from amoeba.integrations.exact_mode import log_probabilities
 
         return log_probabilities(scores_NV, token_N)
     return scores_NV.log_softmax(-1).gather(-1, token_N[..., None])[..., 0]

@@ -31,8 +31,8 @@ from amoeba.decoding.compiled_layers import compiled_layers
 from amoeba.decoding.fused_layers import fused_layers, join_projections
 from amoeba.decoding.rotations import Rotations
 from amoeba.integrations import fused_attention
-from amoeba.integrations.exact import NAME as EXACT
-from amoeba.integrations.exact import attention_configs
+from amoeba.integrations.exact_mode import NAME as EXACT
+from amoeba.integrations.exact_mode import attention_configs
 from amoeba.integrations.experts_module import experts_modules, placed_in
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.replay import live_tokens

@@ -28,7 +28,7 @@ from amoeba.core.errors import bad_value
 from amoeba.decoding import Decoder, Sampling, why_not
 from amoeba.decoding.decoder import NativeModel, cache_length, native_steps
 from amoeba.decoding.sampling import logprobs_of
-from amoeba.integrations.exact import is_exact
+from amoeba.integrations.exact_mode import is_exact
 from amoeba.integrations.text_model import draws_random_numbers
 from amoeba.lora.attaching import STATE
 

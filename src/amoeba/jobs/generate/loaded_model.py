@@ -23,7 +23,7 @@ from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
 from amoeba.cpu.core import why_no_core
 from amoeba.integrations import norms
-from amoeba.integrations.exact import exact
+from amoeba.integrations.exact_mode import exact
 from amoeba.integrations.experts_module import BACKEND
 from amoeba.integrations.model_folder import check_model, find_adapter, load_tokenizer_and_config
 from amoeba.integrations.place_experts import Placed, check_placement

@@ -102,7 +102,7 @@ def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -
     from amoeba.decoding import compiled_layers
     from amoeba.decoding.cache import why_more_than_keys
     from amoeba.decoding.decoder import cache_length
-    from amoeba.integrations.exact import is_exact
+    from amoeba.integrations.exact_mode import is_exact
 
     if (refused := why_more_than_keys(model.config) or ("exact mode" if is_exact(model) else None)) is not None:
         return [(False, f"not compiled: {refused}")]

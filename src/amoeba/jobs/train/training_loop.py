@@ -28,7 +28,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from amoeba.core.errors import bad_value
 from amoeba.data.token_rows import NO_LABEL
-from amoeba.integrations.exact import exact
+from amoeba.integrations.exact_mode import exact
 from amoeba.integrations.experts_module import LORA, has_placed_experts
 from amoeba.integrations.fused_routers import fused_routers
 from amoeba.integrations.text_model import draws_random_numbers
