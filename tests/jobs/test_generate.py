@@ -467,12 +467,20 @@ def test_the_last_line_is_a_complete_document_and_the_text_comes_before_it(folde
     assert "17 generated (" in result.stderr
 
 
-def test_exact_mode(folder):
+def test_exact_mode(folder, tmp_path):
     result = call("generate", str(folder), "ab", "--exact", "--dtype", "float32", "--max-new-tokens", "3", "--json")
     document = result.document
     assert (document["backend"], document["placement"], document["steps"]) == ("exact", "resident", "native")
     refused = call("generate", str(folder), "ab", "--exact", "--experts", "cpu-int8", code=2)
     assert "exact mode of model.layers.0.mlp.experts" in refused.said
+    call("pack", folder, "--out", tmp_path / "store")
+    in_memory = "--exact: expected experts that stay in memory; got streamed ones."
+    for model, options, said in (
+        (folder, ("--ram", "1GiB"), f"{in_memory} Leave out --exact, or --ram"),
+        (tmp_path / "store", (), f"{in_memory} Give the folder that it was packed from"),
+        (folder, ("--dense", "int8"), "dense: expected the weights as they are, with exact mode"),
+    ):
+        assert said in call("generate", model, "ab", "--exact", *options, code=2).said
 
 
 def test_without_json_stdout_is_the_text_alone(folder):

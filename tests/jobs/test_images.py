@@ -76,6 +76,11 @@ def test_one_image_gives_the_tokens_of_transformers(folder: Path) -> None:
     assert another["generated_ids"] != document["generated_ids"]
 
 
+def test_a_setting_of_native_steps_that_images_do_not_have_is_reported(folder: Path) -> None:
+    words = ("generate", folder, QUESTION, "--max-new-tokens", 2, "--device", "cpu", "--dense", "int8", *GREEDY)
+    assert "--dense int8 changes nothing: transformers reads" in call(*words, "--image", folder.parent / "cat.png").said
+
+
 def row(image: str, answer: str = ANSWER) -> dict[str, Any]:
     question = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

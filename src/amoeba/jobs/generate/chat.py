@@ -28,7 +28,7 @@ from amoeba.jobs.generate.generate import TokenStream, stream_tokens
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids, set_generation_config
 from amoeba.jobs.generate.prompt_tokens import tokenise
-from amoeba.jobs.generate.token_steps import Steps, choose_steps
+from amoeba.jobs.generate.token_steps import Steps, choose_steps, warn_of_dense
 from amoeba.parallel.rank_zero import ALONE
 
 logger = logging.getLogger("amoeba")
@@ -170,6 +170,7 @@ class Chat:
                 dense=self._options.dense,
             )
             logger.info("steps %s: %s", self._steps.kind, self._steps.reason)
+            warn_of_dense(self._options.dense, self._steps.kind, self._steps.reason)
         return self._steps
 
 

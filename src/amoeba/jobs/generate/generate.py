@@ -26,7 +26,7 @@ from amoeba.integrations.text_model import text_config
 from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids
 from amoeba.jobs.generate.prompt_tokens import most_new_tokens, prompt_with_images, tokenise
-from amoeba.jobs.generate.token_steps import Steps, choose_steps
+from amoeba.jobs.generate.token_steps import Steps, choose_steps, warn_of_dense
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero
 
@@ -103,6 +103,7 @@ def _generate(
                 dense=options.dense,
             )
         logger.info("steps %s: %s", steps.kind, steps.reason)
+        warn_of_dense(options.dense, steps.kind, steps.reason)
         began = time.perf_counter()
         parts.begin("prefill")
         try:

@@ -162,6 +162,7 @@ class _Run:
         if reason is not None:
             self.batching, self.batching_reason, self.steps, self.steps_reason = "none", reason, "plain", reason
             logger.info("one prompt after another: %s", reason)
+            token_steps.warn_of_dense(self.dense, "plain", reason)
             self.parts.begin("prompts")
             yield from self._one_by_one(loaded, rows)
             return
@@ -185,6 +186,7 @@ class _Run:
         self.batching, self.batching_reason = "continuous", f"{engine.slots} at once"
         self.steps, self.steps_reason = engine.kind, engine.reason
         logger.info("steps %s: %s", engine.kind, engine.reason)
+        token_steps.warn_of_dense(self.dense, engine.kind, engine.reason)
         self.parts.begin("prompts")
         done: list[Answer] = []
 

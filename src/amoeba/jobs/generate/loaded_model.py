@@ -237,6 +237,11 @@ def _check_streaming(name: str, options: GenerationOptions) -> None:
         if options.trace is not None:
             raise bad_value("trace", "streamed experts", "resident ones", remedy)
         return
+    if options.exact:
+        remedy = (
+            "give the folder that it was packed from" if is_store(name) else "leave out --exact, or --ram and --vram"
+        )
+        raise bad_value("--exact", "experts that stay in memory", "streamed ones", remedy)
     if options.experts != "auto":
         raise bad_value(
             "experts", "no --experts with a store, which streams its experts", repr(options.experts), "leave it out"

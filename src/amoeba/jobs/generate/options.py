@@ -66,6 +66,8 @@ class GenerationOptions:
             raise bad_value("products", "auto or bf16", repr(self.products), remedy)
         if self.dense not in ("auto", "int8"):
             raise bad_value("dense", "auto or int8", repr(self.dense), "leave it out for the weights as they are")
+        if self.exact and self.dense != "auto":
+            raise bad_value("dense", "the weights as they are, with exact mode", self.dense, "leave one of them out")
         if (self.ram is not None or self.vram is not None) and self.experts != "auto":
             raise bad_value(
                 "experts", "no experts with ram or vram, which stream them", repr(self.experts), "leave one out"

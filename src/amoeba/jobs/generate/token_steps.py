@@ -87,6 +87,12 @@ def _native(model: Any, sampling: dict[str, Any], batch: int, length: int, dense
     return Steps("native", reason, decoder, time.perf_counter() - started)
 
 
+def warn_of_dense(dense: str, kind: str, reason: str) -> None:
+    """Only native steps read weights in int8."""
+    if dense != "auto" and kind != "native":
+        logger.warning("--dense %s changes nothing: %s", dense, reason)
+
+
 def why_plain(model: Any) -> str | None:
     from amoeba.decoding.decoder import why_not, why_not_chosen
 
