@@ -73,6 +73,30 @@ def test_one_process_reads_its_own_files_and_those_of_earlier_versions(written: 
         assert all(torch.equal(found["state"][place][key], value) for key, value in state.items())
 
 
+def test_a_step_after_loading_is_the_same_where_memory_is_transposed(tmp_path: Path) -> None:
+    """As a rank's experts of gpt-oss are, whose optimizer's numbers a checkpoint has in another order."""
+    torch.manual_seed(0)
+    weights = torch.nn.ParameterDict({"down": torch.nn.Parameter(torch.randn(2, 3, 5).mT)})
+
+    def steps(count: int, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for _ in range(count):
+            optimizer.zero_grad()
+            (weights["down"] * torch.arange(30.0).view(2, 5, 3)).square().sum().backward()
+            optimizer.step()
+        return optimizer
+
+    first = steps(2, torch.optim.AdamW(weights.parameters(), lr=0.1, fused=True))
+    save_optimizer(first, weights, tmp_path, ALONE)
+    before = weights["down"].detach().clone()
+    steps(1, first)
+    expected = weights["down"].detach().clone()
+    weights["down"].data.copy_(before)
+    resumed = torch.optim.AdamW(weights.parameters(), lr=0.5, fused=True)
+    load_optimizer(resumed, weights, tmp_path)
+    steps(1, resumed)
+    assert torch.equal(weights["down"], expected)
+
+
 def test_a_rank_reads_its_experts_of_what_a_process_alone_wrote(tmp_path: Path) -> None:
     model = torch.nn.ParameterDict({"gate_up": torch.nn.Parameter(torch.zeros(4, 2))})
     optimizer = torch.optim.AdamW(model.parameters())

@@ -94,12 +94,19 @@ def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
             for key, value in found.items():
                 if value.dim() and value.shape != parameter.shape:
                     raise _another_model(folder, f"{key} of {name} in shape {tuple(value.shape)}")
-            state[place] = found
+            state[place] = {
+                key: _laid_out_as(parameter, value) if value.dim() else value for key, value in found.items()
+            }
             places.append(place)
             place += 1
         told = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key != "parameters"}
         groups.append(told | {"params": places})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """As in a new state: a fused optimizer takes its numbers in the order of the parameter's memory."""
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _here(model: Any) -> tuple[dict[str, OwnTensor], dict[Any, str], dict[str, range | None]]:
