@@ -270,6 +270,22 @@ class TestTheCommand:
         result = call("plan", folder, *words, code=2)
         assert said in result.stderr
 
+    def test_what_no_command_could_run_is_refused(self, tmp_path):
+        build("qwen3_moe").save_pretrained(tmp_path / "model")
+        call("quantise", tmp_path / "model", "--format", "mxfp8", "--out", tmp_path / "codes")
+        call("pack", tmp_path / "model", "--out", tmp_path / "store")
+        content = json.loads((tmp_path / "model" / "config.json").read_text())
+        (tmp_path / "alone").mkdir()
+        content["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+        (tmp_path / "alone" / "config.json").write_text(json.dumps(content))
+        for name, words, said in (
+            ("codes", ("--for", "train"), "expected parameters that can all be trained; got experts in mxfp8"),
+            ("store", ("--for", "train"), "expected a model's folder, with --for train; got a store"),
+            ("store", ("--ranks", 2), "expected a model's folder, with --ranks; got a store"),
+            ("alone", (), "got qwen3_moe quantised by gptq, and no files"),
+        ):
+            assert said in call("plan", tmp_path / name, "--machine", "4090", *words, code=2).said
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_gpu_memory_without_a_gpu_is_refused_before_anything_is_measured(self, folder, monkeypatch):
         monkeypatch.setattr("amoeba.plan.machine.measured_machine", lambda **_: pytest.fail("measured"))

@@ -71,6 +71,8 @@ def test_a_budget_of_no_gpu_memory_takes_the_gpu_away():
         ('{"link": -1}', "link in"),
         ('{"link": "fast"}', "a number above 0"),
         ('{"card": "9999"}', "card in"),
+        ('{"link": NaN}', "link in"),
+        ('{"vram_bytes": "24GiB", "link": 3e10}', "none for gpu_flops, gpu_bandwidth"),
     ],
 )
 def test_a_description_that_is_wrong_is_refused(tmp_path, content, said):

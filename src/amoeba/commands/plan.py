@@ -80,6 +80,13 @@ def plan(
 
         work = _work(options)
         facts = facts_for(model, work, trust_remote_code)
+        if facts.packed and (work.purpose == "train" or work.ranks > 1):
+            what = "--for train" if work.purpose == "train" else "--ranks"
+            remedy = "give the folder that it was packed from"
+            raise bad_value("MODEL", f"a model's folder, with {what}", "a store, which streams its experts", remedy)
+        if facts.is_quantised and facts.files_here and work.purpose == "train":
+            remedy = "plan --for finetune, or take its unquantised checkpoint"
+            raise bad_value("MODEL", "parameters that can all be trained", f"experts in {facts.numbers}", remedy)
         machine = _machine(options)
         if facts.positions is not None and work.context > facts.positions:
             if options.context is not None:

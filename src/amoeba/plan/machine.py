@@ -10,6 +10,7 @@ Memory is asked for each time: other programs may use some of it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -162,6 +163,9 @@ def described_machine(name: str) -> Machine:
             raise bad_value(f"card in {path}", f"one of {', '.join(CARDS)}", repr(key), "leave it out and give figures")
     public = {what: value * _REACHED.get(what, 1.0) for what, value in CARDS.get(key, {}).items()}
     figures = _AROUND | public | given
+    if figures.get("vram_bytes") and (missing := [each for each in _RATES["cuda"] if each not in figures]):
+        remedy = "add them, or a card: " + ", ".join(CARDS)
+        raise bad_value(f"--machine {name}", "all figures of its GPU", f"none for {', '.join(missing)}", remedy)
     memory = {"ram_free": int(figures["ram_bytes"]), "vram_free": int(figures.get("vram_bytes", 0))}
     card = figures.pop("gpu", key or ("a GPU" if figures.get("vram_bytes") else None))
     assumed = sorted(set(_AROUND) - set(given))
@@ -189,7 +193,7 @@ def _read(path: Path) -> dict[str, Any]:
     found |= sized
     for what, value in found.items():
         if what not in ("card", "gpu") and (
-            isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
         ):
             raise bad_value(f"{what} in {path}", "a number above 0", repr(value), "bytes or operations per second")
     return found

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from amoeba.core.cost import expert_bytes
-from amoeba.core.errors import BadValue
+from amoeba.core.errors import BadValue, bad_value
 from amoeba.core.placement import LayerSizes
 from amoeba.integrations.experts_module import described, experts_modules, layout_of
 from amoeba.integrations.gguf_files import is_gguf
 from amoeba.integrations.model_folder import load_config, load_without_weights
-from amoeba.integrations.quantised_files import check_no_codes, check_readable, format_of
+from amoeba.integrations.quantised_files import OTHERWISE, check_no_codes, check_readable, described_method, format_of
 from amoeba.integrations.quantised_models import dtype_of, facts_of, unquantised
 from amoeba.integrations.text_model import positions, text_config
 from amoeba.jobs.model_cost import attention_width, keep, kept
@@ -181,6 +181,7 @@ def _from_headers(name: str, folder: Path, config: Any, trust_remote_code: bool,
     try:
         tensors = checkpoint_tensors(folder)
     except (StoreError, OSError):
+        _check_told(config)
         return facts
     why = error.args[0] if isinstance(error, BadValue) else str(error)
     floating = Counter[torch.dtype]()
@@ -191,7 +192,17 @@ def _from_headers(name: str, folder: Path, config: Any, trust_remote_code: bool,
     return replace(facts, dtype=dtype, why_not_streamed=why, files_here=True)
 
 
+def _check_told(config: Any) -> None:
+    """Of a format that is transformers' own, only files tell whether experts are in it."""
+    quantised = facts_of(config)
+    if quantised is not None and format_of(quantised) is None and quantised.get("quant_method") != "fp8":
+        expected = "files, or a configuration of experts in numbers or quantised (fp8, mxfp4, nvfp4, nf4)"
+        got = f"{config.model_type} quantised by {described_method(quantised)}, and no files"
+        raise bad_value("MODEL", expected, got, f"plan after downloading it, or {OTHERWISE}")
+
+
 def _from_hub(name: str, config: Any, trust_remote_code: bool) -> ModelFacts:
+    _check_told(config)
     facts = _from_config(name, config, trust_remote_code)
     try:
         from huggingface_hub import get_safetensors_metadata

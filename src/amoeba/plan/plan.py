@@ -385,7 +385,7 @@ def _fitting(facts: ModelFacts, plan: Plan) -> Iterator[tuple[str, Machine, Work
             ]
         )
         kinds.append([("--device cpu", machine.within(0, None), work)])
-        if work.ranks == 1 and facts.entries:
+        if work.ranks == 1 and facts.entries and not facts.packed:
             most = min(each.experts for each in facts.entries)
             kinds.append(
                 [
