@@ -45,7 +45,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python -m pytest -n auto --dist worksteal
 
-# What depends on the CPU once more, with its newer features hidden.
+# What depends on the CPU once more, with its newer features hidden; and with AMX and bf16 emulated.
 test-older-cpus: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/older_cpus.py
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import newer_cpu
 from amoeba.cpu import build
 from amoeba.cpu.weights import Path, load_packed
 from amoeba.system import cpu_features, machine
@@ -116,6 +117,22 @@ def test_the_kinds_of_cpu_that_fit_come_newest_first(stand, architecture, flags,
     """A wheel's library is chosen by this order."""
     stand(architecture, flags, level)
     assert " ".join(each.name for each in cpu_features.fitting_levels()) == fitting
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "level", "reason"),
+    [
+        ("x86_64", XEON_WITHOUT_BF16, None, None),
+        ("x86_64", ZEN, None, None),
+        ("x86_64", XEON, None, "it is one"),
+        ("x86_64", XEON_WITHOUT_BF16, "avx2", "needs AVX-512 with VNNI"),
+        ("aarch64", GRAVITON, None, "needs AVX-512 with VNNI"),
+    ],
+)
+def test_what_stands_for_a_cpu_with_amx(stand, architecture, flags, level, reason):
+    stand(architecture, flags, level)
+    why = newer_cpu.why_not()
+    assert why is None if reason is None else reason in why
 
 
 def test_an_empty_name_hides_nothing(stand: Stand) -> None:
