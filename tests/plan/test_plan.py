@@ -14,6 +14,7 @@ from amoeba.plan.memory import Work, total
 from amoeba.plan.model import read_facts
 from amoeba.plan.plan import ERRORS, make_plan, read_plan, write_plan
 from amoeba.plan.speed import hit_rate
+from amoeba.precision.formats import FP8_128
 from amoeba.stream.store.reading import Reader
 from called import call
 from sparse_models import qwen3_30b, sparse_model
@@ -147,6 +148,16 @@ class TestWhatIsBest:
         plan = make_plan(facts, described_machine("h200"), Work("train", context=256, batch=8))
         assert plan.best is None
         assert ("4 such GPUs that share the experts (--ranks 4)", None) in plan.helps
+
+    def test_ranks_are_named_only_to_commands_and_checkpoints_that_run_over_them(self, facts):
+        small = described_machine("4090").within(16 * GIB, 4 * GIB)
+        for model, purpose, named in (
+            (facts, "finetune", True),
+            (facts, "serve", False),
+            (facts.quantised(FP8_128), "finetune", False),
+        ):
+            plan = make_plan(replace(model, why_not_streamed="elsewhere"), small, Work(purpose, context=512, batch=1))
+            assert any("--ranks" in words for words, _ in plan.helps) is named
 
     def test_where_only_the_gpu_is_too_small_the_cpu_alone_is_named(self, facts):
         plan = make_plan(facts, described_machine("4090").within(2 * GIB, 200 * GIB), ONE_CHAT)
@@ -282,6 +293,8 @@ class TestTheCommand:
             ("codes", ("--for", "train"), "expected parameters that can all be trained; got experts in mxfp8"),
             ("store", ("--for", "train"), "expected a model's folder, with --for train; got a store"),
             ("store", ("--ranks", 2), "expected a model's folder, with --ranks; got a store"),
+            ("codes", ("--ranks", 2), "--ranks: expected an unquantised checkpoint; got experts in mxfp8"),
+            ("model", ("--for", "serve", "--ranks", 2), "--ranks: expected --for generate, finetune or train"),
             ("alone", (), "got qwen3_moe quantised by gptq, and no files"),
         ):
             assert said in call("plan", tmp_path / name, "--machine", "4090", *words, code=2).said

@@ -84,6 +84,9 @@ def plan(
             what = "--for train" if work.purpose == "train" else "--ranks"
             remedy = "give the folder that it was packed from"
             raise bad_value("MODEL", f"a model's folder, with {what}", "a store, which streams its experts", remedy)
+        if facts.is_quantised and work.ranks > 1:
+            remedy = "leave --ranks out: quantised experts cannot be distributed yet"
+            raise bad_value("--ranks", "an unquantised checkpoint", f"experts in {facts.numbers}", remedy)
         if facts.is_quantised and facts.files_here and work.purpose == "train":
             remedy = "plan --for finetune, or take its unquantised checkpoint"
             raise bad_value("MODEL", "parameters that can all be trained", f"experts in {facts.numbers}", remedy)
@@ -116,6 +119,8 @@ def _work(options: PlanOptions) -> Work:
         remedy = "give every machine the same number of ranks"
         raise bad_value("--ranks", f"a multiple of --nodes {options.nodes}", options.ranks, remedy)
     purpose: Any = options.purpose
+    if options.ranks > 1 and purpose == "serve":
+        raise bad_value("--ranks", "--for generate, finetune or train", "--for serve, one process", "leave --ranks out")
     return Work(
         purpose,
         context=options.context or _TOKENS[purpose],

@@ -135,7 +135,7 @@ def _already_placed(model: nn.Module, modules: dict[str, Any], asked: str) -> Pl
         if asked == W8A8 and isinstance(placed_in(module), QuantisedExperts):
             set_products(model, W8A8)
         elif asked not in (AUTO, RESIDENT, there.name):
-            remedy = "leave the placement out, or load the model's unquantised checkpoint"
+            remedy = "leave the placement out (--experts, --precision), or load the model's unquantised checkpoint"
             raise bad_value("experts", "experts as ordinary tensors", f"{name}, {there.summary}", remedy)
         return Placed(there.name, "as stored in the checkpoint")
     return None

@@ -385,7 +385,7 @@ def _fitting(facts: ModelFacts, plan: Plan) -> Iterator[tuple[str, Machine, Work
             ]
         )
         kinds.append([("--device cpu", machine.within(0, None), work)])
-        if work.ranks == 1 and facts.entries and not facts.packed:
+        if work.ranks == 1 and work.purpose != "serve" and facts.entries and not (facts.packed or facts.is_quantised):
             most = min(each.experts for each in facts.entries)
             kinds.append(
                 [
