@@ -77,6 +77,13 @@ def test_packed_experts_are_tried_and_not_refused(placement):
     assert attempt(case) == Outcome("passed", "")
 
 
+@pytest.mark.parametrize("placement", FORMATS)
+def test_many_rows_without_gradients_hold_in_every_format(placement):
+    sizes = {"tokens": 199, "hidden": 64, "intermediate": 64, "experts": 4}
+    outcome = worker.attempt_case("experts", Case(7, backend="cpu", placement=placement, mode="no_grad", **sizes))
+    assert outcome.verdict == "passed", outcome.reason
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("placement", FORMATS)
 def test_quantising_what_a_case_draws_changes_no_number(placement, gated):
