@@ -22,12 +22,6 @@ TEMPLATE = (
 NAME = "tiny"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def packages() -> None:
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'amoeba-moe[serve]'")
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     from transformers import AutoTokenizer

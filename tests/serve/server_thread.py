@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from amoeba.jobs.generate.options import GenerationOptions
-from amoeba.serve.served_model import ServedModel, open_model
-from amoeba.serve.server import Limits, _Uvicorn, make_app
+for package in ("fastapi", "prometheus_client", "uvicorn"):
+    uvicorn = pytest.importorskip(package, reason=f"{package} is not installed: pip install 'amoeba-moe[serve]'")
 
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'amoeba-moe[serve]'")
+from amoeba.jobs.generate.options import GenerationOptions  # noqa: E402
+from amoeba.serve.served_model import ServedModel, open_model  # noqa: E402
+from amoeba.serve.server import Limits, _Uvicorn, make_app  # noqa: E402
 
 
 class Running:
