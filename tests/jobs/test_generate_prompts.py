@@ -120,6 +120,18 @@ def test_a_later_run_goes_on_after_the_results_that_are_there(folder, prompts, a
     assert out.read_text() == before
 
 
+def test_a_file_that_other_settings_have_begun_is_refused(folder, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    invoke(folder, "--prompts", prompts, "--out", out, "--seed", 3)
+    before = out.read_text()
+    out.write_text(before[: before.index("\n") + 1])
+    line = refusal(folder, "--prompts", prompts, "--out", out, "--seed", 4)
+    asked = f"max_new_tokens {TOKENS}, temperature 0.0, seed"
+    assert f"out.jsonl, line 1: expected an answer with {asked} 4; got {asked} 3" in line and "another --out" in line
+    invoke(folder, "--prompts", prompts, "--out", out, "--seed", 3)
+    assert records(out.read_text()) == records(before)
+
+
 def test_files_may_be_in_the_home_folder(folder, prompts, tmp_path, monkeypatch):
     """A shell leaves the ~ of --out=~/answers.jsonl as it is."""
     monkeypatch.setenv("AMOEBA_CACHE", str(default_folder()))

@@ -319,7 +319,7 @@ def _many(
     results = Results(None, asked, of, _nowhere)
     with rank_zero.all_or_none("the prompts that are left"):
         if rank_zero.here:
-            results = Results(many.out, asked, of, lambda line: write(line + "\n"))
+            results = Results(many.out, asked, of, lambda line: write(line + "\n"), options.settings)
     left = rank_zero.tell(lambda: [each.line for each in results.left])
     results.left = [each for each in asked if each.line in left]
     if not rank_zero.here:

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,13 +224,23 @@ class _Run:
 _BEGIN = b'{"line": '
 
 
+def _words(settings: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items()) if isinstance(settings, dict) else "others"
+
+
 class Results:
-    """path: None for `write`, line by line. model: what the results are of, in words."""
+    """path: None for `write`, line by line. model: what the results are of, in words. settings: how tokens are chosen,
+    which each result repeats and a later run must share."""
 
     def __init__(
-        self, path: Path | None, prompts: Sequence[Prompt], model: str, write: Callable[[str], object] = print
+        self,
+        path: Path | None,
+        prompts: Sequence[Prompt],
+        model: str,
+        write: Callable[[str], object] = print,
+        settings: Mapping[str, Any] = {},
     ) -> None:
-        self.path, self.model, self._write = path, model, write
+        self.path, self.model, self._write, self.settings = path, model, write, dict(settings)
         done = set() if path is None else self._done({prompt.line: prompt for prompt in prompts})
         self.skipped = len(done)
         self.left = [prompt for prompt in prompts if prompt.line not in done]
@@ -241,6 +251,8 @@ class Results:
 
     def add(self, prompt: Prompt, facts: dict[str, Any]) -> None:
         record = {"line": prompt.line, "model": self.model, "prompt": prompt.as_json(), **facts}
+        if self.settings:
+            record["settings"] = self.settings
         line = json.dumps(record, ensure_ascii=False)
         if self.path is None:
             self._write(line)
@@ -268,6 +280,9 @@ class Results:
             known = prompts.get(line_of) if isinstance(line_of, int) else None
             if known is None or (record.get("prompt"), record.get("model")) != (known.as_json(), self.model):
                 raise self._of_another_run(place)
+            if (theirs := record.get("settings", self.settings)) != self.settings:
+                remedy = "give the options of the run that began the file, or name another --out"
+                raise bad_value(place, f"an answer with {_words(self.settings)}", _words(theirs), remedy)
             done.add(known.line)
         os.truncate(self.path, whole)  # a run may have been killed while it wrote one more
         return done

@@ -77,6 +77,12 @@ class GenerationOptions:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise bad_value("seed", "0 <= seed < 2**63", self.seed, "leave it out for a random seed")
 
+    @property
+    def settings(self) -> dict[str, float]:
+        """Those given of what decides which tokens are chosen."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def check_batched(self) -> None:
         """For rows that come and go, whose steps are not compiled."""
         if self.compile:
