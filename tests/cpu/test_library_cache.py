@@ -344,6 +344,9 @@ def test_beside_a_broken_compiler_what_another_one_made_serves(sources, cache, t
 def test_a_compiler_may_come_with_arguments(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", f"env {COMPILER}")
     assert answer(sources) == 42
+    first = compiled(sources)
+    monkeypatch.setenv("CXX", f"{COMPILER} -fno-inline")
+    assert compiled(sources) != first
 
 
 def test_a_long_compilation_is_announced_as_it_is(sources, cache, monkeypatch, caplog):

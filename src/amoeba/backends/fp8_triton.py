@@ -129,7 +129,7 @@ def why_not_there(device: torch.device, weights: Any, recipe: str = W8A8) -> str
     """... whatever their sizes and layout are."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability[0] != 9 and recipe not in PLAIN_TRITON and recipe != AUTO:
-        return f"needs a Hopper GPU (compute capability 9.0) for {recipe}; these weights are on {device}"
+        return f"needs a Hopper GPU (compute capability 9.0); these weights are on {device}"
     if capability[0] == 9 and recipe in ("mxfp8", "nvfp4"):
         # An earlier version had wrong gradients on an H200 (2026-11-18, dev/log/fp8-training.md); this one never ran.
         return f"is not proven for {recipe} on Hopper, where it would be emulated"

@@ -188,7 +188,7 @@ def _found_or_compiled(folder: Path, recipe: _Recipe) -> Path:
     """OSError where the folder is the trouble, CoreUnavailable where the compiler is."""
     try:
         compiler = _compiler()
-        wanted = recipe.stem + _short_hash(_version(compiler))
+        wanted = recipe.stem + _short_hash(_version(compiler), *compiler[1:])
     except CoreUnavailable:
         if library := library_cache.find(folder, recipe.stem):
             return library
@@ -209,7 +209,7 @@ _failed: dict[str, str] = {}  # what a compiler said, by what it should have mad
 
 
 def _compiled_in(folder: Path, recipe: _Recipe, compiler: tuple[str, ...]) -> Path:
-    stem = recipe.stem + _short_hash(_version(compiler))
+    stem = recipe.stem + _short_hash(_version(compiler), *compiler[1:])
     if stem in _failed:
         raise CoreUnavailable(_failed[stem])
     _announce(recipe, compiler, folder)
