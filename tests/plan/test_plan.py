@@ -73,9 +73,9 @@ class TestTheModel:
         assert (best.placement, best.slots) == (then.placement, then.slots) == ("streamed", "46 of 128 slots")
         result, document = plan_json(path, "--machine", "4090")
         words = " ".join(result.stdout.split())
-        assert f"first: hf download NAME {path}" in words and then.first is None
+        assert f"first: hf download NAME --local-dir {path}" in words and then.first is None
         assert f"options: --vram {best.options['vram']} --ram {best.options['ram']}" in words
-        assert document["candidates"][document["best"]]["first"] == f"hf download NAME {path}"
+        assert document["candidates"][document["best"]]["first"] == f"hf download NAME --local-dir {path}"
 
     def test_a_file_of_the_folder_is_refused_without_reading_it(self, folder, monkeypatch):
         monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("it was read"))

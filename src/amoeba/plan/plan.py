@@ -310,7 +310,8 @@ def _streamed(facts: ModelFacts, base: Choice, machine: Machine, work: Work) -> 
 def _download(name: str) -> str:
     """Streaming reads files of a folder; of a folder with a config.json alone the name on the hub is not known."""
     is_folder = Path(name).expanduser().is_dir()
-    return shell_words("hf", "download", *(("NAME", name) if is_folder else (name, Path(name).name)))
+    model, folder = ("NAME", name) if is_folder else (name, Path(name).name)
+    return shell_words("hf", "download", model, "--local-dir", folder)
 
 
 def _with_slots(
