@@ -3,6 +3,7 @@
 import contextlib
 import random
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def test_another_way_of_splitting_text_is_refused(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", build("qwen3_moe", **SIZES), **{"tokenizer.ggml.pre": "odd"})
     with pytest.raises(BadValue, match=r"splits text as odd\. Put the model's tokenizer\.json"):
         tokenizer_of(read_header(path))
+
+
+def test_without_a_transformers_that_reads_tokenizers_one_lies_next_to_the_file(file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.gguf_tokenizer_mapping", None)
+    with pytest.raises(
+        BadValue, match=r"expected transformers 5\.18 or newer.*tokenizer_config\.json next to the file"
+    ):
+        tokenizer_of(read_header(file))
+    (tmp_path / "model.gguf").symlink_to(file)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert len(tokenizer_of(read_header(tmp_path / "model.gguf"))) == len(byte_tokenizer())
 
 
 def test_parts_of_a_split_file_belong_together(tmp_path):

@@ -286,13 +286,15 @@ _TOKENIZER_OPTIONS = {
 
 def _converter(header: GgufHeader) -> tuple[Callable[[str, dict], tuple[Any, dict]], Mapping[str, str]]:
     """What makes a tokenizer, and the ways of splitting text that it knows."""
+    import transformers
+
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import (
             GGUF_PRE_TOKENIZER_SPLITS,
             convert_gguf_tokenizer,
         )
     except ImportError as error:
-        remedy = f"upgrade transformers (pip install --upgrade transformers), or {_OWN_TOKENIZER}"
-        raise bad_value(str(header.path), "a transformers that reads tokenizers of GGUF files", "an older one",
-                        remedy) from error  # fmt: skip
+        remedy = f"upgrade it (pip install --upgrade transformers), or {_OWN_TOKENIZER}"
+        expected, got = "transformers 5.18 or newer, which reads tokenizers of GGUF files", transformers.__version__
+        raise bad_value(str(header.path), expected, got, remedy) from error
     return convert_gguf_tokenizer, GGUF_PRE_TOKENIZER_SPLITS
