@@ -1,6 +1,7 @@
 """What load_corpus reads, how it splits, and what it says about what it cannot read."""
 
 import builtins
+import gzip
 import json
 import os
 import re
@@ -266,6 +267,19 @@ def test_records_are_read_as_records_whatever_the_file_is_called(tmp_path, name)
 )
 def test_text_stays_text_where_a_line_of_it_is_no_record(tmp_path, name, first):
     assert [found.text for found in documents(written(tmp_path, name, f"{first}\nand"))] == [first, "and"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "folder", "a.txt.gz"])
+def test_a_compressed_file_is_read_as_what_is_in_it(tmp_path, name):
+    records, path = lines({"text": "a"}, {"text": "b"}), tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        (path / "archive.tar.gz").write_bytes(gzip.compress(b"\0"))  # left out
+    file = path / "b.jsonl.gz" if name == "folder" else path
+    file.write_bytes(gzip.compress(b"a\n\nb" if name == "a.txt.gz" else records.encode()))
+    assert sorted(found.text for found in documents(path)) == ["a", "b"]
+    file.write_bytes(file.read_bytes()[:-4])
+    assert_explained(path, "expected a whole gzip file")
 
 
 def test_one_json_object_is_one_document(tmp_path):

@@ -8,8 +8,10 @@ What cannot be read raises; what is left out on purpose (in a folder hidden and 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -41,6 +43,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 TEXT = (".txt", ".md")
 KNOWN_SUFFIXES = (*TEXT, ".json", ".parquet", *JSON_LINES)
 BINARY_SNIFF_BYTES = 8192
+GZIP = b"\x1f\x8b"  # what such files begin with
 
 
 class Placed(NamedTuple):
@@ -66,7 +69,7 @@ def read_source(source: str | None, left_out: Counter[str]) -> Iterable[Placed]:
         raise bad_value(source, "a file or a folder", "a device, which has no end", "name a file with text")
     if path.exists():
         return read_file(path)
-    if path.is_absolute() or source.startswith((".", "~")) or path.suffix.lower() in KNOWN_SUFFIXES:
+    if path.is_absolute() or source.startswith((".", "~")) or _suffix(path) in KNOWN_SUFFIXES:
         raise _not_found(source, "an existing file or folder", "no such path", "check the spelling")
     return _read_dataset(source)
 
@@ -110,7 +113,7 @@ def _read_folder(folder: Path, left_out: Counter[str]) -> Iterator[Placed]:
             left_out["hidden file"] += 1
         elif path.exists() and not path.is_file():  # a pipe, a socket, a device
             left_out["special file"] += 1
-        elif path.suffix.lower() not in KNOWN_SUFFIXES and _is_binary(path):
+        elif _suffix(path) not in KNOWN_SUFFIXES and _is_binary(path):
             left_out["binary file"] += 1
         else:
             files.append(path)
@@ -146,8 +149,13 @@ def _is_binary(path: Path) -> bool:
         return b"\0" in file.read(BINARY_SNIFF_BYTES)
 
 
+def _suffix(path: Path) -> str:
+    """Of what is in it, if it is compressed."""
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
 def read_file(path: Path) -> Iterable[Placed]:
-    suffix = path.suffix.lower()
+    suffix = _suffix(path)
     if suffix == ".parquet":
         return _read_parquet(path)
     text = read_text(path)
@@ -159,8 +167,13 @@ def read_file(path: Path) -> Iterable[Placed]:
 
 
 def read_text(path: Path) -> str:
-    """UTF-8 with or without a byte order mark; the line ends of Windows become \\n."""
+    """UTF-8 with or without a byte order mark, perhaps compressed; the line ends of Windows become \\n."""
     data = path.read_bytes()
+    if data.startswith(GZIP):
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, OSError, zlib.error) as error:
+            raise bad_value(str(path), "a whole gzip file", str(error), "copy or compress it again") from error
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -302,11 +315,11 @@ class Prompt(NamedTuple):
 
 def read_prompts(path: Path, chat: bool) -> list[Prompt]:
     """Blank lines are left out. chat: whether a prompt may be a conversation."""
-    if path.suffix.lower() in (".json", ".parquet"):
+    if _suffix(path) in (".json", ".parquet"):
         expected = "a text file with one prompt per line, or a .jsonl file with one object per line"
         raise bad_value("--prompts", expected, str(path), "convert it, for example with `jq -c '.[]'`")
     found = []
-    is_json = path.suffix.lower() in JSON_LINES
+    is_json = _suffix(path) in JSON_LINES
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
