@@ -14,7 +14,7 @@ NAME = "tiny"
 
 
 @pytest.fixture(scope="module")
-def browser(packages):
+def browser():
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     path = shutil.which("chromium") or shutil.which("google-chrome")
     with api.sync_playwright() as playwright:
