@@ -24,7 +24,7 @@ DEMO := runs/demo
 # One thread: the demo's model is too small for two to gain, and on a busy machine they wait for each other.
 AMOEBA := OMP_NUM_THREADS=1 $(BIN)/amoeba
 
-.PHONY: demo test test-gpu test-compiled test-older-cpus test-versions other-versions test-thorough test-wheel wheel lint docs bench clean
+.PHONY: demo test test-gpu test-compiled test-older-cpus test-versions test-thorough test-wheel wheel lint docs bench clean
 
 # Trains a tiny model on a made-up small world, shows what its experts do, lets it write, fine-tunes it with LoRA on
 # questions, and asks it ten in words that it has not seen for these facts. Five minutes on two cores with set-up: the
@@ -52,10 +52,6 @@ test-older-cpus: $(INSTALLED)
 # A selection of the tests with the oldest and the newest torch and transformers, in environments of their own.
 test-versions: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/other_versions.py
-
-# Their environments alone: most of it is waiting for downloads, so CI has it done while the tests run.
-other-versions: $(INSTALLED)
-	nice -n 10 $(BIN)/python tests/support/other_versions.py --install
 
 # A wheel that needs no compiler, into dist/: the C++ libraries for each kind of CPU of this architecture.
 wheel: $(INSTALLED)

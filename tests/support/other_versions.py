@@ -1,7 +1,6 @@
 """Runs a selection of the tests with the oldest and the newest torch and transformers that pip finds.
 
-    python tests/support/other_versions.py              # make test-versions
-    python tests/support/other_versions.py --install    # the environments alone, while something else computes
+    python tests/support/other_versions.py          # make test-versions
 
 The oldest are the lower bounds in pyproject.toml; the newest are what the package index has today. Each pair gets an
 environment in build/versions, which the next run updates. On a fresh machine that takes a minute or two, and the
@@ -38,8 +37,7 @@ OLDEST_TRITON = "3.6"
 COMPILED = "compiled/test_hopper_compiles.py::test_matrix_instructions_shared_memory_that_fits_and_no_spills"
 COMPILED += "[one of each kernel]"
 NEEDED_BYTES = 12 * 2**30  # both environments and pip's cache of what it downloads: 10 GiB on ARM in November 2026
-INSTALL_SECONDS = 240
-PATIENT_SECONDS = 720  # with --install, where the tests have the cores meanwhile
+INSTALL_SECONDS = 720  # while other tests have the cores; alone two minutes
 
 
 class Outcome(NamedTuple):
@@ -47,10 +45,10 @@ class Outcome(NamedTuple):
     failed: bool
 
 
-def main(*options: str) -> int:
+def main() -> int:
     # Both at once: one waits for its downloads while the other computes.
     with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(_make if options == ("--install",) else _try, ("oldest", "newest")))
+        outcomes = list(pool.map(_try, ("oldest", "newest")))
     for outcome in outcomes:
         print(outcome.text, flush=True)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
@@ -69,14 +67,9 @@ def requirements(which: str, project: dict) -> list[str]:
     return [*wanted, *others, "pytest>=8", "hypothesis>=6.100"]
 
 
-def _make(which: str) -> Outcome:
-    # Whatever went wrong, the tests' own run meets it again, says so and fails where it is ours.
-    reason, _ = _install(which, PATIENT_SECONDS)
-    return Outcome(f"the environment of the {which} torch: {reason or 'installed'}", False)
-
-
 def _try(which: str) -> Outcome:
-    reason, wrong = _install(which, INSTALL_SECONDS)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    reason, wrong = _install(which, requirements(which, project))
     if reason is not None:
         return Outcome(f"THE {which.upper()} TORCH AND TRANSFORMERS WERE NOT TRIED: {reason}", wrong)
     python = str(FOLDER / which / "bin" / "python")
@@ -101,9 +94,8 @@ def _try(which: str) -> Outcome:
     return Outcome(f"with the {which}: {named}\n{told}", any(each.returncode for each in done))
 
 
-def _install(which: str, seconds: int) -> tuple[str | None, bool]:
+def _install(which: str, wanted: list[str]) -> tuple[str | None, bool]:
     """Why there is no such environment, or None; and whether that is a fault of ours."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folder = FOLDER / which
     python = folder / "bin" / "python"
     if not python.exists():
@@ -115,14 +107,10 @@ def _install(which: str, seconds: int) -> tuple[str | None, bool]:
     try:
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
         subprocess.run(
-            [*pip, "--quiet", "--upgrade", *requirements(which, project)],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
+            [*pip, "--quiet", "--upgrade", *wanted], check=True, capture_output=True, text=True, timeout=INSTALL_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"pip was not done after {seconds} s", False
+        return f"pip was not done after {INSTALL_SECONDS} s", False
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [str(error)]
         return f"pip failed: {said[-1]}", "ResolutionImpossible" in error.stderr
@@ -130,4 +118,4 @@ def _install(which: str, seconds: int) -> tuple[str | None, bool]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
