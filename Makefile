@@ -24,7 +24,7 @@ DEMO := runs/demo
 # One thread: the demo's model is too small for two to gain, and on a busy machine they wait for each other.
 AMOEBA := OMP_NUM_THREADS=1 $(BIN)/amoeba
 
-.PHONY: demo test test-gpu test-compiled test-older-cpus test-versions test-thorough test-wheel wheel lint docs bench clean
+.PHONY: demo test test-gpu test-compiled test-other-cpus test-versions test-thorough test-wheel wheel lint docs bench clean
 
 # Trains a tiny model on a made-up small world, shows what its experts do, lets it write, fine-tunes it with LoRA on
 # questions, and asks it ten in words that it has not seen for these facts. Five minutes on two cores with set-up: the
@@ -46,8 +46,8 @@ test: $(INSTALLED)
 	$(YIELDING) $(KEEPING) $(BIN)/python -m pytest -n auto --dist worksteal
 
 # What depends on the CPU once more, with its newer features hidden; and with AMX and bf16 emulated.
-test-older-cpus: $(INSTALLED)
-	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/older_cpus.py
+test-other-cpus: $(INSTALLED)
+	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/other_cpus.py
 
 # A selection of the tests with the oldest and the newest torch and transformers, in environments of their own.
 test-versions: $(INSTALLED)

@@ -289,7 +289,7 @@ def test_repacked_factors_reuse_only_the_memory_of_dead_ones(workers: WorkerPool
     assert torch.equal(output(third), before)
 
 
-@pytest.mark.thorough  # every run: test_sums.py, and test-older-cpus for AVX2
+@pytest.mark.thorough  # every run: test_sums.py, and test-other-cpus for AVX2
 @pytest.mark.usefixtures("older_instructions")
 def test_older_instruction_sets_agree_too() -> None:
     threads = WorkerPool(2)

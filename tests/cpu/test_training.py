@@ -159,7 +159,7 @@ def test_gradients_that_are_streamed_past_the_caches_are_whole(path: str, worker
     check(layer.run(workers), layer.expected(), "bf16")
 
 
-@pytest.mark.thorough  # every run: test_sums.py, and test-older-cpus for AVX2
+@pytest.mark.thorough  # every run: test_sums.py, and test-other-cpus for AVX2
 @pytest.mark.usefixtures("older_instructions")
 def test_older_instruction_sets_agree_too() -> None:
     threads = WorkerPool(2)

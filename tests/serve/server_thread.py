@@ -12,7 +12,9 @@ import pytest
 import torch
 
 for package in ("fastapi", "prometheus_client", "uvicorn"):
-    uvicorn = pytest.importorskip(package, reason=f"{package} is not installed: pip install 'amoeba-moe[serve]'")
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'amoeba-moe[serve]'")
+
+import uvicorn  # noqa: E402
 
 from amoeba.jobs.generate.options import GenerationOptions  # noqa: E402
 from amoeba.serve.served_model import ServedModel, open_model  # noqa: E402

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from amoeba.system.cpu_features import fitting_levels
 from amoeba.system.machine import usable_cores
-from older_cpus import OLDER
+from other_cpus import OLDER
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("cpu/test_packed_experts.py", "cpu/test_quantised_by_core.py", "decoding/test_cpu_step.py")

@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA device; torch sees none here"
     if "amx_bf16" not in cpu_flags():
-        missing["amx"] = "needs a CPU with AMX, or make test-older-cpus, which emulates it"
+        missing["amx"] = "needs a CPU with AMX, or make test-other-cpus, which emulates it"
     for marker, reason in missing.items():
         # a thousand cases that are skipped for one reason say it once
         said, unsaid = one_of_each_test([item for item in items if item.get_closest_marker(marker) is not None])

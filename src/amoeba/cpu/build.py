@@ -188,7 +188,7 @@ def _found_or_compiled(folder: Path, recipe: _Recipe) -> Path:
     """OSError where the folder is the trouble, CoreUnavailable where the compiler is."""
     try:
         compiler = _compiler()
-        wanted = recipe.stem + _short_hash(_version(compiler), *compiler[1:])
+        wanted = _stem(recipe, compiler)
     except CoreUnavailable:
         if library := library_cache.find(folder, recipe.stem):
             return library
@@ -205,11 +205,16 @@ def _found_or_compiled(folder: Path, recipe: _Recipe) -> Path:
         raise
 
 
+def _stem(recipe: _Recipe, compiler: tuple[str, ...]) -> str:
+    """What files are called that this compiler makes, with the arguments that it has."""
+    return recipe.stem + _short_hash(_version(compiler), *compiler[1:])
+
+
 _failed: dict[str, str] = {}  # what a compiler said, by what it should have made
 
 
 def _compiled_in(folder: Path, recipe: _Recipe, compiler: tuple[str, ...]) -> Path:
-    stem = recipe.stem + _short_hash(_version(compiler), *compiler[1:])
+    stem = _stem(recipe, compiler)
     if stem in _failed:
         raise CoreUnavailable(_failed[stem])
     _announce(recipe, compiler, folder)

@@ -1,6 +1,6 @@
 """Runs the tests that depend on the CPU once more as each other kind of CPU for which this one can stand.
 
-    python tests/support/older_cpus.py              # make test-older-cpus
+    python tests/support/other_cpus.py              # make test-other-cpus
 
 Older kinds: AMOEBA_CPU_FEATURES hides from us what such a CPU does not have; torch and oneDNN have switches of their
 own. Where this CPU is itself one of the oldest, there are none. A newer kind: newer_cpu.py emulates AMX and bf16.
