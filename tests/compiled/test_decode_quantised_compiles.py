@@ -23,10 +23,10 @@ SPILLED = {
     "3.6": {
         "down_by_expert mxfp4": (8, 4),
         "up_by_expert q4_k listed": (8, 2),
-        "up_by_expert q6_k many": (8, 2),
-        "down_by_expert q6_k many": (16, 6),
+        "up_by_expert q6_k many": (16, 6),
+        "down_by_expert q6_k many": (16, 8),
     },
-    "3.9": {"up_by_expert q6_k many": (24, 10), "down_by_expert q6_k many": (112, 56)},
+    "3.9": {"up_by_expert q6_k many": (72, 36), "down_by_expert q6_k many": (80, 38)},
 }
 
 

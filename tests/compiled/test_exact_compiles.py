@@ -31,6 +31,11 @@ def test_every_number_of_rows_has_the_same_steps(kernels, name):
         assert found and all("k16" in instruction and ".f32.bf16.bf16" in instruction for instruction in found)
 
 
+def test_attention_and_its_backward_compile_in_fp32(kernels):
+    """Which have no matrix instructions."""
+    assert kernels["attention in fp32"] and not any(kernels["attention in fp32"])
+
+
 def test_products_of_rotations_are_rounded_before_their_sum(kernels):
     """As transformers rounds them."""
     assert len(kernels["rotations"]) == 4
@@ -63,7 +68,9 @@ def main() -> None:
                 code = compile_for(kernel, arguments, constants, divisible=divisible).asm["ptx"]
                 if name == "rotations":
                     found.setdefault(name, []).append(FUSED.findall(code))
-                elif instructions := {COLUMNS.sub("", each) for each in INSTRUCTION.findall(code)}:
+                    continue
+                instructions = {COLUMNS.sub("", each) for each in INSTRUCTION.findall(code)}
+                if instructions or name == "attention in fp32":
                     found.setdefault(name, []).append(sorted(instructions))
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -97,7 +104,13 @@ def main() -> None:
         name = "attention"
         q, k, v = (empty(1, heads, tokens, 128) for heads, tokens in ((32, rows), (4, rows + 7), (4, rows + 7)))
         seen = empty(1, 1, rows, rows + 7, dtype=torch.bool)
-        exact_attention.attention(q, k, v, None, seen, exact_attention.seen_bounds(seen), 0.1, 0.0)
+        bounds = exact_attention.seen_bounds(seen)
+        y, logsumexp = exact_attention.attention(q, k, v, None, seen, bounds, 0.1, 0.0)
+        exact_attention.attention_backward(y, q, k, v, y, logsumexp, seen, bounds, 0.1, 0.0)
+    name = "attention in fp32"
+    q, k, v = q.float(), k.float(), v.float()
+    y, logsumexp = exact_attention.attention(q, k, v, None, seen, bounds, 0.1, 0.0)
+    exact_attention.attention_backward(y, q, k, v, y, logsumexp, seen, bounds, 0.1, 0.0)
     print(json.dumps(found))
 
 

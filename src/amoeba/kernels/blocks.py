@@ -76,7 +76,14 @@ _TAKE = tl.constexpr(
         for shift in range(0, 8, bits)
     )
 )
-# Of one or two high bits, after two or four low ones.
+# Bytes with a mask of ones are shifted right by 1, 2 or 4, others stay. Bits of the next byte come in from above, where
+# none are taken from.
+_SHIFT_SOME = tl.constexpr(
+    tuple(
+        f"{{\n.reg .b32 s;\nshr.b32 s, $1, {shift};\nlop3.b32 $0, s, $1, $2, 0xE4;\n}}\n" for shift in (1, 2, 4)
+    )
+)
+# Of one or two high bits, after two or four low ones; four bytes have the same shift.
 _TAKE_HIGH = tl.constexpr(
     tuple(
         f"{{\n.reg .b32 s;\nand.b32 s, $2, 7;\nshr.b32 $0, $1, s;\nand.b32 $0, $0, "
@@ -187,13 +194,10 @@ def number_of(packed, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.con
     if MATRIX.HIGH_TILES == 0:
         return _number(_take(low, PLANE, BITS), MATRIX)
     else:
-        column = columns_of(first, PLANE, COLUMNS, MATRIX)
         high = highs[PLANE if MATRIX.HIGH_TILES > 1 else 0]
         if MATRIX.HIGH_TILES == 1:
             high = _repeated(high, low.shape[1], MATRIX)
-        shift = (column // MATRIX.HIGH_RUN % (8 // MATRIX.HIGH_BITS) * MATRIX.HIGH_BITS).to(tl.uint8)
-        shift = tl.broadcast_to(shift[None, :], low.shape)
-        return _number(_take(low, PLANE, BITS) | _take_high(high, shift, BITS, MATRIX), MATRIX)
+        return _number(_take(low, PLANE, BITS) | _take_high(high, first, PLANE, COLUMNS, MATRIX), MATRIX)
 
 
 @triton.jit
@@ -207,12 +211,41 @@ def _repeated(high, WIDTH: tl.constexpr, MATRIX: tl.constexpr):
 
 
 @triton.jit
-def _take_high(byte, shift, LOW_BITS: tl.constexpr, MATRIX: tl.constexpr):
-    """The bits from `shift` on, LOW_BITS higher."""
-    if not BY_BITS and MATRIX.HIGH_RUN >= 4:  # four bytes have the same shift
-        TAKE: tl.constexpr = _TAKE_HIGH[MATRIX.HIGH_BITS * 2 + LOW_BITS // 2 - 3]
-        return tl.inline_asm_elementwise(TAKE, "=&r,r,r", [byte, shift], dtype=tl.uint8, is_pure=True, pack=4)
-    return ((byte >> shift) & ((1 << MATRIX.HIGH_BITS) - 1)) << LOW_BITS
+def _take_high(byte, first, PLANE: tl.constexpr, COLUMNS: tl.constexpr, MATRIX: tl.constexpr):
+    """A plane's high bits, at their places in its numbers. Which four bytes of a thread share a register is Triton's
+    choice, so bytes that may be shifted differently are chosen one by one."""
+    BITS: tl.constexpr = MATRIX.HIGH_BITS
+    RUN: tl.constexpr = MATRIX.HIGH_RUN
+    RUNS: tl.constexpr = 8 // BITS  # with their bits in the same bytes
+    run = columns_of(0, 0, COLUMNS, MATRIX) // RUN % RUNS
+    for bit in tl.static_range(3):
+        byte = _shift_some(byte, run, bit, MATRIX)
+    shared = PLANE * MATRIX.LOW_RUN // RUN % RUNS * BITS
+    if COLUMNS < RUN * RUNS:
+        shared += first // RUN % RUNS * BITS
+    if BY_BITS:
+        return (byte >> shared & ((1 << BITS) - 1)).to(tl.uint8) << MATRIX.LOW_BITS
+    else:
+        TAKE: tl.constexpr = _TAKE_HIGH[BITS * 2 + MATRIX.LOW_BITS // 2 - 3]
+        given = [byte, tl.full(byte.shape, shared, tl.uint8)]
+        return tl.inline_asm_elementwise(TAKE, "=&r,r,r", given, dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _shift_some(byte, run, BIT: tl.constexpr, MATRIX: tl.constexpr):
+    """By 2^BIT, where the run's number has the bit that says so."""
+    APART: tl.constexpr = (1 << BIT) // MATRIX.HIGH_BITS * MATRIX.HIGH_RUN
+    # a plane's runs lie side by side, or LOW_RUN * PLANES numbers apart
+    if APART == 0 or (MATRIX.LOW_RUN <= APART and APART < MATRIX.LOW_RUN * MATRIX.PLANES):
+        return byte
+    else:
+        shifted = tl.broadcast_to((run & (APART // MATRIX.HIGH_RUN) != 0)[None, :], byte.shape)
+        if BY_BITS:
+            return tl.where(shifted, byte >> (1 << BIT), byte)
+        else:
+            SHIFT: tl.constexpr = _SHIFT_SOME[BIT]
+            given = [byte, tl.where(shifted, 255, 0).to(tl.uint8)]
+            return tl.inline_asm_elementwise(SHIFT, "=r,r,r", given, dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit

@@ -480,10 +480,10 @@ def _key_gradient(
         dy_tile = tl.load(dy + dy_MV, mask=inside_M[:, None] & inside_V[None, :], other=0.0)
         s = _capped(tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale, TILE.SOFTCAP)
         looks = (key_N[:, None] >= first_M[None, :]) & (key_N[:, None] < end_M[None, :]) & inside_M[None, :]
-        if holes > 0:
-            place = (wide_M * seen_token)[None, :] + key_N[:, None]
-            looks = looks & (tl.load(seen + place, mask=looks, other=0) != 0)
         p = tl.where(looks, tl.exp(s - lse_M[None, :]), 0.0)
+        if holes > 0:  # a tile of truth values that comes out of this branch would not compile for fp32
+            place = (wide_M * seen_token)[None, :] + key_N[:, None]
+            p = tl.where(tl.load(seen + place, mask=looks, other=0) != 0, p, 0.0)
         dv_tile = tl.dot(p.to(dy_tile.dtype), dy_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
         ds = p * (dp - delta_M[None, :]) * _slope(s, TILE.SOFTCAP)
