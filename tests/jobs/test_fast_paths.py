@@ -76,6 +76,31 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(
         assert graphs() == 2, "one code for both layers, one for the last norm, none for short evaluations"
 
 
+def test_parts_that_loop_over_a_text_are_not_compiled(tmp_path, inputs, compiled_layers, monkeypatch):
+    """The compiler would unroll the loop, for minutes."""
+    build("qwen3_next", vocab_size=300).config.save_pretrained(tmp_path / "model")
+    changes = SHORT | {"model": str(tmp_path / "model"), "vocab_size": 300}
+    found: list[list[nn.Module]] = []
+    look = fast_paths.looping_parts
+    monkeypatch.setattr(fast_paths, "looping_parts", lambda model: found.append(look(model)) or found[-1])
+    unrolled = torch.linalg.solve_triangular
+    monkeypatch.setattr(
+        torch.linalg, "solve_triangular", lambda *args, **options: _not_compiled(unrolled, args, options)
+    )
+    by_itself, _ = run(tmp_path / "plain", inputs, compile="off", **changes)
+    compiled, said = run(tmp_path / "compiled", inputs, compile="on", **changes)
+    assert any("compiled decoder layers" in line for line in said if line.startswith("each step")), said
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(by_itself), rtol=1e-5, atol=1e-6)
+    assert {type(part).__name__ for part in found[0]} == {"Qwen3NextGatedDeltaNet"}
+    assert all("forward" not in vars(part) for part in found[0])
+    assert loads(tmp_path / "plain") == loads(tmp_path / "compiled"), "the tokens that were tried were counted"
+
+
+def _not_compiled(function: Any, args: Any, options: Any) -> Any:
+    assert not torch.compiler.is_compiling()
+    return function(*args, **options)
+
+
 @pytest.mark.thorough
 def test_long_evaluations_have_compiled_layers_too(tmp_path, inputs, compiled_layers, monkeypatch):
     monkeypatch.setattr(fast_paths, "WORTH_COMPILING", 0.0)

@@ -5,6 +5,9 @@
     loss = model(...).loss          # the first call compiles one layer, not the whole model
     layers.end()
 
+Linear attention and state spaces go through a text in chunks, or token by token, where no kernels of their own are
+installed. The compiler would unroll such a loop, for minutes; these parts of a layer stay as they are.
+
 What torch.compile makes is kept, so that the next run only has to load it:
 
     keep_compiled_code()        # before the first thing is compiled
@@ -15,32 +18,40 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from amoeba.core.torch_internals import hash_compiler_beside
+from amoeba.core.torch_internals import TorchDispatchMode, hash_compiler_beside
 from amoeba.integrations.text_model import text_config, text_decoder
 from amoeba.system.files import default_folder
 
+LOOP_TOKENS = 256, 512  # of texts that are compared: chunks of a loop have 256 at most
 # What transformers calls the norm behind the stack.
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
 
 
 class CompiledLayers:
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [*decoder_layers(model), *final_norm(model)]
+    """looping: parts of the layers that are not compiled (`looping_parts`)."""
+
+    def __init__(self, model: nn.Module, looping: Sequence[nn.Module] = ()) -> None:
+        self.modules, self.looping = [*decoder_layers(model), *final_norm(model)], looping
 
     def begin(self) -> None:
         keep_compiled_code()
         options = graph_passes()
+        for module in self.looping:
+            module.forward = torch.compiler.disable(module.forward)
         for module in self.modules:
             module.compile(options=options)  # for one shape; where a second one comes, for any
 
     def end(self) -> None:
+        for module in self.looping:
+            module.__dict__.pop("forward", None)
         for module in self.modules:
             module._compiled_call_impl = None
 
@@ -48,6 +59,43 @@ class CompiledLayers:
     def paused() -> AbstractContextManager:
         """For a batch of another shape, which is not worth compiling for."""
         return torch.compiler.set_stance("force_eager")
+
+
+def looping_parts(model: Any) -> list[nn.Module]:
+    """Children of decoder layers that ask for more operators the longer a text is. The model computes twice, where it
+    has layers with a state that goes from token to token."""
+    from transformers import DynamicCache
+
+    kinds = DynamicCache(config=text_config(model.config)).layers
+    if not any(hasattr(kind, "update_recurrent_state") for kind in kinds):
+        return []
+    layers = decoder_layers(model)
+    short, long = (_operators(model, layers, tokens) for tokens in LOOP_TOKENS)
+    return [module for module, count in long.items() if count > short.get(module, count)]
+
+
+class _Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def _operators(model: Any, layers: list[Any], tokens: int) -> dict[nn.Module, int]:
+    """Of each child of a layer."""
+    found: dict[nn.Module, int] = {}
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
+    with ExitStack() as hooks, torch.no_grad(), _Operators() as watched:
+        for child in (child for layer in layers for child in layer.children()):
+            before = child.register_forward_pre_hook(lambda module, _: found.update({module: -watched.count}))
+            after = child.register_forward_hook(
+                lambda module, *_: found.update({module: found[module] + watched.count})
+            )
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        text_decoder(model)(input_ids=ids, use_cache=False)
+    return found
 
 
 def graph_passes() -> dict[str, Any]:

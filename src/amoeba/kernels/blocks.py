@@ -79,9 +79,7 @@ _TAKE = tl.constexpr(
 # Bytes with a mask of ones are shifted right by 1, 2 or 4, others stay. Bits of the next byte come in from above, where
 # none are taken from.
 _SHIFT_SOME = tl.constexpr(
-    tuple(
-        f"{{\n.reg .b32 s;\nshr.b32 s, $1, {shift};\nlop3.b32 $0, s, $1, $2, 0xE4;\n}}\n" for shift in (1, 2, 4)
-    )
+    tuple(f"{{\n.reg .b32 s;\nshr.b32 s, $1, {shift};\nlop3.b32 $0, s, $1, $2, 0xE4;\n}}\n" for shift in (1, 2, 4))
 )
 # Of one or two high bits, after two or four low ones; four bytes have the same shift.
 _TAKE_HIGH = tl.constexpr(

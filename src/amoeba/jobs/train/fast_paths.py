@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from amoeba.data.token_rows import document_arguments
-from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.compiled_layers import CompiledLayers, looping_parts
 from amoeba.integrations.coverage import repeats_forward, why_waits
 from amoeba.integrations.fused_loss import fused_loss
 from amoeba.integrations.text_model import draws_random_numbers, text_decoder
@@ -55,6 +55,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
     if compiles and against is not None:
         say(f"no compiled decoder layers: {against}")
         compiles = False
+    looping = _looping(trainer) if compiles else []
     with ExitStack() as stack:
         taken: list[str] = []
         if gpu:
@@ -69,7 +70,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) ->
                 stack.enter_context(fused_attention(trainer.model))
         if compiles:
             began = time.monotonic()
-            reason = stack.enter_context(_compiled(trainer))
+            reason = stack.enter_context(_compiled(trainer, looping))
             _tell(taken, f"compiled decoder layers ({time.monotonic() - began:.0f} s)", reason, say)
         if not gpu and not trainer.compiled:
             stack.enter_context(_documents_apart(trainer))  # not told: without it a mask does the same
@@ -159,13 +160,27 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
         text.set_attn_implementation(own)
 
 
+def _looping(trainer: Any) -> list[torch.nn.Module]:
+    """What is not compiled; nothing where the model does not say."""
+    model, found = trainer.model, list[torch.nn.Module]()
+    training = model.training
+    model.eval()
+    try:
+        with trainer.as_it_trains():
+            _why_not("loops over a text", lambda: found.extend(looping_parts(model)))
+    finally:
+        model.train(training)
+        trainer.watch.forget()
+    return found
+
+
 @contextmanager
-def _compiled(trainer: Any) -> Iterator[str | None]:
+def _compiled(trainer: Any, looping: list[torch.nn.Module]) -> Iterator[str | None]:
     layers = None
 
     def run() -> None:
         nonlocal layers
-        layers = CompiledLayers(trainer.model)
+        layers = CompiledLayers(trainer.model, looping)
         layers.begin()
         trainer.try_batch(rows=trainer.args.per_device_train_batch_size, gradients=True)
 
