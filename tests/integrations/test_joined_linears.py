@@ -117,7 +117,7 @@ def test_compiled_layers_join_theirs_and_the_compiled_code_can_be_kept(monkeypat
     given = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, options: given.append(options))
     layers = CompiledLayers.__new__(CompiledLayers)
-    layers.modules = [nn.Linear(2, 2)]
+    layers.modules, layers.looping = [nn.Linear(2, 2)], []
     layers.begin()
     joins = given[0]["pre_grad_custom_pass"]
     assert isinstance(joins, JoinedLinears)

@@ -2,6 +2,7 @@
 #pragma once
 #include "block_products.h"
 #include "interleave.h"
+#include <type_traits>
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
@@ -74,9 +75,9 @@ class CodedPanels {
   void pack(int64_t first, int64_t tiles, uint32_t* out, int64_t panel_words) const {
     for (int64_t t = first; t < first + tiles; ++t, out += 2 * TILE_WORDS) {
 #ifdef AMOEBA_AVX512_VNNI
-      if (coding_.element >= Q8_0_ && coding_.element != NF4_ && !turned_ && t % AT_ONCE == 0 &&
+      if (coding_.element != NF4_ && !turned_ && t % AT_ONCE == 0 &&
           std::min((first + tiles) * PANEL, depth_) >= (t + AT_ONCE) * PANEL) {
-        for (int64_t i = 0; i < panels_; ++i) by_blocks(t, panel_ + i, out + i * panel_words);
+        for (int64_t i = 0; i < panels_; ++i) many_by_columns(t, panel_ + i, out + i * panel_words);
         t += AT_ONCE - 1, out += (AT_ONCE - 1) * 2 * TILE_WORDS;
         continue;
       }
@@ -90,25 +91,62 @@ class CodedPanels {
 #ifdef AMOEBA_AVX512_VNNI
   static constexpr int64_t AT_ONCE = 256 / PANEL;  // tiles
 
-  // As `by_columns`, of 256 numbers of each row.
-  void by_blocks(int64_t t, int64_t panel, uint32_t* out) const {
-    alignas(64) uint16_t lines[TILE][256];
+  // As `by_columns`, of 256 numbers of each row. A row's next bytes are fetched ahead: of tiles alone each row gives a
+  // few bytes at a time, of more rows than the hardware follows.
+  void many_by_columns(int64_t t, int64_t panel, uint32_t* out) const {
+    if (coding_.element < Q8_0_) {
+      const auto unpack = [&](int64_t row, const uint8_t* p, uint16_t* line) {
+        const RowScales scales = coding_.of_row(expert_, row);
+        for (int64_t k = t * PANEL, i = 0; i < 256; k += PANEL, i += PANEL) {
+          const float first = scales.at(coding_.column.at(k));
+          const float second = coding_.column.shift > 4 ? first : scales.at(coding_.column.at(k + CODES));
+          unpack_panel(p + Element::bytes(i), first, second, line + i);
+        }
+      };
+      return many_by_columns(t, panel, Element::bytes(256), unpack, out);
+    }
     with_blocks(coding_.element, [&](auto block) {
       using Block = typename decltype(block)::Type;
       constexpr int64_t STEP = 256 / (Block::COLUMNS == 64 ? 32 : 256) * Block::BYTES;
-      const int64_t start = t / AT_ONCE * STEP;
-      // what comes next of a row, or of the one in its place in the panels that come next
-      const int64_t next = (t + 2 * AT_ONCE) * PANEL > depth_ ? panels_ * PANEL * row_ - start : STEP;
-      for (int64_t half = 0; half < 2; ++half) {
-        for (int64_t c = 0, row = panel * PANEL + half * TILE; c < TILE; ++c, ++row) {
-          const uint8_t* p = codes_ + row * row_ + start;
-          for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(p + next + line);
-          row < columns_ ? unpack_256<Block>(p, lines[c]) : (void)std::memset(lines[c], 0, sizeof(lines[c]));
-        }
-        for (int64_t i = 0; i < AT_ONCE; ++i)
-          transpose_tile([&](int64_t c) { return lines[c] + i * PANEL; }, out + (2 * i + half) * TILE_WORDS);
-      }
+      const auto unpack = [](int64_t, const uint8_t* p, uint16_t* line) { unpack_256<Block>(p, line); };
+      many_by_columns(t, panel, STEP, unpack, out);
     });
+  }
+
+  template <class UnpackRow>
+  void many_by_columns(int64_t t, int64_t panel, int64_t step, const UnpackRow& unpack, uint32_t* out) const {
+    alignas(64) uint16_t lines[TILE][256];
+    const int64_t start = t / AT_ONCE * step;
+    // what comes next of a row, or of the one in its place in the panels that come next
+    const int64_t next = (t + 2 * AT_ONCE) * PANEL > depth_ ? panels_ * PANEL * row_ - start : step;
+    for (int64_t half = 0; half < 2; ++half) {
+      for (int64_t c = 0, row = panel * PANEL + half * TILE; c < TILE; ++c, ++row) {
+        const uint8_t* p = codes_ + row * row_ + start;
+        for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(p + next + line);
+        row < columns_ ? unpack(row, p, lines[c]) : (void)std::memset(lines[c], 0, sizeof(lines[c]));
+      }
+      for (int64_t i = 0; i < AT_ONCE; ++i)
+        transpose_tile([&](int64_t c) { return lines[c] + i * PANEL; }, out + (2 * i + half) * TILE_WORDS);
+    }
+  }
+
+  // 32 numbers, sixteen with each scale.
+  static void unpack_panel(const uint8_t* p, float first, float second, uint16_t* out) {
+    if constexpr (std::is_same_v<Element, E2m1>) {  // looked up among the sixteen numbers that a scale makes of the codes
+      const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+      const auto with = [&](float scale) { return (__m256i)halves_of((Floats16)(values * _mm512_set1_ps(scale))); };
+      const __m256i lower = with(first), upper = second == first ? lower : with(second);
+      const __m512i numbers = _mm512_inserti64x4(_mm512_castsi256_si512(lower), upper, 1);
+      const __m512i of_upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(0x00100010), 1);
+      // words of a byte each: the first code in the lower half, the second in the upper
+      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      const __m512i pairs = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+      const __m512i place = _mm512_or_si512(_mm512_and_si512(pairs, _mm512_set1_epi32(0x000F000F)), of_upper);
+      _mm512_storeu_si512(out, _mm512_permutexvar_epi16(place, numbers));
+    } else {
+      store_some_scaled<Element>(out, Element::load(p), first, CODES);
+      store_some_scaled<Element>(out + CODES, Element::load(p + Element::bytes(CODES)), second, CODES);
+    }
   }
 #endif
 

@@ -66,16 +66,16 @@ template <class Vector>
 inline void store(float* p, Vector v) {
   *reinterpret_cast<typename VectorOf<float, sizeof(Vector) / sizeof(float)>::Anywhere*>(p) = v;
 }
-inline void store(uint16_t* p, Floats16 v) {  // as round_to_bf16
+inline VectorOf<uint16_t, 16>::Type halves_of(Floats16 v) {  // as round_to_bf16
+  using Halves = VectorOf<uint16_t, 16>::Type;
 #ifdef AMOEBA_AVX512
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+  return (Halves)_mm512_cvtneps_pbh((__m512)v);
 #else
-  using Halves = VectorOf<uint16_t, 16>::Anywhere;
   const Words16 bits = (Words16)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  const Words16 halves = select((bits & 0x7fffffff) > 0x7f800000, Words16{} + 0x7fc0, rounded);
-  *reinterpret_cast<Halves*>(p) = __builtin_convertvector(halves, Halves);
+  return __builtin_convertvector(select((bits & 0x7fffffff) > 0x7f800000, Words16{} + 0x7fc0, rounded), Halves);
 #endif
 }
+inline void store(uint16_t* p, Floats16 v) { *reinterpret_cast<VectorOf<uint16_t, 16>::Anywhere*>(p) = halves_of(v); }
 
 // The first `count` (up to 16) only; what is not loaded is 0. Of fewer than 16 there are few, so that is not inlined.
 template <class T>
