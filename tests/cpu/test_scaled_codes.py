@@ -43,6 +43,9 @@ SHAPES = {
     "mxfp4 one number": (1, 1, Activation(), MXFP4),
     "nvfp4": (96, 48, Activation(), NVFP4),
     "nvfp4 cut": (63, 33, Activation("relu2", gated=False), NVFP4),
+    "mxfp4, 256 at once and some": (544, 288, Activation(), MXFP4),
+    "nvfp4, 256 at once and some": (528, 272, Activation(), NVFP4),
+    "fp8, 256 at once and some": (544, 272, Activation(), FP8_128),
 }
 by_shape = pytest.mark.parametrize("shape", SHAPES)
 

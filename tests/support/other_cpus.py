@@ -51,6 +51,7 @@ NEWER_TESTS = (
     "cpu/test_node.py",
     "cpu/test_training.py",
     "cpu/test_packed_weights.py",
+    "cpu/test_scaled_codes.py::test_fused_passes_read_what_is_packed_in_bf16",
     "ops/test_exact_operators.py",
     "proof/test_conformance.py::test_bf16_agrees_with_and_without_instructions_for_it[cpu-False-few]",
 )
