@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amoeba.integrations import fused_attention
-from amoeba.integrations.compiled_layers import CompiledLayers
+from amoeba.integrations.compiled_layers import CompiledLayers, looping_parts
 from amoeba.jobs.finetune import finetune
 from amoeba.jobs.train import fast_paths
 from amoeba.jobs.train.trainer import CapturedStep, FastTrainer
@@ -76,10 +76,29 @@ def test_compiled_layers_give_the_same_losses_and_are_as_before_afterwards(
         assert graphs() == 2, "one code for both layers, one for the last norm, none for short evaluations"
 
 
+@pytest.mark.parametrize(
+    ("kind", "part"), [("qwen3_next", "Qwen3NextGatedDeltaNet"), ("jamba", "JambaMambaMixer"), ("qwen3_moe", None)]
+)
+def test_parts_that_loop_over_a_text_are_left_as_they_are(kind, part, monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", lambda module, options: None)
+    model = build(kind).eval()
+    looping = looping_parts(model)
+    assert {type(each).__name__ for each in looping} == ({part} if part else set())
+    layers = CompiledLayers(model, looping)
+    layers.begin()
+    assert all(each.forward._torchdynamo_disable for each in looping)
+    layers.end()
+    assert all("forward" not in vars(each) for each in looping)
+
+
+@pytest.mark.thorough  # traces for ten seconds
 def test_parts_that_loop_over_a_text_are_not_compiled(tmp_path, inputs, compiled_layers, monkeypatch):
     """The compiler would unroll the loop, for minutes."""
-    build("qwen3_next", vocab_size=300).config.save_pretrained(tmp_path / "model")
-    changes = SHORT | {"model": str(tmp_path / "model"), "vocab_size": 300}
+    layers = ["linear_attention", "full_attention"]
+    build("qwen3_next", vocab_size=300, num_hidden_layers=2, layer_types=layers).config.save_pretrained(
+        tmp_path / "model"
+    )
+    changes = {"steps": 1, "model": str(tmp_path / "model"), "vocab_size": 300}
     found: list[list[nn.Module]] = []
     look = fast_paths.looping_parts
     monkeypatch.setattr(fast_paths, "looping_parts", lambda model: found.append(look(model)) or found[-1])
