@@ -235,6 +235,13 @@ def test_an_empty_file_is_explained(tmp_path, name, content):
 # --- JSON
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.TSV"])
+def test_a_table_is_not_taken_for_text(tmp_path, name):
+    file = tmp_path / name
+    file.write_text("question,answer\nHow are you?,Well\n")
+    assert_explained(file, "commas included", "JSON lines")
+
+
 def test_json_lines_hold_text_messages_and_completions(tmp_path):
     messages = [{"role": role, "content": content} for role, content in CHAT.messages]
     records = [

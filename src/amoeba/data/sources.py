@@ -41,6 +41,7 @@ PASSAGE_CHARACTERS = 40
 SEPARATORS = ("\n\n", "\n", " ")
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT = (".txt", ".md")
+TABLES = (".csv", ".tsv")
 KNOWN_SUFFIXES = (*TEXT, ".json", ".parquet", *JSON_LINES)
 BINARY_SNIFF_BYTES = 8192
 GZIP = b"\x1f\x8b"  # what such files begin with
@@ -68,6 +69,10 @@ def read_source(source: str | None, left_out: Counter[str]) -> Iterable[Placed]:
     if path.is_char_device() or path.is_block_device():
         raise bad_value(source, "a file or a folder", "a device, which has no end", "name a file with text")
     if path.exists():
+        if _suffix(path) in TABLES:
+            got = f"a {_suffix(path)} file, whose lines would be trained on as text, commas included"
+            remedy = "write its rows as JSON lines (datasets.load_dataset('csv', ...) and to_json), or rename it to .txt"
+            raise bad_value(source, "text, JSON lines or parquet", got, remedy)
         return read_file(path)
     if path.is_absolute() or source.startswith((".", "~")) or _suffix(path) in KNOWN_SUFFIXES:
         raise _not_found(source, "an existing file or folder", "no such path", "check the spelling")
