@@ -71,7 +71,7 @@ def read_source(source: str | None, left_out: Counter[str]) -> Iterable[Placed]:
     if path.exists():
         if _suffix(path) in TABLES:
             got = f"a {_suffix(path)} file, whose lines would be trained on as text, commas included"
-            remedy = "write its rows as JSON lines (datasets.load_dataset('csv', ...) and to_json), or rename it to .txt"
+            remedy = "write its rows as JSON lines (datasets.load_dataset and to_json), or rename it to .txt"
             raise bad_value(source, "text, JSON lines or parquet", got, remedy)
         return read_file(path)
     if path.is_absolute() or source.startswith((".", "~")) or _suffix(path) in KNOWN_SUFFIXES:
