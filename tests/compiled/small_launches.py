@@ -32,16 +32,34 @@ numbers = partial(empty, dtype=torch.float32)
 
 
 def _of_exact_mode(dtype: torch.dtype) -> Launches:
-    from amoeba.kernels import exact
+    from amoeba.kernels import exact, exact_linear, rotate
+    from amoeba.kernels.exact_attention import attention, attention_backward, seen_bounds
 
     found: Launches = {"exact product": lambda: exact.product(empty(1, 7, H, dtype=dtype), empty(1, H, I, dtype=dtype))}
     found["exact sum"] = lambda: exact.row_sum(numbers(7, 151936))
-    for heads, size, width in ((32, 64, 64), (32, 128, 128), (4, 192, 128)):
-        q, k, v = (empty(2, n, 600, each, dtype=dtype) for n, each in ((heads, size), (4, size), (4, width)))
+    found["exact softmax"] = lambda: exact.softmax(numbers(7, 151936))
+    found["exact top_k"] = lambda: exact.top_k(numbers(7, E), K)
+    heads, angles = (empty(1, count, 7, 128, dtype=dtype) for count in (32, 4)), empty(1, 7, 128, dtype=dtype)
+    found["rotate"] = partial(rotate.rotate, *heads, angles, angles, backward=False)
+    if dtype != torch.float32:
+        weights, b = [empty(width, H, dtype=dtype) for width in (4096, 512, 512)], numbers(4096, 8)
+        for rows in (1, 4096):
+            x, low = empty(rows, H, dtype=dtype), numbers(rows, 8)
+            found[f"exact linears {rows}"] = partial(exact_linear.linears, x, weights)
+            found[f"exact linear {rows} with factors"] = partial(
+                exact_linear.linear_with_factors, x, weights[0], low, b, 2.0
+            )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, softcap: float) -> None:
         seen = empty(2, 1, 600, 600, dtype=torch.bool)
-        sink = empty(heads, dtype=dtype)
-        found[f"exact attention {size}"] = partial(exact.attention, q, k, v, sink, seen, 0.1, 0.0)
-        found[f"exact attention {size} with a cap"] = partial(exact.attention, q, k, v, None, seen, 0.1, 50.0)
+        bounds = seen_bounds(seen)
+        y, logsumexp = attention(q, k, v, sink, seen, bounds, 0.1, softcap)
+        attention_backward(y, q, k, v, y, logsumexp, seen, bounds, 0.1, softcap)
+
+    for count, size, width in ((32, 64, 64), (32, 128, 128), (4, 192, 128)):
+        q, k, v = (empty(2, n, 600, each, dtype=dtype) for n, each in ((count, size), (4, size), (4, width)))
+        found[f"exact attention {size}"] = partial(attend, q, k, v, empty(count, dtype=dtype), 0.0)
+        found[f"exact attention {size} with a cap"] = partial(attend, q, k, v, None, 50.0)
     return found
 
 

@@ -29,7 +29,12 @@ from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 WARPS = 4
 RANGE_BLOCK = 1024  # keys at a time, to find the first and the last that a query sees
 # Pairs of a query and a head, keys, warps and stages of a tile.
-TILES = {"half": (64, 64, 4, 2), "half, wide heads": (32, 32, 8, 1), "fp32": (32, 32, 8, 1)}
+TILES = {
+    "half": (64, 64, 4, 2),
+    "half, wide heads": (32, 32, 8, 1),
+    "fp32": (32, 32, 8, 1),
+    "fp32, wide heads": (16, 32, 8, 1),  # as much as the shared memory of a GeForce holds
+}
 WIDE = 128
 SPLIT = 512  # keys; a multiple of those of a tile
 PARTS = 1 << 26  # fp32 numbers between the two launches of attention, at most
@@ -60,7 +65,8 @@ def _heads(*given: Tensor) -> list[Tensor]:
 def _tile(q_BQTD: Tensor, k_BGLD: Tensor, v_BGLV: Tensor, softcap: float) -> tuple[int, int, Group, dict[str, int]]:
     """Its pairs and keys, constants, warps and stages."""
     groups, size, width = k_BGLD.shape[1], q_BQTD.shape[3], v_BGLV.shape[3]
-    kind = "fp32" if q_BQTD.dtype == torch.float32 else "half" if max(size, width) <= WIDE else "half, wide heads"
+    kind = "fp32" if q_BQTD.dtype == torch.float32 else "half"
+    kind += ", wide heads" if max(size, width) > WIDE else ""
     pairs, keys, *_ = TILES[kind]
     return pairs, keys, *_constants(*TILES[kind], size, width, q_BQTD.shape[1] // groups, softcap, SPLIT)
 
