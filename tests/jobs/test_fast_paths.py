@@ -308,3 +308,21 @@ class TestOnAGpu:
         captures_fail(monkeypatch)
         launched, _ = run(tmp_path / "launched", inputs, "finetune", **told)
         assert launched == first
+
+    @pytest.mark.parametrize(
+        ("command", "more"),
+        [
+            ("finetune", {"experts": "resident"}),
+            ("finetune", {"experts": "mxfp4-weights", "gradient_checkpointing": True}),
+            ("train", {}),
+        ],
+    )
+    def test_an_exact_run_is_captured_with_the_same_bits(self, command, more, inputs, tmp_path, monkeypatch):
+        told = self.of_a_base_in_bf16(inputs) | {"exact": True} | more
+        told |= {"train_router": False} if command == "finetune" else {"dtype": "bfloat16"}
+        told = {name: each for name, each in told.items() if command == "finetune" or name != "targets"}
+        captured, said = run(tmp_path / "captured", inputs, command, **told)
+        assert "each step uses: CUDA graph" in said
+        captures_fail(monkeypatch)
+        launched, _ = run(tmp_path / "launched", inputs, command, **told)
+        assert launched == captured

@@ -179,7 +179,8 @@ def _with_positions(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
     if not isinstance(mask, Tensor) or mask.dim() != 2 or ids is None or kwargs.get("position_ids") is not None:
         return kwargs
-    if bool(mask[:, 0].all()):
+    captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()  # which may not ask for a number
+    if not captured and bool(mask[:, 0].all()):
         return kwargs
     position_BT = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return {**kwargs, "position_ids": position_BT}

@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,13 +39,22 @@ WORTH_COMPILING = 1e16
 
 
 @contextmanager
-def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None]) -> Iterator[None]:
-    """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it."""
+def fast_paths(
+    trainer: Any, compile_layers: str, say: Callable[[str], None], *, exact: bool = False
+) -> Iterator[None]:
+    """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it. exact: nothing
+    but the capture, which launches the kernels of exact mode as they are."""
     if trainer.rows.has_images:
         say("each step runs as transformers computes it, but for the experts: rows have images")
         yield
         return
     gpu = _is_on_a_gpu(trainer)
+    if exact:
+        with _captured(trainer, why_waits(trainer.model, trains=True)) if gpu else nullcontext() as reason:
+            if gpu:
+                say("each step uses: CUDA graph" if reason is None else f"no CUDA graph: {reason}")
+            yield
+        return
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     # which exchange counts and gradients within a pass
     over_ranks = "several ranks share each batch" if trainer.rank_zero.count > 1 else None

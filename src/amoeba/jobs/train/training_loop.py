@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -361,8 +361,8 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
     """
     log = trainer.run_log
     try:
-        fast = fast_paths(trainer, log.settings.compile, log.console.say)
-        with trainer.while_it_runs, nullcontext() if log.settings.exact else fast:
+        fast = fast_paths(trainer, log.settings.compile, log.console.say, exact=log.settings.exact)
+        with trainer.while_it_runs, fast:
             trainer.shard()
             with trainer.lost_ranks_told():
                 return _run_to_end(trainer, folder, earlier)
