@@ -106,7 +106,7 @@ class Cell:
     new_tokens: int = 64
     batch: int = 4
     length: int = 1024
-    steps: int = 8
+    steps: int = 20
     checkpointing: bool = False
     ranks: int = 1
 
@@ -168,8 +168,9 @@ def choose_cells(
             for each in training
             for count in ranks
         ]
+    few = {"steps": 10} if gpu else {}
     cells = [
-        Cell(model, purpose, place, **small)
+        Cell(model, purpose, place, **(small | few if place.startswith("cpu-") and purpose != "generate" else small))
         for model in chosen
         for place in PLACES
         for purpose in purposes or ("generate", "finetune")
@@ -189,14 +190,14 @@ def _more_on_gpu() -> list[Cell]:
 
 
 def _telling_first(cells: Sequence[Cell]) -> list[Cell]:
-    """One of each kind, in the larger model, ahead of the others; those that train come when they are compiled."""
+    """One of each kind, in the larger model, ahead of the others."""
     first = [
         Cell("qwen3_30b", "generate", "resident"),
-        *(Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS),
-        *(Cell("qwen3_30b", "generate", place) for place in ("mxfp4-weights", "cpu-bf16", "fp8-weights", STREAMED)),
+        *(Cell("qwen3_30b", "generate", place) for place in ("cpu-bf16", "mxfp4-weights", "fp8-weights", STREAMED)),
         *(Cell("qwen3_30b", "finetune", place) for place in ("resident", STREAMED, "mxfp4-weights")),
         *(Cell("1b", "generate", place) for place in ("resident", STREAMED)),
         Cell("1b", "finetune", "resident"),
+        *(Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS),
     ]
     return [*(each for each in first if each in cells), *(each for each in cells if each not in first)]
 
@@ -209,8 +210,6 @@ def measure(
     machine = _cpu_time_machine() if cpu_time else measured_machine(gpu=gpu)
     links = {count: _link_between(count, cpu_time) for count in sorted({cell.ranks for cell in cells} - {1})}
     ordered = _telling_first(cells)
-    if gpu:
-        _compile_ahead(ordered, folder)
     compiled: set[tuple[str, str, str]] = set()
     for cell in ordered:
         if time.monotonic() >= ends:
@@ -220,7 +219,8 @@ def measure(
         start = time.monotonic()
         here = replace(machine, peer=links.get(cell.ranks))
         kernels = cell.model, cell.purpose, cell.place
-        found = _measured(cell, folder / cell.model, here, gpu, cpu_time, twice=gpu and kernels not in compiled)
+        twice = gpu and cell.purpose == "generate" and kernels not in compiled  # of a long run, the last steps count
+        found = _measured(cell, folder / cell.model, here, gpu, cpu_time, twice)
         compiled.add(kernels)
         yield replace(found, seconds=time.monotonic() - start)
 
@@ -233,21 +233,6 @@ def _write_model(folder: Path, size: Size) -> None:
     drawn = random.Random(1)
     rows = [{"prompt": "a", "completion": "".join(drawn.choices(_LETTERS, k=_ROW))} for _ in range(_ROWS)]
     (folder / "finetune.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _compile_ahead(cells: Sequence[Cell], folder: Path) -> None:
-    """What the first fine-tuning would compile for longer, one kernel after another. What generates compiles little.
-    Not while others run, whose speed it would change."""
-    cell = next((cell for cell in cells if cell.purpose == "finetune"), None)
-    if cell is None:
-        return
-    model = folder / cell.model
-    model.mkdir(parents=True, exist_ok=True)
-    write_texts(model, MODELS[cell.model]).save_pretrained(model / "bf16")
-    words = ["warm", str(model / "bf16"), "--for", "finetune", "--lora-rank", "8"]
-    words += ["--batch-size", str(cell.batch), "--sequence-length", str(cell.length)]
-    command = [sys.executable, "-m", "amoeba", *words]
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def _cpu_time_machine() -> Machine:
@@ -416,7 +401,7 @@ def _words(cell: Cell, folder: Path, candidate: Candidate) -> list[str]:
         "--sequence-length": cell.length,
         "--save-every": 1000,
         "--eval-every": 1000,
-        "--log-every": 2,
+        "--log-every": 5 if cell.steps > 5 else 2,
         "--held-out": 0.02,
     }
     return [*begin, str(folder / "bf16"), *(str(word) for pair in sizes.items() for word in pair), *options, "--json"]

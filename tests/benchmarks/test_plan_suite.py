@@ -23,9 +23,10 @@ def facts(tmp_path_factory):
 def test_the_most_telling_cells_come_first_and_unknown_ones_are_refused():
     cells = suite._telling_first(choose_cells([], [], [], gpu=True))
     assert [(cell.place, cell.budget) for cell in cells[:5]] == [
-        ("resident", None), ("streamed", "8GiB"), ("streamed", "16GiB"), ("streamed", "24GiB"), ("mxfp4-weights", None),
+        ("resident", None), ("cpu-bf16", None), ("mxfp4-weights", None), ("fp8-weights", None), ("streamed", None),
     ]  # fmt: skip
     assert len(cells) == len({*cells}) >= 30, "the number that a table of cells has at least"
+    assert [cell.budget for cell in cells if cell.budget] == ["8GiB", "16GiB", "24GiB"]
     assert {cell.purpose for cell in cells} == {"generate", "finetune"}
     few = choose_cells(["1b"], ["finetune"], ["streamed"], gpu=True)
     assert [(cell.model, cell.purpose, cell.place) for cell in few] == [("1b", "finetune", "streamed")]

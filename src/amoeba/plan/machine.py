@@ -34,8 +34,8 @@ from amoeba.system.machine import available_memory, cpu_model, load_average, tot
 
 CPU = torch.device("cpu")
 _GB, _TERA = 10**9, 10**12
-# Read to find out how fast a disk is.
-_FILE_BYTES, _PIECE = 128 << 20, 4 << 20
+# Read to find out how fast a disk is; the first read was up to a third slower than those of a run.
+_FILE_BYTES, _PIECE, _READS = 128 << 20, 4 << 20, 3
 # Share of a public figure that programs reach: of an H200's 989 TFLOP/s a dense product in bf16 has 800, of its
 # 4.8 TB/s a copy 4.28, of its link's 64 GB/s copies of pinned memory 55 (docs/benchmarks.md).
 _REACHED = {"gpu_flops": 0.81, "gpu_bandwidth": 0.89, "link": 0.86, "peer": 0.8, "network": 0.8}
@@ -82,6 +82,11 @@ class Machine:
     def vector_flops(self) -> float:
         """Of the CPU in fp32: what unpacks codes, and multiplies few rows."""
         return self.cpu_fp32_flops or self.cpu_flops
+
+    @property
+    def has_matrix_units(self) -> bool:
+        """Whether the CPU multiplies bf16 much faster than fp32."""
+        return self.cpu_flops > 1.5 * self.vector_flops
 
     @property
     def is_measured(self) -> bool:
@@ -292,9 +297,12 @@ def _disk_rate() -> float:
             # threads start, and what reads is loaded or compiled: the rate with them was 0.7 GB/s instead of 2.2
             reader.read([whole._replace(needed=_PIECE, size=_PIECE)])
             buffer.fill_(0)  # has its pages then
-            began = time.perf_counter()
-            reader.read([whole])
-            return _FILE_BYTES / (time.perf_counter() - began)
+            seconds = []
+            for _ in range(_READS):
+                began = time.perf_counter()
+                reader.read([whole])
+                seconds.append(time.perf_counter() - began)
+            return _FILE_BYTES / min(seconds)
         finally:
             reader.close()
     except OSError:

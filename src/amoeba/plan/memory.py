@@ -43,8 +43,9 @@ _CPU_SLACK, CPU_SLACK_SHARE = 16 << 20, 0.05
 _STREAMED_STEP, _STREAMED_STEP_SHARE, SLOTS_SHARE = 32 << 20, 1 / 32, 1 / 16
 # Of a rank: without it, peaks of two and four ranks were 6 to 56 MiB above the plan (gloo).
 _EXCHANGE = 64 << 20
-# On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own.
-_GPU_WORKSPACE = 96 << 20
+# On a GPU: cuBLAS and the buffers of our kernels, and what graphs keep of their own; the last are absent where experts
+# are on the CPU, and streamed ones have buffers of their own (33 MiB above the plan without them).
+_GPU_WORKSPACE, _GPU_PLAIN, _GPU_STREAMED = 96 << 20, 44 << 20, 48 << 20
 
 
 _PROCESS = "Python and libraries"
@@ -144,7 +145,10 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
     else:
         lines += _training(facts, choice, work, dtype, share)
     held = sum(line.bytes for line in lines if line.when != "running" and line.name != _PROCESS)
-    workspace = _GPU_WORKSPACE if here == CUDA else _CPU_SLACK + int(CPU_SLACK_SHARE * held)
+    workspace = _CPU_SLACK + int(CPU_SLACK_SHARE * held)
+    if here == CUDA:
+        plain = choice.placement.startswith("cpu-") and not work.trains
+        workspace = _GPU_PLAIN if plain else _GPU_WORKSPACE + _GPU_STREAMED * (choice.placement == "streamed")
     return tuple(line for line in (*lines, Line("workspace", workspace, here)) if line.bytes)
 
 
@@ -225,6 +229,8 @@ _KEPT_OF_ATTENTION = 3.5
 # still are. With these, the peaks of whole models on an H200 (docs/benchmarks.md: 26.2, 21.4, 16.9, 71.3 and with LoRA
 # 9.3 GiB) are 94 to 99 % of the plan.
 _BACKWARD_ROWS, _EARLY_GRADIENTS = 2, 0.25
+# With streamed experts, rows of x, y and their gradients are there for all groups, in numbers of J and of H.
+_BACKWARD_STREAMED = 2.5, 4.5
 # On a CPU, in numbers of J and of H: rows of x, y and their gradients are written out. Without these, peaks of steps
 # with 1024 tokens were up to 8 % above the plan (365 KB a token where 239 were planned).
 _CPU_BACKWARD, _CPU_BACKWARD_STREAMED, _CPU_BACKWARD_PACKED = (5, 5), (3, 4), (2, 3)
@@ -245,7 +251,7 @@ def _training(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype,
         of_experts = tokens * layer.hidden * size + (rows * width * size if keeps_h else 0)
         of_experts += row_map_bytes(rows=rows, experts=layer.experts)
         of_width, of_hidden = _rows_of_backward(choice)
-        working = rows * (of_width * width + of_hidden * layer.hidden) * size
+        working = int(rows * (of_width * width + of_hidden * layer.hidden)) * size
     kept = of_attention + of_experts
     saved = layers * tokens * facts.hidden * size + kept if choice.checkpointing else layers * kept
     lines.append(Line("saved activations", saved, here, "running"))
@@ -259,12 +265,12 @@ def _training(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype,
     return lines
 
 
-def _rows_of_backward(choice: Choice) -> tuple[int, int]:
+def _rows_of_backward(choice: Choice) -> tuple[float, float]:
     """Numbers of J and of H for each routed row, in one layer's backward."""
     if choice.placement.startswith("cpu-"):
         return _CPU_BACKWARD_PACKED if choice.device == HOST else (0, 0)
     if choice.device == CUDA:
-        return _BACKWARD_ROWS, 0
+        return _BACKWARD_STREAMED if choice.placement == "streamed" else (_BACKWARD_ROWS, 0)
     return _CPU_BACKWARD_STREAMED if choice.placement == "streamed" else _CPU_BACKWARD
 
 

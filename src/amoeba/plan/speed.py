@@ -20,19 +20,26 @@ from amoeba.plan.model import ModelFacts
 # Captured steps and prompts on an H200, six layers of Qwen3-30B's sizes (2026-11-18): steps of 1, 8 and 64 rows take
 # 606, 1253 and 2375 us where their bytes take 304, 882 and 1873; prompts of 128, 512, 2048 and 4096 tokens 2.47, 2.82,
 # 4.68 and 7.95 ms where bytes take 1.9 and operations 0.11, 0.45, 2.0 and 4.5. Bytes by 0.9, operations by 0.8 and
-# 45 us a layer give each within 5 %.
+# 45 us a layer give each within 5 %. A command takes a little more for a new token (which is drawn and read), and more
+# for the first.
 _GPU_READS, _GPU_PRODUCTS, _GPU_LAYER = 0.9, 0.8, 38e-6
+_GPU_TOKEN, _GPU_PROMPT = 25e-6, 0.5e-3
 # Of kernels that read codes, against those of bf16 (docs/benchmarks.md, one layer of 8 and of 64 tokens), and their
-# products in a prompt.
+# products in a prompt (of 1024 tokens, 64 rows an expert) and in a training step.
 _CODE_READS = {"fp8": 0.75, "mxfp8": 0.7, "mxfp4": 0.55, "nvfp4": 0.5, "w8a8": 0.75}
-_CODE_PRODUCTS = 0.6
-# A layer whose experts miss waits at least this long, and copies reach this share of the link (the same page).
-_MISS, _LINK = 25e-6, 0.92
-# Plain steps, launched one by one: 70 ms for 48 layers (the same page). With experts on the CPU, the host waits.
-_PLAIN_LAYER = 1.4e-3
+_CODE_PRODUCTS = {"fp8": 0.36, "mxfp8": 0.36, "w8a8": 0.6}
+_BLOCK_PRODUCTS, _CODE_STEP = 0.27, 0.75
+# Copies reach this share of the link: 24 layers with 27, 56 and 86 % of the experts in slots take the time of resident
+# ones and that of the bytes that miss, within 5 %.
+_LINK = 0.98
+# Layers that are launched kernel by kernel: of a pass, while the host waits for experts on the CPU, and of a training
+# step with experts there or streamed.
+_PLAIN_LAYER, _PLAIN_STEP_LAYER = 2.1e-3, 5e-3
 # A training step reaches this share of a dense product (1.27B, 0.67B and 6.9B parameters: 52, 47 and 56 %; LoRA 47 %),
-# and its layers cost this much.
+# and its layers cost this much. With LoRA on four and six layers of Qwen3-30B's sizes, steps of 4096 and 16384 tokens
+# take 13 % more to 9 % less, since those of short runs are not compiled.
 _STEP_PRODUCTS, _STEP_LAYER = 0.55, 150e-6
+_LORA_PRODUCTS, _LORA_LAYER = 0.47, 0.8e-3
 # On a CPU, of CPU time on one core of a Cascade Lake (dev/log/plan.md): prompts of 26, 208 and 1300 tokens, new tokens
 # after each, and LoRA steps of 256 and 1024 tokens. An expert's numbers are read once and multiplied by all its rows.
 _CPU_PRODUCTS = 0.7  # dense ones
@@ -46,6 +53,8 @@ _CPU_DENSE_READ, _CPU_CACHE_READ, _CPU_LAYER, _CPU_PROMPT_LAYER = 0.7, 0.45, 0.1
 # Of products in fp32, even where bf16 is faster: an expert has few rows. Codes are unpacked in each pass. Each expert
 # takes some time of its own in each pass, however few rows it has.
 _CPU_STEP, _CPU_STEP_LAYER, _CPU_STEP_EXPERT = 0.58, 2e-3, 0.5e-3
+# Packed experts on a CPU with matrix units: of its products in bf16, while weights are read (docs/benchmarks_cpu.md).
+_CPU_STEP_TILES = {"bf16": 1.0, "int8": 1.4}
 _CPU_STEP_EXPERTS = {"plain": 0.58, "bf16": 0.79, "int8": 1.6, "codes": 0.58}
 # Of streamed experts there, by CPU time as well. Where many rows meet an expert in bf16 that is computed in fp32, each
 # number costs as much as copying this many bytes (0.72 ns at 11.1 GB/s); in a training step it happens three times.
@@ -54,7 +63,7 @@ _WIDENED, _MANY_ROWS = 8, 8
 # a GB). An expert that comes after the others is computed by itself, which takes Python a millisecond, and two in each
 # pass of a training step.
 _READ_MOVES, _APART = 5, 1e-3
-_DISK = 0.85
+_DISK = 0.95
 # Hits of a cache with slots for so many times the experts of a token, where 45 % of the choices repeat at the next
 # token and 80 % within eight (Qwen3-30B; `python -m benchmarks cache --synthetic qwen3-30b`); then a
 # curve up to all experts, through 88.8 % with half of them and 94.8 % with three quarters.
@@ -137,6 +146,7 @@ def _pass(
         products = machine.gpu_flops * _GPU_PRODUCTS
         seconds = (dense * dtype.itemsize + kv) / (machine.gpu_bandwidth * _GPU_READS)
         layer = _PLAIN_LAYER if cpu_experts or ranks > 1 else _GPU_LAYER
+        seconds += _GPU_TOKEN if is_step else _GPU_PROMPT
     else:
         products = machine.cpu_flops * _CPU_PRODUCTS
         size = min(dtype.itemsize, facts.dtype.itemsize) if is_step else dtype.itemsize  # steps read bf16 as it is
@@ -179,7 +189,9 @@ def _code(facts: ModelFacts, choice: Choice) -> str | None:
 
 def _experts_on_gpu(code: str | None, machine: Machine, read: float, numbers: float, products: float) -> float:
     """read: bytes of the experts that a layer needs; numbers: of theirs; products: numbers times rows."""
-    reads, rate = (_GPU_READS, _GPU_PRODUCTS) if code is None else (_CODE_READS.get(code, 0.6), _CODE_PRODUCTS)
+    reads, rate = _GPU_READS, _GPU_PRODUCTS
+    if code is not None:
+        reads, rate = _CODE_READS.get(code, 0.6), _CODE_PRODUCTS.get(code, _BLOCK_PRODUCTS)
     return read / (machine.gpu_bandwidth * reads) + 2 * products / (machine.gpu_flops * rate)
 
 
@@ -239,27 +251,32 @@ def _streamed(
     link = away * entry.expert_bytes / (machine.link * _LINK)
     if missed is None:
         return max(computing, link, away * disk * (1 if is_first else 1 - below))
-    return computing + max(link, away * disk * (1 - below)) + (_MISS if away else 0.0)
+    return computing + max(link, away * disk * (1 - below))
 
 
 def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tuple[float, float]:
     """Seconds of an optimizer step of one batch, and of them for exchanges between ranks."""
     on_gpu, tokens = choice.device == CUDA, work.tokens
     per_number = (6 if work.purpose == "train" else 4) + (2 if choice.checkpointing else 0)
-    products = machine.gpu_flops * _STEP_PRODUCTS if on_gpu else machine.vector_flops * _CPU_STEP
+    share, layer = (_STEP_PRODUCTS, _STEP_LAYER) if work.purpose == "train" else (_LORA_PRODUCTS, _LORA_LAYER)
+    products = machine.gpu_flops * share if on_gpu else machine.vector_flops * _CPU_STEP
     dense = facts.rest_numbers - facts.embedding_numbers
     of_experts = facts.active_numbers - dense
     attention = 6 * facts.decoder_layers * facts.attention_width * work.context
     seconds = tokens * (per_number * dense + attention) / products
-    expert_products, reading, code = products, 0.0, _code(facts, choice)
+    expert_products, reading, own, tiles, code = products, 0.0, 0.0, False, _code(facts, choice)
     if not on_gpu or choice.placement.startswith("cpu-"):
+        layer = _PLAIN_STEP_LAYER
         kind = "bf16" if choice.placement == "cpu-bf16" else code or "plain"
         expert_products = machine.vector_flops * _CPU_STEP_EXPERTS.get(kind, _CPU_STEP_EXPERTS["codes"])
         reading = per_number / 2 * _read_on_cpu(facts, choice, machine, kind)
-        reading += per_number / 2 * _CPU_STEP_EXPERT * sum(each.experts for each in facts.entries)
+        own = per_number / 2 * _CPU_STEP_EXPERT * sum(each.experts for each in facts.entries) / machine.cores
+        if tiles := machine.has_matrix_units and choice.placement.startswith("cpu-"):
+            expert_products = machine.cpu_flops * _CPU_STEP_TILES[kind]
     elif code is not None:
-        expert_products *= _CODE_PRODUCTS / _GPU_PRODUCTS
-    computing = tokens * per_number * of_experts / expert_products + reading
+        expert_products *= _CODE_STEP
+    multiplying = tokens * per_number * of_experts / expert_products
+    computing = own + (max(multiplying, reading) if tiles else multiplying + reading)
     if choice.placement == "streamed":
         passes, slots = (
             (3 if choice.checkpointing else 2),
@@ -273,6 +290,7 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
                 computing += 1.5 * passes * facts.expert_numbers * _WIDENED / machine.cpu_bandwidth
         computing = max(computing, passes * away / rate)
         if choice.budgets is not None:
+            layer = _PLAIN_STEP_LAYER
             below = sum(
                 max(0, each.experts - n - host) * each.expert_bytes
                 for each, n, host in zip(facts.entries, slots, choice.budgets.host_slots, strict=True)
@@ -282,7 +300,7 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
     memory = machine.gpu_bandwidth if on_gpu else machine.cpu_bandwidth
     # AdamW reads and writes parameters, moments and gradients
     seconds += 2 * trained / max(1, work.ranks) * (6 + work.moments) / memory
-    seconds += computing + facts.decoder_layers * (_STEP_LAYER if on_gpu else _CPU_STEP_LAYER)
+    seconds += computing + facts.decoder_layers * (layer if on_gpu else _CPU_STEP_LAYER)
     exchange = _exchanged(facts, work, machine) if choice.placement == "ranks" else 0.0
     return seconds + exchange, exchange
 
