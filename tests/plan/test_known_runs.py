@@ -15,14 +15,27 @@ from amoeba.plan.model import read_facts
 from amoeba.plan.speed import speed_of
 from amoeba.stream.attaching import Budgets
 from benchmarks.models.problem import SIZES
+from benchmarks.plan import MODELS
 
 H200 = replace(described_machine("h200"), gpu_flops=800e12, gpu_bandwidth=4.28e12, link=55e9)
+ITS_CPU = {"cpu_flops": 3.55e12, "cpu_fp32_flops": 1.4e12, "cpu_bandwidth": 74e9, "cores": 16}
+H200 = replace(H200, **ITS_CPU)
 RESIDENT = Choice("resident", "cuda", torch.bfloat16)
 
 
 def facts_of(name, **other):
     size = SIZES[name]
     return read_facts(name, config=AutoConfig.for_model(size.model_type, **size.settings | other, dtype="bfloat16"))
+
+
+def facts_of_plan(name, layers):
+    """The models of `python -m benchmarks plan`."""
+    if name == "plan_1b":
+        return read_facts(
+            name,
+            config=AutoConfig.for_model("qwen3_moe", **MODELS["1b"].config | {"vocab_size": 300}, dtype="bfloat16"),
+        )
+    return facts_of(name, num_hidden_layers=layers, vocab_size=300)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +61,9 @@ def test_steps_of_six_layers(rows, microseconds):
     assert 1e6 * rows / speed_of(facts, RESIDENT, work, H200).decode == pytest.approx(microseconds, rel=0.25)
 
 
-@pytest.mark.parametrize(("tokens", "milliseconds"), [(128, 2.47), (512, 2.82), (2048, 4.68), (4096, 7.95)])
+@pytest.mark.parametrize(("tokens", "milliseconds"), [(2048, 4.68), (4096, 7.95)])
 def test_prompts_of_six_layers(tokens, milliseconds):
+    """Captured ones. Those of commands are not, which shows where they are short."""
     facts, work = facts_of("qwen3_30b", num_hidden_layers=6), Work("generate", tokens + 64, 1, prompt=tokens)
     assert 1e3 * tokens / speed_of(facts, RESIDENT, work, H200).prefill == pytest.approx(milliseconds, rel=0.25)
 
@@ -67,24 +81,45 @@ def test_streamed_layers_take_at_least_what_their_misses_take(code, share, micro
     assert 21.6 + 1e6 * missed / (55e9 * _LINK) == pytest.approx(microseconds, rel=0.25)
 
 
-@pytest.mark.parametrize(("rows", "layers", "peak", "milliseconds"), [(4, 4, 6338, 16.6), (16, 4, 9801, 52)])
-def test_lora_steps_of_four_layers(rows, layers, peak, milliseconds):
-    """Short runs, whose layers are captured and not compiled."""
-    facts, work = facts_of("qwen3_30b", num_hidden_layers=layers, vocab_size=300), Work("finetune", 1024, rows, rank=8)
+@pytest.mark.parametrize(
+    ("name", "layers", "rows", "peak", "milliseconds"),
+    [("qwen3_30b", 4, 4, 6338, 16.6), ("qwen3_30b", 4, 16, 9801, 52), ("plan_1b", 12, 4, 4372, 27.8)],
+)
+def test_lora_steps_of_short_runs(name, layers, rows, peak, milliseconds):
+    """Their layers are captured and not compiled."""
+    facts = facts_of_plan(name, layers)
+    work = Work("finetune", 1024, rows, rank=8)
     assert 0.92 <= peak / (total(memory_of(facts, RESIDENT, work), "cuda") / 2**20) <= 1
     assert 1e3 * speed_of(facts, RESIDENT, work, H200).step_seconds == pytest.approx(milliseconds, rel=0.25)
 
 
 @pytest.mark.parametrize(
-    ("placement", "prompt", "step"),
-    [("resident", 351, 3331), ("fp8-weights", 350, 3591), ("mxfp4-weights", 324, 3474)],
+    ("name", "layers", "placement", "prompt", "step"),
+    [
+        ("qwen3_30b", 4, "resident", 367, 3282),
+        ("qwen3_30b", 4, "fp8-weights", 329, 3506),
+        ("qwen3_30b", 4, "mxfp4-weights", 364, 3460),
+        ("qwen3_30b", 4, "cpu-bf16", 14.2, 84.2),
+        ("plan_1b", 12, "resident", 305, 2473),
+    ],
 )
-def test_prompts_and_steps_of_formats(placement, prompt, step):
-    """Of four layers: thousands of tokens per second of a prompt of 1024, and new tokens behind it."""
-    facts = facts_of("qwen3_30b", num_hidden_layers=4, vocab_size=300)
+def test_prompts_and_steps_of_commands(name, layers, placement, prompt, step):
+    """Thousands of tokens per second of a prompt of 1024, and new tokens behind it."""
+    facts = facts_of_plan(name, layers)
     choice, work = replace(RESIDENT, placement=placement), Work("generate", 1088, 1, prompt=1024)
     found = speed_of(facts, choice, work, H200)
-    assert (found.prefill / 1e3, found.decode) == (pytest.approx(prompt, rel=0.2), pytest.approx(step, rel=0.2))
+    assert (found.prefill / 1e3, found.decode) == (pytest.approx(prompt, rel=0.25), pytest.approx(step, rel=0.2))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "share", "prompt"),
+    [("qwen3_30b", 4, 0.5, 744), ("plan_1b", 12, 0.5, 910), ("qwen3_30b", 24, 0.27, 107)],
+)
+def test_first_prompts_through_streamed_experts(name, layers, share, prompt):
+    """What is read from a disk of 4.05 GB/s."""
+    facts, work = facts_of_plan(name, layers), Work("generate", 1088, 1, prompt=1024)
+    found = speed_of(facts, with_slots(facts, share), work, replace(H200, disk=4.05e9))
+    assert found.prefill == pytest.approx(prompt, rel=0.25)
 
 
 def with_slots(facts, share):
@@ -113,10 +148,9 @@ def test_a_lora_step_through_streamed_experts():
 def test_experts_of_a_lora_step_on_a_cpu_with_matrix_units(placement, milliseconds):
     """16 cores, 2048 tokens (docs/benchmarks_cpu.md): a layer's experts, without what is around them."""
     facts = facts_of("qwen3_30b", num_hidden_layers=8)
-    machine = replace(H200, cpu_flops=4e12, cpu_fp32_flops=1.39e12, cpu_bandwidth=75e9, cores=16)
     work = Work("finetune", 2048, 1, rank=8)
     with_experts, without = (
-        speed_of(facts, replace(RESIDENT, placement=each), work, machine).step_seconds for each in (placement, "resident")
+        speed_of(facts, replace(RESIDENT, placement=each), work, H200).step_seconds for each in (placement, "resident")
     )
     assert 1e3 * (with_experts - without) / 8 == pytest.approx(milliseconds, rel=0.35)
 

@@ -34,7 +34,7 @@ from amoeba.system.machine import available_memory, cpu_model, load_average, tot
 
 CPU = torch.device("cpu")
 _GB, _TERA = 10**9, 10**12
-# Read to find out how fast a disk is; the first read was up to a third slower than those of a run.
+# Read to find out how fast a disk is; a single read gave 1.9 to 4 GB/s of the same one.
 _FILE_BYTES, _PIECE, _READS = 128 << 20, 4 << 20, 3
 # Share of a public figure that programs reach: of an H200's 989 TFLOP/s a dense product in bf16 has 800, of its
 # 4.8 TB/s a copy 4.28, of its link's 64 GB/s copies of pinned memory 55 (docs/benchmarks.md).

@@ -17,29 +17,28 @@ from amoeba.plan.machine import Machine
 from amoeba.plan.memory import CUDA, Choice, Work
 from amoeba.plan.model import ModelFacts
 
-# Captured steps and prompts on an H200, six layers of Qwen3-30B's sizes (2026-11-18): steps of 1, 8 and 64 rows take
-# 606, 1253 and 2375 us where their bytes take 304, 882 and 1873; prompts of 128, 512, 2048 and 4096 tokens 2.47, 2.82,
-# 4.68 and 7.95 ms where bytes take 1.9 and operations 0.11, 0.45, 2.0 and 4.5. Bytes by 0.9, operations by 0.8 and
-# 45 us a layer give each within 5 %. A command takes a little more for a new token (which is drawn and read), and more
-# for the first.
-_GPU_READS, _GPU_PRODUCTS, _GPU_LAYER = 0.9, 0.8, 38e-6
-_GPU_TOKEN, _GPU_PROMPT = 25e-6, 0.5e-3
+# New tokens and prompts of commands on an H200 (2026-11-19): 4, 12 and 24 layers, prompts of 1024 tokens. Bytes take
+# this share of a copy, operations this share of a dense product. A captured layer costs some time of its own, more with
+# a long cache, and each token is drawn and read; the layers of a prompt are launched kernel by kernel.
+_GPU_READS, _GPU_PRODUCTS, _GPU_LAYER, _GPU_CACHED = 0.9, 0.8, 18e-6, 3.5e-12
+_GPU_LONG, _GPU_TOKEN, _GPU_PROMPT_LAYER = 1024, 35e-6, 165e-6
 # Of kernels that read codes, against those of bf16 (docs/benchmarks.md, one layer of 8 and of 64 tokens), and their
 # products in a prompt (of 1024 tokens, 64 rows an expert) and in a training step.
-_CODE_READS = {"fp8": 0.75, "mxfp8": 0.7, "mxfp4": 0.55, "nvfp4": 0.5, "w8a8": 0.75}
+_CODE_READS = {"fp8": 0.75, "mxfp8": 0.7, "mxfp4": 0.45, "nvfp4": 0.45, "w8a8": 0.75}
 _CODE_PRODUCTS = {"fp8": 0.36, "mxfp8": 0.36, "w8a8": 0.6}
-_BLOCK_PRODUCTS, _CODE_STEP = 0.27, 0.75
+_BLOCK_PRODUCTS, _CODE_STEP = 0.27, 0.65
 # Copies reach this share of the link: 24 layers with 27, 56 and 86 % of the experts in slots take the time of resident
 # ones and that of the bytes that miss, within 5 %.
 _LINK = 0.98
 # Layers that are launched kernel by kernel: of a pass, while the host waits for experts on the CPU, and of a training
 # step with experts there or streamed.
 _PLAIN_LAYER, _PLAIN_STEP_LAYER = 2.1e-3, 5e-3
-# A training step reaches this share of a dense product (1.27B, 0.67B and 6.9B parameters: 52, 47 and 56 %; LoRA 47 %),
-# and its layers cost this much. With LoRA on four and six layers of Qwen3-30B's sizes, steps of 4096 and 16384 tokens
-# take 13 % more to 9 % less, since those of short runs are not compiled.
-_STEP_PRODUCTS, _STEP_LAYER = 0.55, 150e-6
-_LORA_PRODUCTS, _LORA_LAYER = 0.47, 0.8e-3
+# A training step reaches this share of a dense product (1.27B, 0.67B and 6.9B parameters: 52, 47 and 56 %). If a
+# thousand of them are worth compiling the layers (`jobs.train.fast_paths`), each costs this much in training and with
+# LoRA; else more, and some for each token (4 and 12 layers with LoRA, 4096 and 16384 tokens).
+_STEP_PRODUCTS, _STEP_LAYER = 0.55, {"train": 150e-6, "finetune": 0.9e-3}
+_LONG_RUN, _WORTH_COMPILING = 1000, 1e16
+_LAUNCHED_LAYER, _LAUNCHED_TOKEN = 1.1e-3, 0.1e-6
 # On a CPU, of CPU time on one core of a Cascade Lake (dev/log/plan.md): prompts of 26, 208 and 1300 tokens, new tokens
 # after each, and LoRA steps of 256 and 1024 tokens. An expert's numbers are read once and multiplied by all its rows.
 _CPU_PRODUCTS = 0.7  # dense ones
@@ -53,8 +52,9 @@ _CPU_DENSE_READ, _CPU_CACHE_READ, _CPU_LAYER, _CPU_PROMPT_LAYER = 0.7, 0.45, 0.1
 # Of products in fp32, even where bf16 is faster: an expert has few rows. Codes are unpacked in each pass. Each expert
 # takes some time of its own in each pass, however few rows it has.
 _CPU_STEP, _CPU_STEP_LAYER, _CPU_STEP_EXPERT = 0.58, 2e-3, 0.5e-3
-# Packed experts on a CPU with matrix units: of its products in bf16, while weights are read (docs/benchmarks_cpu.md).
-_CPU_STEP_TILES = {"bf16": 1.0, "int8": 1.4}
+# Packed experts on a CPU with matrix units, in prompts and training: of its products in bf16, while weights are read
+# (docs/benchmarks_cpu.md).
+_CPU_TILES = {"bf16": 1.4, "int8": 1.85}
 _CPU_STEP_EXPERTS = {"plain": 0.58, "bf16": 0.79, "int8": 1.6, "codes": 0.58}
 # Of streamed experts there, by CPU time as well. Where many rows meet an expert in bf16 that is computed in fp32, each
 # number costs as much as copying this many bytes (0.72 ns at 11.1 GB/s); in a training step it happens three times.
@@ -63,7 +63,8 @@ _WIDENED, _MANY_ROWS = 8, 8
 # a GB). An expert that comes after the others is computed by itself, which takes Python a millisecond, and two in each
 # pass of a training step.
 _READ_MOVES, _APART = 5, 1e-3
-_DISK = 0.95
+# Reads of a run reach this share of the best of a few; and each expert takes some time of its own.
+_DISK, _READ_EXPERT = 0.78, 0.2e-3
 # Hits of a cache with slots for so many times the experts of a token, where 45 % of the choices repeat at the next
 # token and 80 % within eight (Qwen3-30B; `python -m benchmarks cache --synthetic qwen3-30b`); then a
 # curve up to all experts, through 88.8 % with half of them and 94.8 % with three quarters.
@@ -145,8 +146,11 @@ def _pass(
     if on_gpu:
         products = machine.gpu_flops * _GPU_PRODUCTS
         seconds = (dense * dtype.itemsize + kv) / (machine.gpu_bandwidth * _GPU_READS)
-        layer = _PLAIN_LAYER if cpu_experts or ranks > 1 else _GPU_LAYER
-        seconds += _GPU_TOKEN if is_step else _GPU_PROMPT
+        layer = (
+            _GPU_LAYER + _GPU_CACHED * min(cached, _GPU_LONG) * facts.attention_width if is_step else _GPU_PROMPT_LAYER
+        )
+        layer = _PLAIN_LAYER if cpu_experts or ranks > 1 else layer
+        seconds += _GPU_TOKEN if is_step else 0.0
     else:
         products = machine.cpu_flops * _CPU_PRODUCTS
         size = min(dtype.itemsize, facts.dtype.itemsize) if is_step else dtype.itemsize  # steps read bf16 as it is
@@ -164,8 +168,11 @@ def _pass(
             each = entry.hidden * entry.intermediate * 3 * (1 if choice.placement == "cpu-int8" else 2)
         numbers = (3 if entry.activation.gated else 2) * entry.hidden * entry.intermediate
         rows = tokens * facts.top_k / ranks
-        by = _experts_on_cpu if cpu_experts else _experts_on_gpu
-        computing = by(_code(facts, choice), machine, touched * each, touched * numbers, rows * numbers)
+        given = _code(facts, choice), machine, touched * each, touched * numbers, rows * numbers
+        if choice.placement.startswith("cpu-") and machine.has_matrix_units:
+            computing = _in_tiles(*given)
+        else:
+            computing = _experts_on_cpu(*given) if cpu_experts else _experts_on_gpu(*given)
         if streams and not on_gpu and rows > _MANY_ROWS * touched and _widens(facts, choice):
             computing += touched * numbers * _WIDENED / machine.cpu_bandwidth
         if streams:
@@ -208,6 +215,11 @@ def _experts_on_cpu(code: str | None, machine: Machine, read: float, numbers: fl
     return read / (machine.cpu_bandwidth * _CODES_READ) + min(few, many)
 
 
+def _in_tiles(code: str | None, machine: Machine, read: float, _: float, products: float) -> float:
+    """As `_experts_on_gpu`, of packed experts."""
+    return max(read / machine.cpu_bandwidth, 2 * products / (machine.cpu_flops * _CPU_TILES[code or "bf16"]))
+
+
 def _widens(facts: ModelFacts, choice: Choice) -> bool:
     """Whether streamed experts have numbers of half the size that the model computes in."""
     return not facts.is_quantised and choice.dtype is not None and choice.dtype.itemsize > facts.dtype.itemsize
@@ -241,7 +253,7 @@ def _streamed(
     slots = choice.slots[place] if budgets is None else budgets.slots[place]
     is_first = work.purpose == "generate"
     away = (touched if is_first else max(0.0, touched - slots)) if missed is None else missed
-    disk = entry.expert_bytes / (machine.disk * _DISK)
+    disk = entry.expert_bytes / (machine.disk * _DISK) + (_READ_EXPERT if budgets is not None else 0.0)
     if budgets is None:
         moving = entry.expert_bytes * _reading(facts, machine)
         if missed is None:
@@ -258,8 +270,9 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
     """Seconds of an optimizer step of one batch, and of them for exchanges between ranks."""
     on_gpu, tokens = choice.device == CUDA, work.tokens
     per_number = (6 if work.purpose == "train" else 4) + (2 if choice.checkpointing else 0)
-    share, layer = (_STEP_PRODUCTS, _STEP_LAYER) if work.purpose == "train" else (_LORA_PRODUCTS, _LORA_LAYER)
-    products = machine.gpu_flops * share if on_gpu else machine.vector_flops * _CPU_STEP
+    products = machine.gpu_flops * _STEP_PRODUCTS if on_gpu else machine.vector_flops * _CPU_STEP
+    compiles = _LONG_RUN * tokens * per_number * facts.active_numbers >= _WORTH_COMPILING
+    layer = _STEP_LAYER[work.purpose] if compiles else _LAUNCHED_LAYER + _LAUNCHED_TOKEN * tokens
     dense = facts.rest_numbers - facts.embedding_numbers
     of_experts = facts.active_numbers - dense
     attention = 6 * facts.decoder_layers * facts.attention_width * work.context
@@ -272,7 +285,7 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
         reading = per_number / 2 * _read_on_cpu(facts, choice, machine, kind)
         own = per_number / 2 * _CPU_STEP_EXPERT * sum(each.experts for each in facts.entries) / machine.cores
         if tiles := machine.has_matrix_units and choice.placement.startswith("cpu-"):
-            expert_products = machine.cpu_flops * _CPU_STEP_TILES[kind]
+            expert_products = machine.cpu_flops * _CPU_TILES[kind]
     elif code is not None:
         expert_products *= _CODE_STEP
     multiplying = tokens * per_number * of_experts / expert_products

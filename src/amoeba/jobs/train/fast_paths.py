@@ -39,9 +39,7 @@ WORTH_COMPILING = 1e16
 
 
 @contextmanager
-def fast_paths(
-    trainer: Any, compile_layers: str, say: Callable[[str], None], *, exact: bool = False
-) -> Iterator[None]:
+def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None], *, exact: bool = False) -> Iterator[None]:
     """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it. exact: nothing
     but the capture, which launches the kernels of exact mode as they are."""
     if trainer.rows.has_images:
