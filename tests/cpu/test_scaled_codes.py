@@ -46,6 +46,7 @@ SHAPES = {
     "mxfp4, 256 at once and some": (544, 288, Activation(), MXFP4),
     "nvfp4, 256 at once and some": (528, 272, Activation(), NVFP4),
     "fp8, 256 at once and some": (544, 272, Activation(), FP8_128),
+    "narrow blocks, 256 at once and some": (288, 272, Activation(), fp8_blocks(1, 16)),
 }
 by_shape = pytest.mark.parametrize("shape", SHAPES)
 

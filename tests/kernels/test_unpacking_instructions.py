@@ -45,8 +45,8 @@ def carry_out(program: str, given: dict[str, int]) -> dict[str, int]:
             case "and.b32":
                 found = a & b
             case "lop3.b32":
-                assert places[4] == "0xEA"
-                found = (a & b) | c
+                table = {"0xEA": (a & b) | c, "0xE4": (c & a) | (~c & b)}
+                found = table[places[4]]
             case "prmt.b32":
                 each = a.to_bytes(4, "little") + b.to_bytes(4, "little")
                 found = int.from_bytes([each[(c >> 4 * place) & 7] for place in range(4)], "little")
@@ -168,3 +168,16 @@ def test_high_bits_of_four_bytes_come_above_low_ones(bits: int, low_bits: int) -
         given = {"$2": shift * 0x01010101}
         found = [carry_out(take, {"$1": word} | given)["$0"].to_bytes(4, "little") for word in words_of_bytes()]
         assert torch.equal(torch.tensor([*b"".join(found)]), (BYTES.long() >> shift & (1 << bits) - 1) << low_bits)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_bytes_with_a_mask_are_shifted_and_others_stay(place: int) -> None:
+    """Of a byte that is shifted, the bits that are its own."""
+    instructions, shift = without_registers(blocks._SHIFT_SOME.value[place]), 1 << place
+    for mask in (0x00000000, 0xFF00FF00, 0x00FF00FF, 0xFFFFFFFF, 0x000000FF, 0xFF000000):
+        shifted = torch.tensor([*mask.to_bytes(4, "little")]).bool().repeat(64)
+        words = [carry_out(instructions, {"$1": word, "$2": mask})["$0"] for word in words_of_bytes()]
+        found = torch.tensor([*b"".join(word.to_bytes(4, "little") for word in words)])
+        own = (1 << 8 - shift) - 1
+        assert torch.equal(found[~shifted], BYTES.long()[~shifted])
+        assert torch.equal(found[shifted] & own, BYTES.long()[shifted] >> shift)
