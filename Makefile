@@ -51,7 +51,7 @@ test-other-cpus: $(INSTALLED)
 
 # A selection of the tests with the oldest and the newest torch and transformers, in environments of their own.
 test-versions: $(INSTALLED)
-	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/other_versions.py
+	$(YIELDING) $(KEEPING) $(BIN)/python tests/support/other_versions.py $(VERSIONS)
 
 # A wheel that needs no compiler, into dist/: the C++ libraries for each kind of CPU of this architecture.
 wheel: $(INSTALLED)

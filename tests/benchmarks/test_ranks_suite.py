@@ -39,6 +39,7 @@ def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks, m
     assert found["rounds_ms"] and [name for name, _ in found["phases"]] == ["the rest", "backward: the rest"]
 
 
+@pytest.mark.thorough
 def test_experts_that_train_in_fp8_are_measured_but_by_tasks(processes, monkeypatch):
     monkeypatch.setattr(suite, "_ROUNDS", 1)
     wanted = ["collective", "peers, fixed room, tasks"]

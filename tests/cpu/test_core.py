@@ -36,6 +36,7 @@ def test_the_core_agrees_with_plain_loops_on_other_instruction_sets(architecture
     assert "worst relative error" in done.stdout
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 CPUs")
 def test_a_sum_has_the_same_bits_in_every_form_whatever_the_compiler_tunes(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from amoeba import Activation
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.planner import LayerSizes, check_memory, plan
 from amoeba.cpu.weights import load_packed
-from selection import quick
 
 try:
     load_packed()
@@ -58,7 +57,7 @@ def torch_keeps_what_is_freed() -> bool:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 @pytest.mark.skipif(torch_keeps_what_is_freed(), reason="this torch has mimalloc, which keeps freed memory")
-@quick(lambda kind: kind == "bf16")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "nodes", "saved"), [("bf16", 1, "h"), ("int8", 2, "recompute")])
 def test_the_peak_of_middle_sized_layers_is_within_ten_percent(kind, nodes, saved):
     """Small blocks are given back at once, and torch's own cache of compiled products is off: neither is ours."""

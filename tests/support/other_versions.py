@@ -1,6 +1,7 @@
 """Runs a selection of the tests with the oldest and the newest torch and transformers that pip finds.
 
     python tests/support/other_versions.py          # make test-versions
+    python tests/support/other_versions.py oldest   # make test-versions VERSIONS=oldest
 
 The oldest are the lower bounds in pyproject.toml; the newest are what the package index has today. Each pair gets an
 environment in build/versions, which the next run updates. On a fresh machine that takes a minute or two, and the
@@ -45,10 +46,10 @@ class Outcome(NamedTuple):
     failed: bool
 
 
-def main() -> int:
+def main(versions: list[str]) -> int:
     # Both at once: one waits for its downloads while the other computes.
     with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(_try, ("oldest", "newest")))
+        outcomes = list(pool.map(_try, versions or ("oldest", "newest")))
     for outcome in outcomes:
         print(outcome.text, flush=True)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
@@ -118,4 +119,4 @@ def _install(which: str, wanted: list[str]) -> tuple[str | None, bool]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
