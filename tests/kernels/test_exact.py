@@ -235,3 +235,12 @@ def test_gradients_of_attention(
     y = ops._Attention.apply(*own[:3], own[3] if with_sink else None, seen, bounds, 0.3, softcap)
     for got, true in zip(torch.autograd.grad(y, own, dy), wanted, strict=True):
         assert relative(got, true) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_compiled_for_other_gpus_is_still_there(dtype: torch.dtype) -> None:
+    """Its own test takes minutes and runs nightly."""
+    from test_other_gpus import launches
+
+    found = launches(dtype, (9, 0))
+    assert len(found) > 100 and any(name.startswith("exact attention") for name in found)

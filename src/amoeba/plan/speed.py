@@ -285,7 +285,7 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
         reading = per_number / 2 * _read_on_cpu(facts, choice, machine, kind)
         own = per_number / 2 * _CPU_STEP_EXPERT * sum(each.experts for each in facts.entries) / machine.cores
         if tiles := machine.has_matrix_units and choice.placement.startswith("cpu-"):
-            expert_products = machine.cpu_flops * _CPU_TILES[kind]
+            expert_products = machine.cpu_flops * _CPU_TILES.get(kind, _CPU_TILES["bf16"])
     elif code is not None:
         expert_products *= _CODE_STEP
     multiplying = tokens * per_number * of_experts / expert_products

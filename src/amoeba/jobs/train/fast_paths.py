@@ -47,15 +47,16 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None], *,
         yield
         return
     gpu = _is_on_a_gpu(trainer)
+    # which exchange counts and gradients within a pass
+    over_ranks = "several ranks share each batch" if trainer.rank_zero.count > 1 else None
     if exact:
-        with _captured(trainer, why_waits(trainer.model, trains=True)) if gpu else nullcontext() as reason:
+        waits = over_ranks or (why_waits(trainer.model, trains=True) if gpu else None)
+        with _captured(trainer, waits) if gpu else nullcontext() as reason:
             if gpu:
                 say("each step uses: CUDA graph" if reason is None else f"no CUDA graph: {reason}")
             yield
         return
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
-    # which exchange counts and gradients within a pass
-    over_ranks = "several ranks share each batch" if trainer.rank_zero.count > 1 else None
     against = over_ranks
     if compiles and compile_layers == "auto" and repeats_forward(trainer.model):
         against = against or "a compiled backward would compute the forward of its experts again"
