@@ -24,6 +24,7 @@ def processes() -> Iterator[LocalRanks]:
         yield found
 
 
+@pytest.mark.thorough
 def test_an_exchange_has_times_memory_and_what_it_hides(processes: LocalRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "_ROUNDS", 1)
     seen: list[int] = []
