@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from amoeba.plan import memory
+from amoeba.jobs.train import fast_paths
+from amoeba.plan import memory, speed
 from amoeba.plan.machine import Machine, described_machine
 from amoeba.plan.memory import Choice, Work, memory_of, total
 from amoeba.plan.model import read_facts
@@ -79,6 +80,10 @@ def test_streamed_layers_take_at_least_what_their_misses_take(code, share, micro
     slots = int(128 * share)
     missed = 8 * (1 - hit_rate(slots, 128, 8)) * 9.4372e6
     assert 21.6 + 1e6 * missed / (55e9 * _LINK) == pytest.approx(microseconds, rel=0.25)
+
+
+def test_the_plan_knows_which_runs_are_worth_compiling():
+    assert speed._WORTH_COMPILING == fast_paths.WORTH_COMPILING
 
 
 @pytest.mark.parametrize(

@@ -168,11 +168,12 @@ def _pass(
             each = entry.hidden * entry.intermediate * 3 * (1 if choice.placement == "cpu-int8" else 2)
         numbers = (3 if entry.activation.gated else 2) * entry.hidden * entry.intermediate
         rows = tokens * facts.top_k / ranks
-        given = _code(facts, choice), machine, touched * each, touched * numbers, rows * numbers
+        code = _code(facts, choice)
         if choice.placement.startswith("cpu-") and machine.has_matrix_units:
-            computing = _in_tiles(*given)
+            computing = _in_tiles(code, machine, touched * each, rows * numbers)
         else:
-            computing = _experts_on_cpu(*given) if cpu_experts else _experts_on_gpu(*given)
+            by = _experts_on_cpu if cpu_experts else _experts_on_gpu
+            computing = by(code, machine, touched * each, touched * numbers, rows * numbers)
         if streams and not on_gpu and rows > _MANY_ROWS * touched and _widens(facts, choice):
             computing += touched * numbers * _WIDENED / machine.cpu_bandwidth
         if streams:
@@ -215,7 +216,7 @@ def _experts_on_cpu(code: str | None, machine: Machine, read: float, numbers: fl
     return read / (machine.cpu_bandwidth * _CODES_READ) + min(few, many)
 
 
-def _in_tiles(code: str | None, machine: Machine, read: float, _: float, products: float) -> float:
+def _in_tiles(code: str | None, machine: Machine, read: float, products: float) -> float:
     """As `_experts_on_gpu`, of packed experts."""
     return max(read / machine.cpu_bandwidth, 2 * products / (machine.cpu_flops * _CPU_TILES[code or "bf16"]))
 

@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -49,11 +49,12 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None], *,
     gpu = _is_on_a_gpu(trainer)
     # which exchange counts and gradients within a pass
     over_ranks = "several ranks share each batch" if trainer.rank_zero.count > 1 else None
+    if exact and not gpu:
+        yield
+        return
     if exact:
-        waits = over_ranks or (why_waits(trainer.model, trains=True) if gpu else None)
-        with _captured(trainer, waits) if gpu else nullcontext() as reason:
-            if gpu:
-                say("each step uses: CUDA graph" if reason is None else f"no CUDA graph: {reason}")
+        with _captured(trainer, over_ranks or why_waits(trainer.model, trains=True)) as reason:
+            say("each step uses: CUDA graph" if reason is None else f"no CUDA graph: {reason}")
             yield
         return
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
