@@ -228,6 +228,25 @@ class TestCheckpointing:
         with fast_paths._captured(trainer, None) as reason:
             assert "random numbers" in reason and not trainer.captures
 
+    @pytest.mark.parametrize(
+        ("ranks", "says"), [(1, "each step uses: CUDA graph"), (2, "no CUDA graph: several ranks")]
+    )
+    def test_an_exact_run_is_captured_and_nothing_else(self, ranks, says):
+        arguments = SimpleNamespace(gradient_checkpointing=False, device=torch.device("cuda"))
+        rows, rank_zero = SimpleNamespace(has_images=False), SimpleNamespace(count=ranks)
+        trainer = SimpleNamespace(
+            model=build("qwen3_moe"),
+            args=arguments,
+            rows=rows,
+            rank_zero=rank_zero,
+            captures=False,
+            release=lambda: None,
+        )
+        said: list[str] = []
+        with fast_paths.fast_paths(trainer, "auto", said.append, exact=True):
+            assert trainer.captures == (ranks == 1)
+        assert len(said) == 1 and said[0].startswith(says)
+
 
 @pytest.mark.gpu
 class TestOnAGpu:
