@@ -47,6 +47,9 @@ class Outcome(NamedTuple):
 
 
 def main(versions: list[str]) -> int:
+    if unknown := {*versions} - {"oldest", "newest"}:
+        print(f"versions: expected oldest or newest; got {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
     # Both at once: one waits for its downloads while the other computes.
     with ThreadPoolExecutor() as pool:
         outcomes = list(pool.map(_try, versions or ("oldest", "newest")))
