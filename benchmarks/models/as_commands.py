@@ -4,6 +4,7 @@
     step = finetune_step(problem, stage)
     step = finetune_step(problem, stage, factors=False)     # in the same mode: the frozen model's forward and dx
     step = finetune_step(problem, stage, experts="mxfp4-weights")
+    step = finetune_step(problem, stage, exact=True)        # with the bits of generation
     loss = step()
 
 What a run has around its steps is left out: reading data, lines of the log, evaluations, checkpoints.
@@ -44,7 +45,9 @@ def train_step(states: Literal["float32", "bfloat16"], problem: Problem, stage: 
     return _step(model, rows, stack, 1, settings, problem, stage)
 
 
-def finetune_step(problem: Problem, stage: Stage, factors: bool = True, experts: str | None = None) -> Step:
+def finetune_step(
+    problem: Problem, stage: Stage, factors: bool = True, experts: str | None = None, exact: bool = False
+) -> Step:
     """factors: False for what the frozen model costs: no adapter's step can be shorter. experts: quantised to this."""
     model = problem.model("amoeba", problem.dtype).train()
     if experts is not None:
@@ -61,6 +64,7 @@ def finetune_step(problem: Problem, stage: Stage, factors: bool = True, experts:
         learning_rate=LEARNING_RATE,
         r=LORA_RANK,
         alpha=LORA_ALPHA,
+        exact=exact,
     )
     collate = functools.partial(pad_rows, padding=0, least=problem.batch.length)
     return _step(model, _rows(problem), collate, 2, settings, problem, stage)
@@ -96,7 +100,7 @@ def _step(
     stage.callback(log.close)
     stage.enter_context(trainer.while_it_runs)
     compiles = "on" if problem.device.type == "cuda" else "auto"
-    stage.enter_context(fast_paths(trainer, compiles, console.say))
+    stage.enter_context(fast_paths(trainer, compiles, console.say, exact=settings.exact))
 
     trained = log.trained_parameters
     if trained:

@@ -180,6 +180,9 @@ def _as_it_finetunes() -> list[Candidate]:
         found.append(
             Candidate(f"{name}, {format}", True, "lora", quantised, step, "amoeba", _FROZEN, name, own_gpu=True)
         )
+    step = functools.partial(finetune_step, exact=True)
+    in_exact_mode = f"{about}, in exact mode"
+    found.append(Candidate(f"{name}, exact", True, "lora", in_exact_mode, step, "amoeba", _FROZEN, name, own_gpu=True))
     return found
 
 
