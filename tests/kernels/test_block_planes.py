@@ -12,6 +12,7 @@ from amoeba.kernels.constants import Group
 from amoeba.precision.formats import OF_BLOCKS
 from amoeba.precision.quantised import QuantisedMatrix
 from random_blocks import random_rows
+from selection import each_value_once
 
 ROWS, WRITTEN, UNTOUCHED = 5, 4, -7.0
 
@@ -36,6 +37,7 @@ def unpacked(data: torch.Tensor, kind: str, columns: int, step: int) -> torch.Te
     return out
 
 
+@each_value_once("kind")
 @pytest.mark.parametrize("longer", [1, 4])
 @pytest.mark.parametrize("columns", [1536, 800, 31])
 @pytest.mark.parametrize("kind", OF_BLOCKS)

@@ -6,10 +6,12 @@ from row_checks import error, random
 
 from amoeba.kernels.decode import linear as module
 from amoeba.kernels.decode.linear import linear
+from selection import each_value_once
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2}  # the interpreter truncates to bf16 where a GPU rounds
 
 
+@each_value_once("width")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 4])

@@ -53,8 +53,7 @@ TURNS = ("by slot", "in steps", "by expert")
     lambda format, activation, sizes, way, dtype: (
         activation is SILU
         and sizes == SIZES[FORMATS.index(format) % len(SIZES)]
-        # each format in two of the three, each of which has six formats or seven
-        and (way not in TURNS or way != TURNS[FORMATS.index(format) % 3])
+        and (way not in TURNS or way == TURNS[FORMATS.index(format) % 3])
         and (way != "by lanes" or format.element.bits == 4)
         and (way not in ("listed", "early") or format is NVFP4)
     )
@@ -200,7 +199,7 @@ def test_slots_that_up_lists_for_down_have_the_same_bits(format, ids, rank, devi
     assert (found[0].count_nonzero() > 0) == (ids != "a sentinel")
 
 
-@quick(lambda format, tokens: format is NVFP4 or tokens == 1)
+@quick(lambda format, tokens: format is NVFP4 or (tokens == 1 and format.name in ("fp8-128", "q4_0")))
 @pytest.mark.parametrize("tokens", [1, 40, 70])  # by slot, by expert, sorted
 @by_format
 def test_experts_that_lie_apart_have_the_bits_of_those_side_by_side(format, tokens, device):
@@ -233,7 +232,7 @@ def test_tiles_whose_products_would_be_wrong_are_refused(device: torch.device) -
         decode(problem, configuration=chosen._replace(up=chosen.up._replace(warps=4)))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its own instructions decode")
+@pytest.mark.gpu  # whose own instructions decode
 @pytest.mark.parametrize("rank", [0, 16, 130])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 11, 61, 150])
 @by_format

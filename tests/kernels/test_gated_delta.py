@@ -8,6 +8,7 @@ from transformers import AutoConfig, Cache, cache_utils
 from amoeba.decoding.delta_layers import expected, linears_of, recognise, states_of
 from amoeba.kernels.decode import gated_delta as module
 from amoeba.kernels.decode.gated_delta import gated_delta
+from selection import each_value_once
 
 # transformers rounds at the same places, but for sums in another order; the interpreter truncates to bf16
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
@@ -42,6 +43,7 @@ def network(family: str, dtype: torch.dtype, device, heads=(2, 4), widths=(16, 3
 
 
 @torch.no_grad()
+@each_value_once()
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("family", "heads", "widths"),

@@ -9,7 +9,7 @@ from row_checks import DTYPES, error, random
 from torch import Tensor
 
 from amoeba.kernels.norm_rotate import BACKWARD, FORWARD, norm_rotate, norm_rotate_backward_, norm_rotate_cached
-from selection import quick
+from selection import each_value_once, quick
 
 EPS = 1e-6
 # In half precision normed, weighted and rotated numbers are rounded one after the other, as transformers does it. The
@@ -121,7 +121,7 @@ def test_arguments_that_do_not_fit_are_refused(device, wrong):
         norm_rotate_backward_(dqkv, *given, query_heads=heads, eps=EPS)
 
 
-@quick(lambda name, dtype, each: (dtype == torch.float16 and each) or name == "groups of heads")
+@each_value_once()
 @pytest.mark.parametrize("each", [False, True], ids=["one_slot", "a_slot_of_each_row"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["groups of heads", "one key head", "rows of one batch share rotations", "size 128"])

@@ -12,6 +12,7 @@ from amoeba.core.layout import build_layout
 from amoeba.kernels import quantised_gemm
 from amoeba.precision import FP8_128, FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, Format, quantise
 from amoeba.precision.formats import MXFP8_TRAINING, MXFP8_TRAINING_ROWS, NVFP4, NVFP4_TRAINING, NVFP4_TRAINING_ROWS
+from selection import each_value_once
 
 PAIRS = [
     (FP8_TRAINING_ROWS, FP8_TRAINING, 1),
@@ -27,6 +28,7 @@ by_formats = pytest.mark.parametrize(
 )
 
 
+@each_value_once()
 @pytest.mark.parametrize("sizes", [(40, 128, 256), (13, 200, 72), (9, 33, 50), (150, 64, 130)], ids=str)
 @by_formats
 def test_products_are_those_of_fp64_on_the_numbers_that_codes_stand_for(row_format, format, parts, sizes, device):

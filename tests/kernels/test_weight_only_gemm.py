@@ -497,6 +497,7 @@ def test_a_layer_asks_for_its_four_products(activation, first, many_rows, trains
 
 
 @interpreted
+@quick(lambda format: format in (NVFP4, BLOCKS[0]))
 @pytest.mark.parametrize("format", [FP8_128, NVFP4, *BLOCKS], ids=lambda format: format.name)
 def test_a_layer_whose_experts_are_in_slots_has_the_bits_of_one_in_one_piece(format: Format, monkeypatch) -> None:
     asked = stood_in(monkeypatch)

@@ -64,7 +64,9 @@ def sentinels(tokens: int) -> Tensor:
 
 
 @without_gpu
-@quick(lambda activation: activation.gated)
+@quick(
+    lambda activation, recipe: activation.gated and recipe != "fp8-ste"
+)  # fp8's kernels; its slope: test_fp8_recipes
 @each_value_once()
 @pytest.mark.parametrize("sizes", [(128, 256), (192, 64), (64, 192)], ids=str)  # blocks that hold gates and ups, too
 @pytest.mark.parametrize("activation", [SILU, PLAIN_RELU2], ids=str)
@@ -95,7 +97,7 @@ def test_weight_gradients_over_several_blocks_are_those_of_plain_torch(stood_in:
 
 
 @without_gpu
-@quick(lambda recipe: recipe in ("fp8-saved", "fp8-all"))  # what they save differs from what fp8 saves
+@quick(lambda recipe: recipe == "fp8-saved")  # what it saves differs from what fp8 saves
 @by_recipe
 def test_buffers_hold_only_rows_with_an_expert_and_no_bit_changes(recipe: str, stood_in: None) -> None:
     """As over ranks, where most slots may be of other ranks' experts."""

@@ -195,6 +195,7 @@ def test_a_quantised_folder_that_cannot_be_read_whole_is_refused(how: str, store
         open_store(tmp_path / "model")
 
 
+@quick(lambda ending: ending == ".scale")
 @pytest.mark.parametrize("ending", [".scale", ".qscale_weight"])
 def test_scales_by_other_names_are_read_from_folder_and_store(ending: str, stored, tmp_path: Path) -> None:
     folder = shutil.copytree(stored["fp8"][0], tmp_path / "model")

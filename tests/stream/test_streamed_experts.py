@@ -65,6 +65,7 @@ def way(request, monkeypatch) -> str:
 
 
 @quick(lambda kind, dtype: dtype == {"silu": torch.float16, "gpt_oss": torch.bfloat16}.get(kind, torch.float32))
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["silu", "bias", "gpt_oss", "relu2"])
 def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch.dtype) -> None:
@@ -84,6 +85,7 @@ def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch
 
 
 @quick(lambda dtype, recompute: recompute == (dtype == torch.bfloat16))
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_lora_gradients_are_those_beside_resident_experts(way: str, dtype: torch.dtype, recompute: bool) -> None:
@@ -99,7 +101,7 @@ def test_lora_gradients_are_those_beside_resident_experts(way: str, dtype: torch
                 assert torch.equal(found[name], tensor), (name, tokens, slots)
 
 
-@each_value_once("fused")
+@each_value_once()
 @pytest.mark.parametrize("format", [FP8_128, MXFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
