@@ -271,7 +271,7 @@ class TestOpcheck:
         )
 
     @quick(lambda backend, save_h, tokens, rank: save_h == (backend == "triton" or tokens + rank > 2))
-    @quick(lambda backend, rank: backend == "triton" or (backend, rank) == ("cpu", 5))
+    @quick(lambda backend, rank: backend == "triton")
     @pytest.mark.parametrize("save_h", [True, False])
     @pytest.mark.parametrize(("tokens", "rank"), [(2, 0), (40, 0), (2, 5)])
     def test_forward(self, backend, save_h, tokens, rank):
@@ -282,7 +282,7 @@ class TestOpcheck:
         operator = getattr(torch.ops.amoeba, backend).default
         torch.library.opcheck(operator, (*self.arguments(Layer(GPT_OSS, tokens=tokens, rank=rank)), save_h))
 
-    @quick(lambda backend, rank: backend == "triton" or (backend == "cpu" and rank > 0))
+    @quick(lambda backend, rank: backend == "cpu" and rank > 0)
     @pytest.mark.parametrize(("bias", "rank"), [(True, 0), (False, 0), (True, 5)])
     def test_backward(self, backend, bias, rank):
         if backend == "triton" and (rank or not bias):

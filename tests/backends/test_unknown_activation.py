@@ -17,6 +17,7 @@ from amoeba.cpu.node_library import activation_number
 from amoeba.kernels import activation as kernels
 from amoeba.placements import RESIDENT, all_placements
 from amoeba.proof.reference import experts as reference
+from selection import each_value_once
 from small_layer import Layer
 
 NEW = "softplus"
@@ -54,6 +55,7 @@ def test_rows_in_plain_torch(activation: Activation) -> None:
         rowwise._act_backward(x_TH, x_TH, activation)
 
 
+@each_value_once("placement")
 @pytest.mark.parametrize("tokens", [1, 5])  # decoded, and in a pass of many rows
 @pytest.mark.parametrize("placement", [RESIDENT, *PLACEMENTS])
 def test_every_backend(placement: str, tokens: int, activation: Activation) -> None:

@@ -32,7 +32,7 @@ REFUSED = {
 # One for each way to keep a state: linear attention, Mamba, convolutions, an indexer, both in one layer, a cache class
 # of its own; and one whose attention has a position bias.
 EVERY_TIME = {"qwen3_next", "granitemoehybrid", "lfm2_moe", "deepseek_v32", "zaya", "minimax", "inkling", *REFUSED}
-EVERY_TIME.discard("glm5_next")  # 15 s
+EVERY_TIME -= {"glm5_next", "unlimited_ocr"}  # 15 s and 4
 
 
 @quick(lambda kind: kind in EVERY_TIME)

@@ -25,7 +25,7 @@ from amoeba.stream.placement import STREAMED, stream_from_memory
 from amoeba.stream.store import StoreError
 from greedy_texts import decoded, endless, plain, prompts
 from model_kinds import build_kind
-from selection import each_value_once
+from selection import each_value_once, quick
 from tiny_models import needs
 
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "gpt_oss"]
@@ -429,6 +429,7 @@ def test_latent_attention_gives_the_tokens_of_plain_generate(kind, changes, leng
 
 
 @caches_latents
+@quick(lambda q_lora_rank: q_lora_rank is not None)
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
 def test_adapters_of_latent_attention_take_part(q_lora_rank):
     model, rows = of_kind("deepseek_v3", q_lora_rank=q_lora_rank), prompts(9, 4)

@@ -13,6 +13,7 @@ from amoeba.decoding.decoder import Decoder, native_steps
 from amoeba.decoding.engine import End, Engine, Request
 from amoeba.decoding.sampling import Sampling
 from greedy_texts import endless
+from selection import each_value_once, quick
 from tiny_models import VOCABULARY, build
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
@@ -53,6 +54,7 @@ def asked(engine: Engine, ids: list[int], most: int, **options) -> Heard:
     return heard
 
 
+@each_value_once()
 @pytest.mark.parametrize("together", [False, True], ids=["native_where_known", "plain_and_prompts_together"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_that_come_and_go_get_the_tokens_of_plain_generate(family, together, monkeypatch):
@@ -132,6 +134,7 @@ def test_a_cancelled_request_frees_its_row_and_the_others_go_on():
     assert last.ids == plain(model, prompt(8), 5)
 
 
+@quick(lambda family: family in ("qwen3_moe", "deepseek_v3"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_long_prompt_is_read_between_steps_and_short_ones_pass_it(family, monkeypatch):
     monkeypatch.setattr(engine_module, "CPU_PROMPT_TOKENS", 8)

@@ -15,6 +15,7 @@ from amoeba.kernels import norm_rotate, rms_norm
 from amoeba.kernels.decode import gated_attention, gated_delta, shared_expert
 from amoeba.ops import rotary_attention
 from greedy_texts import endless, prompts
+from selection import quick
 
 
 @pytest.fixture
@@ -62,6 +63,7 @@ def small(family: str = "qwen3_moe", **changes):
     return endless(family, **heads | changes)
 
 
+@quick(lambda changes: changes)
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}], ids=["plain", "biases"])
 def test_fused_steps_give_plain_tokens_and_leave_the_model_as_before(calls, monkeypatch, changes):
     """A batch with padding, whose prompts are documents."""

@@ -21,7 +21,7 @@ from amoeba.decoding.decoder import native_steps
 from amoeba.integrations import exact_mode as integration
 from amoeba.integrations.exact_mode import exact, is_exact, log_probabilities
 from amoeba.integrations.place_experts import place_experts
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import VOCABULARY, build, experts_classes, relative
 
 NEW = 3
@@ -98,6 +98,7 @@ def differences(model: Any, *lengths: int, capture: bool | None = None, native: 
     return [max(float((a - b).abs().max()) for a, b in zip(rollout, other, strict=True)) for other in others]
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_and_training_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
@@ -107,6 +108,7 @@ def test_generation_and_training_have_the_same_bits(family: str, dtype: torch.dt
 
 
 @needs_native
+@each_value_once()
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("family", NATIVE)
 def test_steps_of_the_core_have_them_too(family: str, dtype: torch.dtype, threads: int) -> None:

@@ -19,6 +19,7 @@ from amoeba.plan.model import read_facts
 from amoeba.precision.blocks import NF4, dequantise_blocks
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
+from selection import quick
 from tiny_models import randomise, save_byte_tokenizer, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -87,6 +88,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@quick(lambda nested, stacked: nested != stacked or nested)
 @pytest.mark.parametrize(("nested", "stacked"), [(True, False), (False, False), (True, True)])
 def test_codes_are_the_numbers_that_they_stand_for(nested: bool, stacked: bool, tmp_path: Path) -> None:
     twin = write(tmp_path / "model", nested, stacked)
