@@ -95,9 +95,8 @@ def _type_of(argument: Any) -> str:
         return f"*{TYPES[argument.dtype]}"
     if isinstance(argument, int | float):
         return "fp32" if isinstance(argument, float) else "i32"
-    rows, columns = argument.block_shape
     layout = f",{argument.layout!r}" if hasattr(argument, "layout") else ""
-    return f"tensordesc<{TYPES[argument.base.dtype]}[{rows},{columns}]{layout}>"
+    return f"tensordesc<{TYPES[argument.base.dtype]}{list(argument.block_shape)}{layout}>"
 
 
 def told_by(tool: str, made: Any, *options: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amoeba.ops import language_loss
+from amoeba.ops.exact import ExactOperators
 from amoeba.ops.language_loss import linear_cross_entropy
 
 T, H, V = 33, 16, 101
@@ -41,6 +42,16 @@ def test_frozen_parts_get_no_gradient_and_no_memory():
     assert hidden.grad is not None and weight.grad is None
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, torch.arange(5)), loss)
+
+
+def test_in_exact_mode_a_token_has_the_same_loss_alone_and_among_others():
+    hidden, weight = torch.randn(7, 67), torch.randn(53, 67)
+    with ExactOperators():
+        for token in range(7):
+            label = torch.full((7,), -1)
+            label[token] = 3
+            among = linear_cross_entropy(hidden, weight, label)
+            assert torch.equal(among, linear_cross_entropy(hidden[token : token + 1], weight, label[token : token + 1]))
 
 
 def test_the_logits_of_one_part_are_gone_before_the_next_are_made(monkeypatch):

@@ -22,7 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from amoeba.kernels.attention.kernels import masked_block
 from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
@@ -37,7 +39,11 @@ TILES = {
 }
 WIDE = 128
 SPLIT = 512  # keys; a multiple of those of a tile
+STEP = 16  # bytes, of which the copy engine's rows and heads are multiples
 PARTS = 1 << 26  # fp32 numbers between the two launches of attention, at most
+# A score with a mask is rounded before the largest is subtracted; one without would be part of the subtraction.
+UNFUSED = {"enable_fp_fusion": False}
+PROGRAMS = 264  # where there are as many without pieces, each computes its pieces one after another
 
 
 def seen_bounds(seen_B1TL: Tensor) -> Tensor:
@@ -100,9 +106,10 @@ def attention(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """y_BQTV and logsumexp_BQT, inf where a query sees nothing. softcap: 0 for none."""
+    """y_BQTV, the heads of a token side by side, and logsumexp_BQT, inf where a query sees nothing. softcap: 0 for
+    none."""
     (batch, heads, tokens, _), (_, groups, keys, width) = q_BQTD.shape, v_BGLV.shape
-    y = q_BQTD.new_empty(batch, heads, tokens, width)
+    y = q_BQTD.new_empty(batch, tokens, heads, width).transpose(1, 2)
     logsumexp_BQT = torch.empty((batch, heads, tokens), dtype=torch.float32, device=y.device)
     if y.numel() == 0 or keys == 0:
         return y.zero_(), logsumexp_BQT.fill_(torch.inf)
@@ -110,27 +117,29 @@ def attention(
     seen, sink = _bytes(seen_B1TL), None if sink_Q is None else sink_Q.contiguous()
     pairs, _, tile, options = _tile(q, k, v, softcap)
     splits, of_group = cdiv(keys, SPLIT), heads // groups
-    at_once = max(1, PARTS // (batch * heads * splits * width)) if splits > 1 else tokens
+    apart = splits > 1 and cdiv(tokens * of_group, pairs) * batch * groups < PROGRAMS
+    at_once = max(1, PARTS // (batch * heads * splits * width)) if apart else tokens
     for first in range(0, tokens, at_once):
         count = min(at_once, tokens - first)
         q_part, seen_part, y_part, lse_part = (
             each[:, :, first : first + count] for each in (q, seen, y, logsumexp_BQT)
         )
         most_SR = total_SR = part_SRV = None
-        if splits > 1:
+        if apart:
             most_SR, total_SR = torch.empty(
                 (2, splits, batch * heads * count), dtype=torch.float32, device=y.device
             ).unbind()
             part_SRV = torch.empty((*most_SR.shape, width), dtype=torch.float32, device=y.device)
-        _attend[(cdiv(count * of_group, pairs), batch * groups, splits)](
+        _attend[(cdiv(count * of_group, pairs), batch * groups, splits if apart else 1)](
             q_part, k, v, seen_part, bounds_3BT[:, :, first:], sink, y_part, lse_part, part_SRV, most_SR, total_SR,
-            count, keys, scale, groups, bounds_3BT.stride(0), tokens,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], seen.stride(0), seen.stride(2), TILE=tile, **options,
+            count, keys, splits, scale, groups, bounds_3BT.stride(0), tokens,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], seen.stride(0), seen.stride(2), TILE=tile, **UNFUSED,
+            **options,
         )  # fmt: skip
-        if splits > 1:
+        if apart:
             _combine[(count * of_group, batch * groups)](
                 part_SRV, most_SR, total_SR, sink, y_part, lse_part, count, splits, groups, tokens,
-                HEADS=of_group, V=width, V_BLOCK=max(16, next_power_of_2(width)), num_warps=1,
+                HEADS=of_group, V=width, V_BLOCK=max(16, next_power_of_2(width)), num_warps=1, **UNFUSED,
             )  # fmt: skip
     return y, logsumexp_BQT
 
@@ -149,27 +158,45 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and delta_BQT = Σ y dy."""
     (batch, heads, tokens, _), (_, groups, keys, _) = q_BQTD.shape, v_BGLV.shape
-    dq, dk, dv = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q_BQTD, k_BGLD, v_BGLV))
-    delta_BQT = torch.empty_like(logsumexp_BQT)
+    dtype = q_BQTD.dtype
+    dq, dk, dv = (_token_after_token(each.shape, dtype, each.device) for each in (q_BQTD, k_BGLD, v_BGLV))
+    delta_BQT, logsumexp2_BQT = torch.empty((2, *logsumexp_BQT.shape), dtype=torch.float32, device=dq.device)
     if dq.numel() == 0 or keys == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), delta_BQT.zero_()
-    dtype = q_BQTD.dtype
-    q, k, v, dy = _heads(q_BQTD, k_BGLD.to(dtype), v_BGLV.to(dtype), dy_BQTV)
-    pairs, block, tile, options = _tile(q, k, v, softcap)
+    pairs, block, tile, options = _tile(q_BQTD, k_BGLD, v_BGLV, softcap)
     seen = _bytes(seen_B1TL)
-    scalars = tokens, keys, scale, groups
-    strides = (
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3], seen.stride(0), seen.stride(2)
-    )  # fmt: skip
-    _query_gradient[(cdiv(tokens * (heads // groups), pairs), batch * groups)](
-        q, k, v, dy, y_BQTV, seen, bounds_3BT, logsumexp_BQT, delta_BQT, dq, *scalars, bounds_3BT.stride(0), *strides,
+    q, y, dy = (_described(each.to(dtype), pairs) for each in (q_BQTD, y_BQTV, dy_BQTV))
+    k, v = (_described(each.to(dtype), block) for each in (k_BGLD, v_BGLV))
+    of_masks = seen, bounds_3BT
+    numbers = tokens, keys, scale, groups, bounds_3BT.stride(0), seen.stride(0), seen.stride(2)
+    _query_gradient[(cdiv(tokens, pairs) * heads, batch)](
+        q, k, v, y, dy, _described(dq, pairs), *of_masks, logsumexp_BQT, logsumexp2_BQT, delta_BQT, *numbers,
         TILE=tile, **options,
     )  # fmt: skip
-    _key_gradient[(cdiv(keys, block), batch * groups)](
-        q, k, v, dy, seen, bounds_3BT, logsumexp_BQT, delta_BQT, dk, dv, *scalars, bounds_3BT.stride(0), *strides,
+    _key_gradient[(cdiv(keys, block) * groups, batch)](
+        q, k, v, dy, _described(dk, block), _described(dv, block), *of_masks, logsumexp2_BQT, delta_BQT, *numbers,
         TILE=tile, **options,
     )  # fmt: skip
-    return dq, dk, dv, delta_BQT
+    return dq, dk.to(k_BGLD.dtype), dv.to(v_BGLV.dtype), delta_BQT
+
+
+def _token_after_token(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(B, heads, T, D) that can be described: the heads of a token side by side, whole steps apart."""
+    batch, heads, tokens, size = shape
+    step = STEP // dtype.itemsize
+    memory = torch.empty((batch, tokens, heads, cdiv(size, step) * step), dtype=dtype, device=device)
+    return memory.transpose(1, 2)[..., :size]
+
+
+def _described(states: Tensor, rows: int) -> TensorDescriptor:
+    """Of (B, heads, T, D), to copy rows of a head; of a copy where they do not lie as the copy engine wants them."""
+    step, size = STEP // states.element_size(), states.shape[3]
+    strides = [step if count == 1 else stride for count, stride in zip(states.shape, states.stride(), strict=True)][:3]
+    if states.stride(3) != 1 or states.data_ptr() % STEP or any(each % step or not each for each in strides):
+        copy = _token_after_token(states.shape, states.dtype, states.device)
+        return _described(copy.copy_(states), rows)
+    block = [1, 1, rows, max(16, next_power_of_2(size))]
+    return TensorDescriptor(states, list(states.shape), [*strides, 1], block)
 
 
 @quick
@@ -241,10 +268,11 @@ def _looks(seen, key_N, first_M, end_M, own_M, place_M, holes):
 
 @triton.jit
 def _attend_keys(
-    part, total_M, most_M, q_tile, k, v, seen, begin, stop, first_M, end_M, own_M, place_M, holes, k_token,
-    v_token, scale, TILE: tl.constexpr,
+    sums, q_tile, k, v, seen, begin, stop, first_M, end_M, own_M, place_M, holes, k_token, v_token, scale,
+    MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The keys from `begin` to `stop` for the pairs of own_M."""
+    """The keys from `begin` to `stop` for the pairs of own_M. Without masks all pairs see all of these."""
+    part, total_M, most_M = sums
     inner_N = tl.arange(0, TILE.N)
     inner_D, inner_V = tl.arange(0, TILE.D_BLOCK), tl.arange(0, TILE.V_BLOCK)
     inside_D, inside_V = _inside(inner_D, TILE.D, TILE.D_BLOCK), _inside(inner_V, TILE.V, TILE.V_BLOCK)
@@ -253,12 +281,13 @@ def _attend_keys(
     v_NV = (inner_N * v_token)[:, None] + inner_V[None, :]
     zero = tl.zeros((), tl.int64)
     for at in range(begin, stop, TILE.N):
-        there_N = at + inner_N < stop
+        there_N = at + inner_N < stop if MASKED else inner_N < TILE.N
         wide_at = zero + at
         k_tile = tl.load(k + wide_at * k_token + k_DN, mask=there_N[None, :] & inside_D[:, None], other=0.0)
         s = _capped(tl.dot(q_tile, k_tile, input_precision="ieee") * scale, TILE.SOFTCAP)
-        looks = _looks(seen, at + inner_N, first_M, end_M, own_M, place_M, holes)
-        s = tl.where(looks, s, float("-inf"))
+        if MASKED:
+            looks = _looks(seen, at + inner_N, first_M, end_M, own_M, place_M, holes)
+            s = tl.where(looks, s, float("-inf"))
         new_M = tl.maximum(most_M, tl.max(s, 1))
         p = _rescale(s, new_M[:, None])
         kept_M = _rescale(most_M, new_M)
@@ -269,15 +298,44 @@ def _attend_keys(
     return part, total_M, most_M
 
 
+@triton.jit
+def _attend_piece(q_tile, of_keys, split, TILE: tl.constexpr):
+    """Sums of values, of exponentials, and the largest score, of the split-th SPLIT keys from each first one on."""
+    k, v, seen, first_M, end_M, place_M, holes, k_token, v_token, keys, scale = of_keys
+    sums = (
+        tl.zeros((TILE.M, TILE.V_BLOCK), tl.float32),
+        tl.zeros((TILE.M,), tl.float32),
+        tl.full((TILE.M,), float("-inf"), tl.float32),
+    )
+    begin = tl.min(first_M, 0)
+    seen_by_all = tl.where(holes > 0, 0, tl.min(tl.where(first_M == begin, end_M, 0), 0))
+    while begin < keys:  # once for each first key
+        own_M = first_M == begin
+        start = begin + split * TILE.SPLIT
+        stop = tl.minimum(start + TILE.SPLIT, tl.max(tl.where(own_M, end_M, 0), 0))
+        masked = start + tl.maximum(tl.minimum(seen_by_all, stop) - start, 0) // TILE.N * TILE.N
+        sums = _attend_keys(
+            sums, q_tile, k, v, seen, start, masked, first_M, end_M, own_M, place_M, holes, k_token, v_token, scale,
+            False, TILE,
+        )  # fmt: skip
+        sums = _attend_keys(
+            sums, q_tile, k, v, seen, masked, stop, first_M, end_M, own_M, place_M, holes, k_token, v_token, scale,
+            True, TILE,
+        )  # fmt: skip
+        begin = tl.min(tl.where(first_M > begin, first_M, keys), 0)
+    return sums
+
+
 @quick
-@triton.jit(do_not_specialize=["tokens", "keys", "scale", "all_tokens", "bound_stride"])
+@triton.jit(do_not_specialize=["tokens", "keys", "splits", "scale", "all_tokens", "bound_stride"])
 def _attend(
-    q, k, v, seen, bounds, sink_Q, y, logsumexp, part_SRV, most_SR, total_SR, tokens, keys, scale, groups,
+    q, k, v, seen, bounds, sink_Q, y, logsumexp, part_SRV, most_SR, total_SR, tokens, keys, splits, scale, groups,
     bound_stride, all_tokens, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     seen_batch, seen_token, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One piece of the keys for M pairs of a query and one of the heads that share their keys; the result where there
-    is one piece. y and logsumexp are contiguous, and begin at the first of `tokens` of all_tokens."""
+    """One piece of the keys for M pairs of a query and one of the heads that share their keys, or all of them one after
+    another, and the result. y (B, T, Q, V) and logsumexp (B, Q, T) are contiguous, and begin at the first of `tokens`
+    of all_tokens."""
     HEADS: tl.constexpr = TILE.HEADS
     M: tl.constexpr = TILE.M
     pair_M = tl.program_id(0) * M + tl.arange(0, M)
@@ -298,33 +356,25 @@ def _attend(
     first_token = tl.program_id(0) * M // HEADS
     seen += batch.to(tl.int64) * seen_batch + first_token.to(tl.int64) * seen_token
     place_M = (token_M - first_token) * seen_token
-    most_M = tl.full((M,), float("-inf"), tl.float32)
-    total_M = tl.zeros((M,), tl.float32)
-    part = tl.zeros((M, TILE.V_BLOCK), tl.float32)
-    begin = tl.min(first_M, 0)
-    while begin < keys:  # once for each first key
-        own_M = first_M == begin
-        stop = tl.minimum(begin + (split + 1) * TILE.SPLIT, tl.max(tl.where(own_M, end_M, 0), 0))
-        start = begin + split * TILE.SPLIT
-        part, total_M, most_M = _attend_keys(
-            part, total_M, most_M, q_tile, k, v, seen, start, stop, first_M, end_M, own_M, place_M, holes, k_token,
-            v_token, scale, TILE,
-        )  # fmt: skip
-        begin = tl.min(tl.where(first_M > begin, first_M, keys), 0)
+    of_keys = (k, v, seen, first_M, end_M, place_M, holes, k_token, v_token, keys, scale)
     if part_SRV is None:
-        first_most = tl.full((M,), float("-inf"), tl.float32)
-        first_total = tl.zeros((M,), tl.float32)
+        most_M = tl.full((M,), float("-inf"), tl.float32)
+        total_M = tl.zeros((M,), tl.float32)
         if sink_Q is not None:
-            first_most = tl.load(sink_Q + head_M, mask=inside_M, other=0.0).to(tl.float32)
-            first_total = first_total + 1.0
-        nothing = tl.zeros((M, TILE.V_BLOCK), tl.float32)
-        part, total_M, most_M = _merged(nothing, first_total, first_most, part, total_M, most_M)
-        found, found_M = _finished(part, total_M, most_M)
-        row_M = (batch * (groups * HEADS) + head_M).to(tl.int64) * all_tokens + token_M
-        place = row_M[:, None] * TILE.V + inner_V[None, :]
+            most_M = tl.load(sink_Q + head_M, mask=inside_M, other=0.0).to(tl.float32)
+            total_M = total_M + 1.0
+        sums = tl.zeros((M, TILE.V_BLOCK), tl.float32)
+        for each in range(tl.minimum(splits, tl.cdiv(tl.max(end_M - first_M, 0), TILE.SPLIT))):  # others add zeros
+            part, of_part_M, most_of_part_M = _attend_piece(q_tile, of_keys, each, TILE)
+            sums, total_M, most_M = _merged(sums, total_M, most_M, part, of_part_M, most_of_part_M)
+        found, found_M = _finished(sums, total_M, most_M)
+        of_y_M = (batch.to(tl.int64) * all_tokens + token_M) * (groups * HEADS) + head_M
+        place = of_y_M[:, None] * TILE.V + inner_V[None, :]
         tl.store(y + place, found.to(y.dtype.element_ty), mask=inside_M[:, None] & inside_V[None, :])
+        row_M = (batch * (groups * HEADS) + head_M).to(tl.int64) * all_tokens + token_M
         tl.store(logsumexp + row_M, found_M, mask=inside_M)
     else:
+        part, total_M, most_M = _attend_piece(q_tile, of_keys, split, TILE)
         row_M = (split * (tl.num_programs(1) * HEADS) + tl.program_id(1) * HEADS + pair_M % HEADS).to(tl.int64)
         row_M = row_M * tokens + token_M
         tl.store(most_SR + row_M, most_M, mask=inside_M)
@@ -358,109 +408,159 @@ def _combine(
         part = tl.load(part_SRV + row * V + inner_V[None, :], mask=stored, other=0.0)
         sums, total, most = _merged(sums, total, most, part, of_part, most_of_part)
     found, found_lse = _finished(sums, total, most)
-    place = (batch * (groups * HEADS) + head).to(tl.int64) * all_tokens + token
-    tl.store(y + place * V + inner_V[None, :], found.to(y.dtype.element_ty), mask=(inner_V < V)[None, :])
-    tl.store(logsumexp + place + one, found_lse)
+    of_y = (batch.to(tl.int64) * all_tokens + token) * (groups * HEADS) + head
+    tl.store(y + of_y * V + inner_V[None, :], found.to(y.dtype.element_ty), mask=(inner_V < V)[None, :])
+    tl.store(logsumexp + (batch * (groups * HEADS) + head).to(tl.int64) * all_tokens + token + one, found_lse)
 
 
 # --- backward
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
-def _slope(s, SOFTCAP: tl.constexpr):
-    """Of a capped score s by the score before."""
+def _probabilities(dots, logsumexp, scale, SOFTCAP: tl.constexpr):
+    """Of products of queries and keys, and the slope of a capped score by the score before. logsumexp: in powers of
+    two."""
     if SOFTCAP > 0.0:
-        return 1.0 - (s / SOFTCAP) * (s / SOFTCAP)
+        s = _capped(dots * scale, SOFTCAP)
+        p = tl.exp2(s * LOG2_E - logsumexp)
+        slope = 1.0 - (s / SOFTCAP) * (s / SOFTCAP)
     else:
-        return 1.0
+        p = tl.exp2(dots * (scale * LOG2_E) - logsumexp)
+        slope = 1.0
+    return p, slope
+
+
+@triton.jit
+def _rows_of(desc, batch, head, row, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    return tl.reshape(desc.load([batch, head, row, 0]), (ROWS, BLOCK))
+
+
+@triton.jit
+def _add_dq(
+    dq, q, dy, k_desc, v_desc, seen, batch, group, key, scale, lse_M, delta_M, first_M, end_M, seen_token, holes,
+    MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """seen: what the first of the queries sees."""
+    N: tl.constexpr = TILE.N
+    k = _rows_of(k_desc, batch, group, key, N, TILE.D_BLOCK)
+    v = _rows_of(v_desc, batch, group, key, N, TILE.V_BLOCK)
+    dots = tl.dot(q, tl.trans(k), input_precision="ieee")
+    dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
+    p, slope = _probabilities(dots, lse_M[:, None], scale, TILE.SOFTCAP)
+    if MASKED:
+        key_N = key + tl.arange(0, N)
+        looks = (key_N[None, :] >= first_M[:, None]) & (key_N[None, :] < end_M[:, None])
+        p = tl.where(looks, p, 0.0)
+        if holes > 0:  # a tile of truth values that comes out of this branch would not compile for fp32
+            place = (tl.arange(0, TILE.M) * seen_token)[:, None] + key_N[None, :]
+            p = tl.where(tl.load(seen + place, mask=looks, other=0) != 0, p, 0.0)
+    ds = p * (dp - delta_M[:, None]) * slope
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "keys", "scale", "bound_stride"])
+@triton.jit(do_not_specialize=["tokens", "keys", "scale"])
 def _query_gradient(
-    q, k, v, dy, y, seen, bounds, logsumexp, delta, dq, tokens, keys, scale, groups, bound_stride, q_batch, q_head,
-    q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, dy_batch, dy_head, dy_token, seen_batch, seen_token,
-    TILE: tl.constexpr,
+    q_desc, k_desc, v_desc, y_desc, dy_desc, dq_desc, seen, bounds, logsumexp, logsumexp2, delta, tokens, keys, scale,
+    groups, bound_stride, seen_batch, seen_token, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of M pairs. y, dq, logsumexp and delta are contiguous."""
-    HEADS: tl.constexpr = TILE.HEADS
+    """Of M queries of a head dq, delta, and the logsumexp in powers of two. First the blocks of keys that all of them
+    see, in a loop without masks."""
     M: tl.constexpr = TILE.M
     N: tl.constexpr = TILE.N
-    pair_M = tl.program_id(0) * M + tl.arange(0, M)
-    batch, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
-    inside_M = pair_M < tokens * HEADS
-    token_M, head_M = pair_M // HEADS, group * HEADS + pair_M % HEADS
+    heads = groups * TILE.HEADS
+    head, batch = tl.program_id(0) % heads, tl.program_id(1)
+    row = (tl.num_programs(0) // heads - 1 - tl.program_id(0) // heads) * M  # of a text the last, the longest, first
+    token_M = row + tl.arange(0, M)
+    inside_M = token_M < tokens
     bounds += batch * tokens
     first_M = tl.load(bounds + token_M, mask=inside_M, other=keys)
     end_M = tl.load(bounds + bound_stride + token_M, mask=inside_M, other=0)
     holes = tl.max(tl.load(bounds + 2 * bound_stride + token_M, mask=inside_M, other=0), 0)
-    inner_D, inner_V, inner_N = tl.arange(0, TILE.D_BLOCK), tl.arange(0, TILE.V_BLOCK), tl.arange(0, N)
-    inside_D, inside_V = _inside(inner_D, TILE.D, TILE.D_BLOCK), _inside(inner_V, TILE.V, TILE.V_BLOCK)
-    mask_MD, mask_MV = inside_M[:, None] & inside_D[None, :], inside_M[:, None] & inside_V[None, :]
-    row_M = (batch * groups * HEADS + head_M) * tokens + token_M
-    q_MD = head_M[:, None] * q_head + token_M.to(tl.int64)[:, None] * q_token + inner_D[None, :]
-    q_tile = tl.load(q + batch * q_batch + q_MD, mask=mask_MD, other=0.0)
-    dy_MV = head_M[:, None] * dy_head + token_M.to(tl.int64)[:, None] * dy_token + inner_V[None, :]
-    dy_tile = tl.load(dy + batch * dy_batch + dy_MV, mask=mask_MV, other=0.0)
-    y_tile = tl.load(y + row_M[:, None] * TILE.V + inner_V[None, :], mask=mask_MV, other=0.0)
-    delta_M = tl.sum(y_tile.to(tl.float32) * dy_tile.to(tl.float32), 1)
-    tl.store(delta + row_M, delta_M, mask=inside_M)
-    lse_M = tl.load(logsumexp + row_M, mask=inside_M, other=float("inf"))
-    k += batch * k_batch + group * k_head
-    v += batch * v_batch + group * v_head
-    seen += batch * seen_batch
-    place_M = token_M.to(tl.int64) * seen_token
-    k_ND = (inner_N * k_token)[:, None] + inner_D[None, :]
-    v_VN = (inner_N * v_token)[None, :] + inner_V[:, None]
-    dq_tile = tl.zeros((M, TILE.D_BLOCK), tl.float32)
+    sees_M = first_M < end_M
     begin, stop = tl.min(first_M, 0), tl.max(end_M, 0)
-    zero = tl.zeros((), tl.int64)
-    for at in range(begin, stop, N):
-        there_N = at + inner_N < stop
-        wide_at = zero + at
-        k_tile = tl.load(k + wide_at * k_token + k_ND, mask=there_N[:, None] & inside_D[None, :], other=0.0)
-        v_tile = tl.load(v + wide_at * v_token + v_VN, mask=there_N[None, :] & inside_V[:, None], other=0.0)
-        s = _capped(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale, TILE.SOFTCAP)
-        looks = _looks(seen, at + inner_N, first_M, end_M, inside_M, place_M, holes)
-        p = tl.where(looks, tl.exp(s - lse_M[:, None]), 0.0)
-        dp = tl.dot(dy_tile, v_tile, input_precision="ieee")
-        ds = p * (dp - delta_M[:, None]) * _slope(s, TILE.SOFTCAP)
-        dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision="ieee")
-    tl.store(dq + row_M[:, None] * TILE.D + inner_D[None, :], (dq_tile * scale).to(dq.dtype.element_ty), mask=mask_MD)
+    before = tl.cdiv(tl.maximum(tl.max(tl.where(sees_M, first_M, 0), 0) - begin, 0), N)
+    whole = tl.maximum((tl.min(tl.where(sees_M, end_M, keys), 0) - begin) // N - before, 0)
+    total = tl.maximum(tl.cdiv(stop - begin, N), 0)
+    whole = tl.where(holes > 0, 0, tl.minimum(whole, tl.maximum(total - before, 0)))
+    of_head = (batch * heads + head).to(tl.int64) * tokens
+    lse_M = tl.load(logsumexp + of_head + token_M, mask=inside_M, other=float("inf")) * LOG2_E
+    dy = _rows_of(dy_desc, batch, head, row, M, TILE.V_BLOCK)
+    y = _rows_of(y_desc, batch, head, row, M, TILE.V_BLOCK)
+    delta_M = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
+    tl.store(delta + of_head + token_M, delta_M, mask=inside_M)
+    tl.store(logsumexp2 + of_head + token_M, lse_M, mask=inside_M)
+    q = _rows_of(q_desc, batch, head, row, M, TILE.D_BLOCK)
+    seen += batch.to(tl.int64) * seen_batch + row.to(tl.int64) * seen_token
+    group = head // TILE.HEADS
+    dq = tl.zeros((M, TILE.D_BLOCK), tl.float32)
+    for block in range(before, before + whole):
+        dq = _add_dq(
+            dq, q, dy, k_desc, v_desc, seen, batch, group, begin + block * N, scale, lse_M, delta_M, first_M, end_M,
+            seen_token, holes, False, TILE,
+        )  # fmt: skip
+    for index in range(total - whole):
+        key = begin + masked_block(index, before, whole) * N
+        dq = _add_dq(
+            dq, q, dy, k_desc, v_desc, seen, batch, group, key, scale, lse_M, delta_M, first_M, end_M, seen_token,
+            holes, True, TILE,
+        )  # fmt: skip
+    dq_desc.store([batch, head, row, 0], tl.reshape((dq * scale).to(dq_desc.dtype), (1, 1, M, TILE.D_BLOCK)))
+
+
+@triton.jit
+def _add_dk_and_dv(
+    dk, dv, k, v, q_desc, dy_desc, seen, bounds, logsumexp2, delta, batch, head, heads, query, tokens, keys, scale,
+    key_N, bound_stride, seen_token, holes, MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Scores are transposed: so probabilities enter products from registers."""
+    M: tl.constexpr = TILE.M
+    q = _rows_of(q_desc, batch, head, query, M, TILE.D_BLOCK)
+    dy = _rows_of(dy_desc, batch, head, query, M, TILE.V_BLOCK)
+    token_M = query + tl.arange(0, M)
+    of_head = (batch * heads + head).to(tl.int64) * tokens
+    if MASKED:
+        inside_M = token_M < tokens
+        lse_M = tl.load(logsumexp2 + of_head + token_M, mask=inside_M, other=float("inf"))
+        delta_M = tl.load(delta + of_head + token_M, mask=inside_M, other=0.0)
+    else:
+        lse_M = tl.load(logsumexp2 + of_head + token_M)
+        delta_M = tl.load(delta + of_head + token_M)
+    dots = tl.dot(k, tl.trans(q), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
+    p, slope = _probabilities(dots, lse_M[None, :], scale, TILE.SOFTCAP)
+    if MASKED:
+        first_M = tl.load(bounds + token_M, mask=inside_M, other=keys)
+        end_M = tl.load(bounds + bound_stride + token_M, mask=inside_M, other=0)
+        looks = (key_N[:, None] >= first_M[None, :]) & (key_N[:, None] < end_M[None, :])
+        p = tl.where(looks, p, 0.0)
+        if holes > 0:
+            place = (tl.arange(0, M) * seen_token)[None, :] + key_N[:, None]
+            seen += query.to(tl.int64) * seen_token
+            p = tl.where(tl.load(seen + place, mask=looks, other=0) != 0, p, 0.0)
+    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
+    ds = p * (dp - delta_M[None, :]) * slope
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"), dv
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "keys", "scale", "bound_stride"])
+@triton.jit(do_not_specialize=["keys"])
 def _key_gradient(
-    q, k, v, dy, seen, bounds, logsumexp, delta, dk, dv, tokens, keys, scale, groups, bound_stride, q_batch, q_head,
-    q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, dy_batch, dy_head, dy_token, seen_batch, seen_token,
-    TILE: tl.constexpr,
+    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, seen, bounds, logsumexp2, delta, tokens, keys, scale, groups,
+    bound_stride, seen_batch, seen_token, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of N keys over all pairs that see one of them, transposed: probabilities enter products from
-    registers. dk, dv, logsumexp and delta are contiguous."""
+    """dk and dv of N keys over all heads of their group, after `_query_gradient`. First the queries
+    that see all of them, in a loop without masks: of several runs of such queries (documents) the last."""
     HEADS: tl.constexpr = TILE.HEADS
     M: tl.constexpr = TILE.M
     N: tl.constexpr = TILE.N
-    key = tl.program_id(0) * N
+    group, batch = tl.program_id(0) % groups, tl.program_id(1)
+    key = tl.program_id(0) // groups * N
     key_N = key + tl.arange(0, N)
-    inside_N = key_N < keys
-    batch, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
-    inner_D, inner_V = tl.arange(0, TILE.D_BLOCK), tl.arange(0, TILE.V_BLOCK)
-    inside_D, inside_V = _inside(inner_D, TILE.D, TILE.D_BLOCK), _inside(inner_V, TILE.V, TILE.V_BLOCK)
-    mask_ND, mask_NV = inside_N[:, None] & inside_D[None, :], inside_N[:, None] & inside_V[None, :]
-    wide_N = key_N.to(tl.int64)
-    k_ND = wide_N[:, None] * k_token + inner_D[None, :]
-    k_tile = tl.load(k + batch * k_batch + group * k_head + k_ND, mask=mask_ND, other=0.0)
-    v_NV = wide_N[:, None] * v_token + inner_V[None, :]
-    v_tile = tl.load(v + batch * v_batch + group * v_head + v_NV, mask=mask_NV, other=0.0)
     bounds += batch * tokens
-    seen += batch * seen_batch
-    q += batch * q_batch
-    dy += batch * dy_batch
-    rows = (batch * groups + group) * HEADS * tokens
-    dk_tile = tl.zeros((N, TILE.D_BLOCK), tl.float32)
-    dv_tile = tl.zeros((N, TILE.V_BLOCK), tl.float32)
-    earliest, latest, holes = tokens, 0, 0  # tokens that see any of these keys
+    earliest, latest, holes, last = tokens, 0, 0, 0  # queries that see any of these keys, and behind one that sees all
     for at in range(0, tokens, TILE.RANGE):
         token = at + tl.arange(0, TILE.RANGE)
         there = token < tokens
@@ -470,30 +570,34 @@ def _key_gradient(
         earliest = tl.minimum(earliest, tl.min(tl.where(sees, token, tokens), 0))
         latest = tl.maximum(latest, tl.max(tl.where(sees, token + 1, 0), 0))
         holes = tl.maximum(holes, tl.max(tl.load(bounds + 2 * bound_stride + token, mask=there, other=0), 0))
-    for pair in range(earliest * HEADS, latest * HEADS, M):
-        pair_M = pair + tl.arange(0, M)
-        inside_M = pair_M < latest * HEADS
-        token_M, head_M = pair_M // HEADS, pair_M % HEADS
-        wide_M, of_group_M = token_M.to(tl.int64), group * HEADS + head_M
-        first_M = tl.load(bounds + token_M, mask=inside_M, other=keys)
-        end_M = tl.load(bounds + bound_stride + token_M, mask=inside_M, other=0)
-        row_M = rows + head_M.to(tl.int64) * tokens + token_M
-        lse_M = tl.load(logsumexp + row_M, mask=inside_M, other=float("inf"))
-        delta_M = tl.load(delta + row_M, mask=inside_M, other=0.0)
-        q_MD = of_group_M[:, None] * q_head + wide_M[:, None] * q_token + inner_D[None, :]
-        q_tile = tl.load(q + q_MD, mask=inside_M[:, None] & inside_D[None, :], other=0.0)
-        dy_MV = of_group_M[:, None] * dy_head + wide_M[:, None] * dy_token + inner_V[None, :]
-        dy_tile = tl.load(dy + dy_MV, mask=inside_M[:, None] & inside_V[None, :], other=0.0)
-        s = _capped(tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale, TILE.SOFTCAP)
-        looks = (key_N[:, None] >= first_M[None, :]) & (key_N[:, None] < end_M[None, :]) & inside_M[None, :]
-        p = tl.where(looks, tl.exp(s - lse_M[None, :]), 0.0)
-        if holes > 0:  # a tile of truth values that comes out of this branch would not compile for fp32
-            place = (wide_M * seen_token)[None, :] + key_N[:, None]
-            p = tl.where(tl.load(seen + place, mask=looks, other=0) != 0, p, 0.0)
-        dv_tile = tl.dot(p.to(dy_tile.dtype), dy_tile, dv_tile, input_precision="ieee")
-        dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
-        ds = p * (dp - delta_M[None, :]) * _slope(s, TILE.SOFTCAP)
-        dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
-    row_N = (batch * groups + group) * keys + wide_N
-    tl.store(dk + row_N[:, None] * TILE.D + inner_D[None, :], (dk_tile * scale).to(dk.dtype.element_ty), mask=mask_ND)
-    tl.store(dv + row_N[:, None] * TILE.V + inner_V[None, :], dv_tile.to(dv.dtype.element_ty), mask=mask_NV)
+        last = tl.maximum(last, tl.max(tl.where((first <= key) & (end >= key + N), token + 1, 0), 0))
+    since = earliest  # of the queries up to `last`, those from here on see all keys
+    for at in range(earliest, last, TILE.RANGE):
+        token = at + tl.arange(0, TILE.RANGE)
+        there = token < last
+        first = tl.load(bounds + token, mask=there, other=0)
+        end = tl.load(bounds + bound_stride + token, mask=there, other=key + N)
+        since = tl.maximum(since, tl.max(tl.where((first <= key) & (end >= key + N), 0, token + 1), 0))
+    begin = earliest // M  # in blocks of queries, at multiples of M: numbers of a query are loaded two at a time
+    before = tl.cdiv(since, M) - begin
+    whole = tl.where(holes > 0, 0, tl.maximum(last // M - begin - before, 0))
+    total = tl.maximum(tl.cdiv(latest, M) - begin, 0)
+    k = _rows_of(k_desc, batch, group, key, N, TILE.D_BLOCK)
+    v = _rows_of(v_desc, batch, group, key, N, TILE.V_BLOCK)
+    seen += batch.to(tl.int64) * seen_batch
+    dk = tl.zeros((N, TILE.D_BLOCK), tl.float32)
+    dv = tl.zeros((N, TILE.V_BLOCK), tl.float32)
+    for index in range(whole * HEADS):  # the heads of the group one after another: one long loop
+        query = (begin + before + index // HEADS) * M
+        dk, dv = _add_dk_and_dv(
+            dk, dv, k, v, q_desc, dy_desc, seen, bounds, logsumexp2, delta, batch, group * HEADS + index % HEADS,
+            groups * HEADS, query, tokens, keys, scale, key_N, bound_stride, seen_token, holes, False, TILE,
+        )  # fmt: skip
+    for index in range((total - whole) * HEADS):
+        query = (begin + masked_block(index // HEADS, before, whole)) * M
+        dk, dv = _add_dk_and_dv(
+            dk, dv, k, v, q_desc, dy_desc, seen, bounds, logsumexp2, delta, batch, group * HEADS + index % HEADS,
+            groups * HEADS, query, tokens, keys, scale, key_N, bound_stride, seen_token, holes, True, TILE,
+        )  # fmt: skip
+    dk_desc.store([batch, group, key, 0], tl.reshape((dk * scale).to(dk_desc.dtype), (1, 1, N, TILE.D_BLOCK)))
+    dv_desc.store([batch, group, key, 0], tl.reshape(dv.to(dv_desc.dtype), (1, 1, N, TILE.V_BLOCK)))

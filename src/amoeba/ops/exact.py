@@ -251,7 +251,9 @@ operators.define_forward(
     results=("y", "logsumexp"),
     forward=_attention_forward,
     fake=lambda q, k, v, *_: (
-        q.new_empty((*q.shape[:3], v.shape[-1])),
+        q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+        if q.is_cuda
+        else q.new_empty((*q.shape[:3], v.shape[-1])),
         q.new_empty(q.shape[:3] if q.is_cuda else 0, dtype=torch.float32),
     ),
 )

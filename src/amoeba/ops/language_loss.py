@@ -7,17 +7,20 @@ T tokens · H hidden · V vocabulary
 
 Logits are made for a part of the tokens, turned into their gradient on the spot and used up, so that memory holds one
 part's logits, in the dtype of the hidden states. Gradients of hidden states and weight are ready when forward ends.
+In exact mode the logits have its bits.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
+from amoeba.ops import exact
 
 # The logits of a part: 4096 tokens of a vocabulary of 32768 in bf16
 PART_BYTES = 256 * 2**20
@@ -43,14 +46,22 @@ def linear_cross_entropy(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor, 
         dtype = torch.get_autocast_dtype(device)
         hidden_TH, weight_VH = hidden_TH.to(dtype), weight_VH.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
-    return _LinearCrossEntropy.apply(hidden_TH, weight_VH, label_T, bias_V)
+    multiply = _exactly if exact.looks_on() else torch.nn.functional.linear
+    with exact.OUTSIDE:
+        return _LinearCrossEntropy.apply(hidden_TH, weight_VH, label_T, bias_V, multiply)
+
+
+def _exactly(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    return exact.product(hidden_TH[None], weight_VH.mT[None], bias_N=bias_V, dtype=hidden_TH.dtype)[0]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor, bias_V: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor, bias_V: Tensor | None, multiply: Callable
+    ) -> Tensor:
         with torch.autocast(hidden_TH.device.type, enabled=False):
-            loss, *gradients = _computed(hidden_TH, weight_VH, label_T, bias_V, ctx.needs_input_grad)
+            loss, *gradients = _computed(hidden_TH, weight_VH, label_T, bias_V, multiply, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -60,11 +71,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden_TH, dweight_VH, dbias_V = (
             None if gradient is None else gradient * d_loss.to(gradient.dtype) for gradient in ctx.saved_tensors
         )
-        return dhidden_TH, dweight_VH, None, dbias_V
+        return dhidden_TH, dweight_VH, None, dbias_V, None
 
 
 def _computed(
-    hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor, bias_V: Tensor | None, needs: tuple[bool, ...]
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    label_T: Tensor,
+    bias_V: Tensor | None,
+    multiply: Callable[..., Tensor],
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     tokens, vocabulary = hidden_TH.shape[0], weight_VH.shape[0]
     part = max(1, PART_BYTES // (vocabulary * hidden_TH.element_size()))
@@ -76,7 +92,7 @@ def _computed(
     sums_V = torch.zeros(vocabulary, dtype=wide, device=weight_VH.device) if needs[3] else None
     for start in range(0, tokens, part):
         rows = slice(start, min(tokens, start + part))
-        logits_TV = torch.nn.functional.linear(hidden_TH[rows], weight_VH, bias_V)
+        logits_TV = multiply(hidden_TH[rows], weight_VH, bias_V)
         _cross_entropy_(logits_TV, label_T[rows].contiguous(), loss_T[rows], wanted)
         if dhidden_TH is not None:
             torch.mm(logits_TV, weight_VH, out=dhidden_TH[rows])

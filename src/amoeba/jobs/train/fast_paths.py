@@ -40,8 +40,8 @@ WORTH_COMPILING = 1e16
 
 @contextmanager
 def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None], *, exact: bool = False) -> Iterator[None]:
-    """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it. exact: nothing
-    but the capture, which launches the kernels of exact mode as they are."""
+    """compile_layers: "on", "off", or "auto", which is on where there is a GPU and enough to do for it. exact: the loss
+    and the capture alone, which launches the kernels of exact mode as they are."""
     if trainer.rows.has_images:
         say("each step runs as transformers computes it, but for the experts: rows have images")
         yield
@@ -52,11 +52,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None], *,
     if exact and not gpu:
         yield
         return
-    if exact:
-        with _captured(trainer, over_ranks or why_waits(trainer.model, trains=True)) as reason:
-            say("each step uses: CUDA graph" if reason is None else f"no CUDA graph: {reason}")
-            yield
-        return
+    compile_layers = "off" if exact else compile_layers
     compiles = compile_layers == "on" or (compile_layers == "auto" and gpu and trainer.flops() >= WORTH_COMPILING)
     against = over_ranks
     if compiles and compile_layers == "auto" and repeats_forward(trainer.model):
@@ -71,6 +67,7 @@ def fast_paths(trainer: Any, compile_layers: str, say: Callable[[str], None], *,
             with trainer.as_it_trains():  # it runs a few tokens
                 reason = stack.enter_context(fused_loss(trainer.model))
             _tell(taken, "fused loss", reason, say)
+        if gpu and not exact:
             reason = stack.enter_context(_documents_apart(trainer))
             _tell(taken, "per-document attention", reason, say)
             if reason is None:
