@@ -31,7 +31,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver as triton_driver
 from triton.runtime.errors import OutOfResources
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from amoeba.core.errors import bad_value
 from amoeba.kernels.launch.driver import DriverLaunch, driver_launch
@@ -55,8 +55,23 @@ def _take_numbers_out_of_arrays() -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
+def _find_constants_of_called_functions_first() -> None:
+    """Triton before 3.8 copies the constants of a called function before it has looked for them, unless an earlier
+    kernel of this process called it, too. The key of a kernel would depend on what was launched before, and a process
+    would not find what another one compiled."""
+    update_hash = DependenciesFinder._update_hash
+
+    def update(finder: Any, function: Any) -> None:
+        _ = function.cache_key
+        update_hash(finder, function)
+
+    DependenciesFinder._update_hash = update
+
+
 if knobs.runtime.interpret:
     _take_numbers_out_of_arrays()
+else:
+    _find_constants_of_called_functions_first()
 
 Launch = Callable[..., None]  # of tensors, all else is known
 # A product and a sum are rounded once. Triton's own default will be another one from 3.10 on, with other numbers.
