@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from amoeba import MoE, MoEConfig, RouterConfig
 from fp8_stand_ins import stand_in
+from selection import each_value_once
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -28,6 +29,7 @@ def world(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@each_value_once()
 @pytest.mark.parametrize("fused", [False, True], ids=["AdamW", "fused AdamW"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_sharded_layer_in_fp8_never_sees_old_codes(backend, fused, world, monkeypatch):

@@ -10,10 +10,12 @@ from benchmarks.models.candidates import CANDIDATES
 from benchmarks.models.decoding import Agreement, compare
 from benchmarks.models.measure import measure
 from benchmarks.models.problem import SIZES, Problem, Stage
+from selection import quick
 
 PROBLEM = Problem(SIZES["tiny"], "decode", torch.device("cpu"))
 
 
+@quick(lambda name: name.endswith("adapter"))
 @pytest.mark.parametrize("name", ["amoeba generate, steps captured", "amoeba generate, steps captured, adapter"])
 def test_the_steps_of_generate_are_compared_with_the_plain_loop(name, monkeypatch):
     asked, candidate = [], next(each for each in CANDIDATES if each.name == name)

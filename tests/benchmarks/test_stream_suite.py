@@ -17,6 +17,7 @@ from amoeba.core.weights import ExpertWeights
 from benchmarks.stream import decode, stores
 from benchmarks.stream import run as suite
 from benchmarks.stream.problem import SIZES, StreamProblem, choose_problem
+from selection import quick
 
 CPU = torch.device("cpu")
 TINY = StreamProblem(SIZES["tiny"], CPU)
@@ -101,6 +102,7 @@ def test_only_what_was_asked_for_is_measured(tmp_path: Path) -> None:
     assert [each.slots for each in report.decodes] == [8, 4] and report.lora is None
 
 
+@quick(lambda format: format == "nvfp4")
 @pytest.mark.parametrize("format", ["fp8-128", "mxfp4", "nvfp4"])
 def test_codes_are_right_and_timed(format: str, tmp_path: Path) -> None:
     problem = StreamProblem(replace(SIZES["tiny"], format=format), CPU, ("decode", "disk", "lora"))

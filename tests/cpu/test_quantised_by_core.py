@@ -10,6 +10,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.quantise import is_compiled, load_quantise
 from amoeba.precision.formats import FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, Format, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix, empty_quantised, quantise
+from selection import each_value_once
 
 try:
     load_quantise()
@@ -44,6 +45,7 @@ def numbers(rows: int, columns: int, size: float, kind: str) -> Tensor:
     return (found * size).clamp(-3.3e38, 3.3e38)
 
 
+@each_value_once("format")
 @pytest.mark.parametrize("kind", ["normal", "wide", "ties", "sparse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", FORMATS)
@@ -51,6 +53,7 @@ def test_codes_and_scales_are_torch_s(format: str, dtype: torch.dtype, kind: str
     check_codes_and_scales(format, dtype, kind, closest=False)
 
 
+@each_value_once()
 @pytest.mark.parametrize("kind", ["normal", "wide", "ties", "sparse"])
 @pytest.mark.parametrize("format", [name for name, format in FORMATS.items() if format.element.bits == 4])
 def test_the_closest_scales_are_torch_s(format: str, kind: str) -> None:

@@ -22,6 +22,7 @@ from amoeba.proof import conformance
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.reference.experts import experts_forward
 from amoeba.system import cpu_features
+from selection import each_value_once, quick
 from small_layer import Layer
 
 pytestmark = pytest.mark.skipif(why_no_core() is not None, reason="needs the C++ core")
@@ -83,6 +84,7 @@ def test_every_code_is_the_number_that_torch_makes_of_it(flush: bool) -> None:
     assert found.isnan().sum() == 2
 
 
+@each_value_once()
 @by_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_expert_is_dequantised_to_the_bits_of_torch(shape: str, dtype: torch.dtype) -> None:
@@ -128,6 +130,7 @@ def test_nan_stays_nan(format: Format) -> None:
     assert found.isnan().nonzero().tolist() == of_block
 
 
+@each_value_once()
 @by_shape
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_few_rows_are_decoded_from_the_codes(shape: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +168,7 @@ def apart(tensor: Tensor) -> Tensor:
     return whole[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
 
 
+@each_value_once()
 @by_shape
 @pytest.mark.parametrize("tokens", [2, 70])
 def test_experts_that_lie_apart_are_read_where_they_are(shape: str, tokens: int) -> None:
@@ -195,6 +199,7 @@ CASES = [
 ]
 
 
+@each_value_once()
 @pytest.mark.parametrize("placement", ["fp8-weights", "mxfp8-weights", "mxfp4-weights", "nvfp4-weights"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fused_passes_have_every_gradient(case: Case, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +208,7 @@ def test_fused_passes_have_every_gradient(case: Case, placement: str, monkeypatc
     assert result.ok and result.refused is None, result
 
 
+@quick(lambda tokens: tokens == 3)
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_fused_passes_read_what_is_packed_in_bf16(tokens: int) -> None:
     """Their weights are code · scale rounded to bf16: with those as resident ones, the same bits."""

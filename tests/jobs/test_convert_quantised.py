@@ -20,7 +20,7 @@ from amoeba.jobs.placed_model import load_placed
 from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.stream.store.packing import pack
 from quantised_checkpoints import write_fp8, write_mxfp4
-from selection import each_value_once
+from selection import each_value_once, quick
 from tiny_models import build, relative, save_byte_tokenizer, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,6 +65,7 @@ def formats_in(folder: Path) -> set[str]:
     return {each.format.name if isinstance(each, QuantisedExperts) else "numbers" for each in placed}
 
 
+@quick(lambda base: base == "mxfp4")
 def test_merge_into_a_quantised_base_quantises_again_and_tells_the_error(base, tmp_path: Path) -> None:
     root, format, twin = base
     expected = adapted(twin, root / "adapter")
@@ -131,6 +132,7 @@ def test_experts_are_quantised_from_another_format_and_from_a_store(base, format
         quantise_folder(root / "base", tmp_path / "again", format)
 
 
+@quick(lambda base: base == "fp8")
 def test_quantising_again_in_the_same_format_changes_no_number(base, tmp_path: Path) -> None:
     root, format, _ = base
     quantise_folder(root / "base", tmp_path / "again", format)

@@ -50,7 +50,7 @@ TINY = {
     "save_every": 4,
     "learning_rate": 2e-2,
     "warmup_steps": 2,
-    "held_out": 0.1,
+    "held_out": 0.125,
 }
 needs_engine = pytest.mark.skipif(cpu_placements._why_not() is not None, reason=str(cpu_placements._why_not()))
 
@@ -62,7 +62,7 @@ def instructions() -> list[dict]:
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    return module.rows()[:120]
+    return module.rows()[:56]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, data: str) ->
 def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batch(packed: bool, base: Path, data: str, tmp_path: Path):
     tokenizer, model = AutoTokenizer.from_pretrained(base), base_model(base, "amoeba")
     tokenizer.chat_template = PLAIN_TEMPLATE
-    documents = load_corpus(data, held_out=0.1, seed=0).held_out[:7]
+    documents = load_corpus(data, held_out=0.125, seed=0).held_out
     if packed:
         held_out: Any = PackedDataset(documents, tokenizer, 13, keep_last=True)
         assert (held_out[len(held_out) - 1]["labels"] == NO_LABEL).any()
@@ -263,12 +263,12 @@ def test_held_out_questions_may_be_a_file_and_epochs_count_the_rows(base: Path, 
     other = tmp_path / "held.jsonl"
     other.write_text(json.dumps({"prompt": "1 plus 1? ", "completion": "2"}) + "\n")
     console = Quiet()
-    # 15 passes over the data, 4 a step: the last step of an epoch has fewer
+    # 7 batches, 4 a step: the last step of an epoch has fewer
     changes = {"held_out": str(other), "steps": None, "epochs": 1.5, "batch_size": 8, "accumulation": 4}
     report = finetune(settings(tmp_path / "run", base, data, **changes), console)
-    assert report.steps == 6
-    assert len(step_losses(tmp_path / "run")) == 6
-    assert any("120 documents to train on" in said and "1 held out" in said for said in console.said)
+    assert report.steps == 3
+    assert len(step_losses(tmp_path / "run")) == 3
+    assert any("56 documents to train on" in said and "1 held out" in said for said in console.said)
 
 
 # --- interruptions

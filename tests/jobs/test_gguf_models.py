@@ -24,6 +24,7 @@ from amoeba.plan.model import read_facts
 from amoeba.stream.store import open_store
 from called import call
 from gguf_models import ARCHITECTURES, UNLIKE, write_gguf
+from selection import each_value_once, quick
 from tiny_models import build, save_byte_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256, "max_position_embeddings": 512}
@@ -76,6 +77,7 @@ def test_text_of_a_vision_model_is_served_without_its_images(tmp_path):
         assert torch.allclose(found(ids).logits, model.float()(ids).logits, atol=1e-3)
 
 
+@quick(lambda pair: pair == "gpt_oss")
 def test_generate_writes_the_same_tokens_resident_and_streamed(pair):
     options = ("Once", "--max-new-tokens", 6, "--temperature", 0, "--json")
     folder, file = (call("generate", path, *options).document for path in pair)
@@ -135,6 +137,7 @@ def test_a_plan_knows_the_sizes_of_a_file(mxfp4):
     assert facts.expert_bytes("resident") < mxfp4.stat().st_size
 
 
+@quick(lambda kind: kind in ("Q8_0", "Q5_K"))  # what each stands for: tests/precision/test_blocks.py
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_every_quantised_type_is_the_dequantised_model(kind, tmp_path):
     model = build("qwen3_moe", norm_topk_prob=True, **SIZES, hidden_size=256, moe_intermediate_size=256)
@@ -159,6 +162,7 @@ def test_every_quantised_type_is_the_dequantised_model(kind, tmp_path):
 KINDS_OF_REST = ["Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K"]
 
 
+@each_value_once()
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", KINDS_OF_REST)
 def test_what_is_no_expert_stays_in_blocks_where_the_cpu_multiplies_them(kind, tied, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 
 from amoeba.jobs.grpo import GRPOTrainer
+from selection import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL, about what transformers will call otherwise
 PROMPTS = ["AB", "C", "DEF0", "G"]
@@ -114,6 +115,7 @@ def test_rollouts_are_those_of_the_weights_that_train(tmp_path: Path, kind: str)
     assert min(grown) > 1e-3  # by the first step; the second rollout was made with them
 
 
+@quick(lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_in_exact_mode_the_difference_is_nothing_at_all(tmp_path: Path, dtype: torch.dtype) -> None:
     if (reason := why_no_core()) is not None:

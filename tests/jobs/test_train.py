@@ -13,6 +13,7 @@ from amoeba.jobs.settings import TrainSettings, load_settings
 from amoeba.jobs.train.train import train
 from amoeba.observe.run_log import read_run
 from hostile_folders import change_json
+from selection import quick
 from tiny_runs import Quiet, make_inputs, step_losses, tiny_run, tiny_settings
 
 TINY = {
@@ -138,6 +139,7 @@ def test_the_balance_loss_takes_part_in_training(tmp_path: Path, corpus_file: st
     assert with_loss[2] != without[2]
 
 
+@quick(lambda command: command == "train")
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_the_router_loss_that_a_checkpoint_asks_of_transformers_is_left_out(command: str, tmp_path: Path) -> None:
     inputs, losses = make_inputs(tmp_path), []

@@ -35,7 +35,7 @@ def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, 
     return tiny_settings(command, folder, inputs, **CHANGED | changes).as_dict()
 
 
-@quick(lambda command, count: (command, count) in (("train", 2), ("finetune", 2)))
+@quick(lambda command, count: (command, count) == ("finetune", 2))  # train: by FSDP
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_ranks_that_share_each_batch_train_as_one_process(processes, inputs, tmp_path, command, count):

@@ -28,6 +28,7 @@ from amoeba.proof.cases import SILU, Case
 from amoeba.proof.over_ranks import DividedCase, verify_divided
 from fp8_stand_ins import stand_in
 from rank_jobs import E, H, I
+from selection import each_value_once, quick
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
 RECIPES = ("fp8", "fp8-ste", "fp8-saved")
@@ -58,6 +59,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
 
 
+@each_value_once()
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_have_the_recipes_gradients_and_one_process_bits(processes, recipe, dtype):
@@ -84,6 +86,7 @@ def computed_without(share: Any) -> dict[str, Tensor]:
 
 
 @interpreted
+@quick(lambda recipe: recipe == "fp8-saved")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_by_peers_it_has_the_bits_of_collective(processes: LocalRanks, recipe: str) -> None:
     jobs = [(rank, recipe, [(3, 5), (0, 7), (0, 0)], {}) for rank in range(2)]

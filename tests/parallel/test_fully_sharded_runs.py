@@ -45,9 +45,11 @@ def told(command: str, folder: Path, inputs: Path, **changes: Any) -> dict[str, 
     return tiny_settings(command, folder, inputs, **CHANGED | GRID | changes).as_dict()
 
 
-def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(processes, alone, inputs, tmp_path):
+def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(processes, inputs, tmp_path):
     """Three rows a batch, of which a rank has none; six experts, of which each rank keeps one or two."""
-    settings = tiny_settings("train", tmp_path / "run", inputs, **CHANGED)
+    few = CHANGED | {"steps": 4, "eval_every": 4}
+    settings = tiny_settings("train", tmp_path / "run", inputs, **few)
+    tiny_run(tiny_settings("train", tmp_path / "alone", inputs, **few), Quiet())
     words = ["train", "--experts", "ranks", "--expert-ranks", "2", "--dense", "fsdp", "--json"]
     for name in ("model", "data", "out", "steps", "batch_size", "log_every", "eval_every", "save_every",
                  "learning_rate", "sequence_length"):  # fmt: skip
@@ -63,7 +65,7 @@ def test_the_command_over_two_groups_of_two_ranks_trains_as_one_process(processe
         "FSDP2 shards the experts; all other parameters: sharded by FSDP2 over all ranks"
     ) in found[0][2].replace("\n", " ")
     assert all(out == err == "" for _, out, err in found[1:])  # one of them speaks
-    check_same_run(tmp_path / "run", alone["train"], "model")
+    check_same_run(tmp_path / "run", tmp_path / "alone", "model")
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]  # and not FSDP2's name for it
 

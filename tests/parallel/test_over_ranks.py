@@ -21,12 +21,13 @@ from selection import quick
 from small_layer import Layer
 
 
-@quick(lambda ranks, dtype: (ranks, dtype) in ((2, torch.float32), (3, torch.bfloat16)) or dtype.itemsize == 8)
+@quick(lambda ranks, dtype: (ranks, dtype) == (3, torch.bfloat16) or dtype.itemsize == 8)
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
     [*itertools.product([2, 3, 4], [torch.float32, torch.bfloat16]), (4, torch.float64), (4, torch.float16)],
 )
 def test_every_gradient_is_right_and_has_the_bits_of_one_process(processes, ranks, dtype):
+    """In fp32, too: `verify --ranks 2` in tests/commands/test_verify.py."""
     results = [verify_divided(case, dtype, processes, ranks) for case in divided_cases(ranks)]
     wrong = [f"{result.case}: {result.failure or result.out_of_tolerance}" for result in results if not result.ok]
     assert not wrong, "\n".join(wrong)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from amoeba.jobs.train.run_folder import checkpoints, run_folder
 from amoeba.parallel.launcher import _own_part
 from called import call
+from selection import quick
 from tiny_runs import kept_weights, make_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert meet(server, (0, 2), 4)[0] == "nothing from ranks 1, 3"
 
 
+@quick(lambda command: command == "train")
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_the_same_command_resumes_where_torchrun_may_restart_it(command, inputs, tmp_path, monkeypatch):
     words = ["train", "--model"] if command == "train" else ["finetune", "--lora-rank", "2"]

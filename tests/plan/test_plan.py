@@ -31,6 +31,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Where its size does not matter: the other one has 18,000 tensors to read about."""
+    folder = tmp_path_factory.mktemp("small") / "model"
+    build("qwen3_moe").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def facts(folder):
     return read_facts(str(folder))
 
@@ -48,13 +56,13 @@ class TestTheModel:
         assert facts.kv_numbers == 48 * 2 * 4 * 128
         assert facts.active_numbers / 1e9 == pytest.approx(3.05, abs=0.05)
 
-    def test_no_weight_is_read(self, folder, monkeypatch):
+    def test_no_weight_is_read(self, small, monkeypatch):
         def read(*_, **__):
             raise AssertionError("a weight was read")
 
         monkeypatch.setattr(Reader, "read", read)
         monkeypatch.setattr("safetensors.safe_open", read)
-        _, document = plan_json(folder, "--machine", "4090")
+        _, document = plan_json(small, "--machine", "4090")
         assert document["candidates"]
 
     def test_a_configuration_alone_gives_the_same_sizes(self, folder, facts, tmp_path):
@@ -261,10 +269,10 @@ class TestTheCommand:
         assert "streamed, 1 of 6 slots" in said and "of host memory; 180 MiB can be used" in said
         assert "nothing fits" in said and "pass --plan" not in said
 
-    def test_a_machine_can_be_described_by_a_file(self, folder, tmp_path):
+    def test_a_machine_can_be_described_by_a_file(self, small, tmp_path):
         path = tmp_path / "mine.json"
         path.write_text(json.dumps({"card": "4090", "ram_bytes": "16GiB", "link": 12e9}))
-        _, document = plan_json(folder, "--machine", path)
+        _, document = plan_json(small, "--machine", path)
         assert (document["machine"]["ram_bytes"], document["machine"]["link"]) == (16 * GIB, 12e9)
 
     @pytest.mark.parametrize(
@@ -300,9 +308,9 @@ class TestTheCommand:
             assert said in call("plan", tmp_path / name, "--machine", "4090", *words, code=2).said
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_gpu_memory_without_a_gpu_is_refused_before_anything_is_measured(self, folder, monkeypatch):
+    def test_gpu_memory_without_a_gpu_is_refused_before_anything_is_measured(self, small, monkeypatch):
         monkeypatch.setattr("amoeba.plan.machine.measured_machine", lambda **_: pytest.fail("measured"))
-        assert "--vram: expected a machine with a GPU" in call("plan", folder, "--vram", "4GiB", code=2).said
+        assert "--vram: expected a machine with a GPU" in call("plan", small, "--vram", "4GiB", code=2).said
 
     def test_a_preset_is_planned_before_it_has_files(self):
         result, document = plan_json("demo", "--for", "train", "--machine", "4090")

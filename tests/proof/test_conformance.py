@@ -26,15 +26,18 @@ FOR_THE_GPU = {case for case in cases() if case.num_tokens == 399} - {
     Case(399, 2, SILU, False, "empty_experts", 320, 192, recompute=True, lora="all", rank=64, frozen=True),
 }
 ON_THE_CPU = [case for case in cases() if case not in FOR_THE_GPU]
+SHORT = set(one_of_each(ON_THE_CPU))
 
 
 def groups(chosen):
-    """The cases in lots that are a test each; what a lot has in common is its name."""
+    """The cases in lots that are a test each; what a lot has in common is its name. Those that stand for all are lots
+    of their own."""
     found = {}
     for case in chosen:
         activation = case.activation
         name = f"{activation.kind}-{'gated' if activation.gated else 'plain'}-T{case.num_tokens}-H{case.hidden}"
         name += f"-lora-{case.lora}" if case.lora != "none" else ""
+        name += "" if case in SHORT else "-more"
         found.setdefault(name, []).append(case)
     return found
 
@@ -84,7 +87,6 @@ REFUSALS = {
 }
 
 
-SHORT = set(one_of_each(ON_THE_CPU))
 EAGER = "eager"  # as composed, torch's own operations for any dtype
 
 
