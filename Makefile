@@ -16,6 +16,9 @@ KEEPING := PYTHONDONTWRITEBYTECODE=
 FOLDERS := tests|test_utils|_internal|_vendor|benchmarks|cli|combinatorics|distutils|exporters|f2py|inference|lexers
 FOLDERS := $(FOLDERS)|mypyc?|physics|pip|pipelines|pipelining|setuptools|stats|transformers/models/(?!auto/)\w+
 SELDOM := /($(FOLDERS))/
+# pip uses one core. Meanwhile another one compiles the C++ core, 90 s of CPU time, which needs torch alone.
+MEANWHILE := $(if $(filter demo test,$(MAKECMDGOALS)),PYTHONPATH=src $(BIN)/python -c \
+	'from amoeba.cpu import build; [build.compiled_library(name) for name in build.LIBRARIES]' >/dev/null 2>&1 &)
 # what `make bench` measures, for example: make bench BENCH="--suite cpu --out benchmarks/results"
 BENCH ?=
 # what `make test-gpu` is given
@@ -100,7 +103,8 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@# the pip of Python 3.11 needs twice as long to find out what fits together
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '$(TORCH)' -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '$(TORCH)'
+	@$(MEANWHILE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '$(TORCH)' -e '.[dev]'
 	@# what pip does on one core, and ours, which it leaves alone; some are templates and no Python, hence || true
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib src || true
 	@touch $@
