@@ -9,6 +9,7 @@ import typer
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.options import Device, Dtypes, Json, Verbose, all_dtypes, parse_device, parse_dtypes
 from amoeba.commands.start import start
+from amoeba.jobs.compile_beside import process_beside
 
 
 def verify(
@@ -24,17 +25,23 @@ def verify(
 ) -> None:
     """Check every backend on this machine: output and each gradient against an fp64 reference, in under a minute."""
     output = start(verbose)
-    from amoeba.commands import verify_run
+    ahead = device != "cpu" and not thorough and ranks is None
+    with process_beside(
+        "amoeba.proof.compiled_checks", wanted=ahead, heard=output.verbose, answers=True
+    ) as process:  # before torch is imported
+        from amoeba.commands import verify_run
+        from amoeba.proof.compiled_checks import order_of
 
-    with usage():
-        dtypes = parse_dtypes(dtype or [], all_dtypes())
+        with usage():
+            dtypes = parse_dtypes(dtype or [], all_dtypes())
+            if ranks is not None:
+                verify_run.check_ranks(ranks, device, backend or [], thorough)
         if ranks is not None:
-            verify_run.check_ranks(ranks, device, backend or [], thorough)
-    if ranks is not None:
-        finish(output, *verify_run.run_over_ranks(ranks, dtypes, output), json)
-        return
-    with usage():
-        place = parse_device(device)
-        backends = verify_run.check_backends(backend or [], place)
-    document, ok = verify_run.run(place, dtypes, backends, thorough, output)
+            finish(output, *verify_run.run_over_ranks(ranks, dtypes, output), json)
+            return
+        with usage():
+            place = parse_device(device)
+            backends = verify_run.check_backends(backend or [], place)
+        order = None if process is None or place.type == "cpu" else order_of(process, dtypes, backends)
+        document, ok = verify_run.run(place, dtypes, backends, thorough, output, order)
     finish(output, document, ok, json)

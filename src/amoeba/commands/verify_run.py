@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from amoeba.backends.registry import is_known
+from amoeba.commands.exits import interrupted
 from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import LORA_NAMES
-from amoeba.proof.compiled_checks import compiled_beside
+from amoeba.proof.compiled_checks import OWN_CORES
 from amoeba.proof.conformance import (
     STAGES,
     Check,
+    Planned,
     Result,
     backend_names,
     cases,
     names_of_named_backends,
+    results_of,
     tolerance,
-    verify,
     worst,
 )
 from amoeba.proof.over_ranks import verify_over_ranks
@@ -34,8 +36,8 @@ from amoeba.system.machine import commit, machine, versions
 # Columns of the table, in the order in which a token and its gradient meet them.
 _NAMES = ("inference", "output", "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias", *LORA_NAMES, *STAGES)
 _FAILURES_SHOWN = 10
-# Of the short form. With torch's own start and the last case's kernels still to be compiled, it ends within a minute.
-SECONDS = 40
+# Of the short form. With torch's own start and the last check, it ends within a minute.
+SECONDS = 45
 _SECONDS_BETWEEN_LINES = 5.0
 _MOST_RANKS = 16
 
@@ -46,38 +48,70 @@ def check_backends(names: Sequence[str], device: torch.device) -> list[str]:
     for name in names:
         if name not in known and not is_known(name):
             raise bad_value("--backend", f"one of {', '.join(known)}", repr(name), "leave it out for all of them")
-    return list(dict.fromkeys(names)) or list(known)
+    return list(dict.fromkeys(names or known))
 
 
 def run(
-    device: torch.device, dtypes: Sequence[torch.dtype], backends: Sequence[str], thorough: bool, output: Output
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    backends: Sequence[str],
+    thorough: bool,
+    output: Output,
+    order: Callable[[list[Planned], float], Iterator[int]] | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Prints the table; returns the document and whether all that was checked is right."""
+    """Prints the table; returns the document and whether all that was checked is right.
+
+    order: of the checks, while other processes compile what they need (see `amoeba.proof.compiled_checks`).
+    """
     seconds = None if thorough else SECONDS
     output.progress(
         f"checking {', '.join(backends)} on {device.type} in {', '.join(map(dtype_name, dtypes))}, "
         + ("every case, without a time limit" if thorough else f"the most revealing cases first, for {SECONDS} s")
     )
     began = time.monotonic()
-    ahead = device.type == "cuda" and not thorough and "TRITON_INTERPRET" not in os.environ
 
     def tell(check: Check) -> None:
         now = f"{check.backend} in {dtype_name(check.dtype)}: {check.case.name}"
         output.at_times(f"{check.done} of {check.total} done, now {now}", _SECONDS_BETWEEN_LINES)
 
-    with output.working(), compiled_beside(dtypes, backends) if ahead else nullcontext() as order:
-        results = verify(device, dtypes, backends, thorough, tell, seconds, order)
-    each = len(dtypes) * len(backends)
-    finished = len(results) // each
+    results: list[Result] = []
+    stopped = False
+    with output.working(), _threads(torch.get_num_threads() if order is None else OWN_CORES):
+        try:
+            for result in results_of(device, dtypes, backends, thorough, tell, seconds, order):
+                results.append(result)
+        except KeyboardInterrupt:
+            stopped = True
+    pairs = list(itertools.product(backends, dtypes))
+    finished = Counter((result.backend, result.dtype) for result in results)
+    each = len(cases(thorough))
     document = _document(results, device, thorough) | {
         "seconds": time.monotonic() - began,
-        "cases": finished,
-        "cases_left_out": len(cases(thorough)) - finished,
+        "cases": min(finished[pair] for pair in pairs),
+        "cases_left_out": each - min(finished[pair] for pair in pairs),
         "checks": len(results),
-        "checks_left_out": len(cases(thorough)) * each - len(results),
+        "checks_left_out": each * len(pairs) - len(results),
+        "not_reached": [
+            {"backend": backend, "dtype": dtype_name(dtype)} for backend, dtype in pairs if not finished[backend, dtype]
+        ],
     }
+    for row in document["backends"]:
+        row["cases_left_out"] = each - row["cases_checked"] - row["cases_refused"]
     _print(document, output)
+    if stopped:
+        raise interrupted(f"{len(results)} of {each * len(pairs)} checks were done, see the table")
     return document, document["ok"]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """At most as many threads of torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(count, before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_ranks(ranks: int, device: str, backends: Sequence[str], thorough: bool) -> None:
@@ -168,6 +202,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
     columns, lines = _every_error(rows) if output.verbose else _worst_errors(rows)
     output.table(f"worst relative error on {document['device']}", columns, lines, text=("backend", "dtype", "of"))
     _print_refusals(document, output)
+    _print_not_reached(document.get("not_reached", ()), output)
     _print_failures(document["failures"], output)
     output.line()
     if not document["thorough"]:
@@ -175,7 +210,10 @@ def _print(document: dict[str, Any], output: Output) -> None:
     if not rows:
         output.line("FAIL: nothing was checked, every case was refused", style="bold red")
     elif document["ok"]:
-        output.line(f"ok: {sum(row['cases_checked'] for row in rows)} checks, every gradient within tolerance")
+        checked, refused = (
+            sum(row[f"cases_{what}"] for row in document["backends"]) for what in ("checked", "refused")
+        )
+        output.line(f"ok: {checked} checks, every gradient within tolerance; {refused} more were refused")
     else:
         output.line(f"FAIL: {len(document['failures'])} cases out of tolerance or in error", style="bold red")
 
@@ -191,9 +229,23 @@ def _print_refusals(document: dict[str, Any], output: Output) -> None:
         refused = [row for row in document["backends"] if row["cases_refused"]]
         for backend in dict.fromkeys(row["backend"] for row in refused):
             mine = [row for row in refused if row["backend"] == backend]
-            whole = [row["dtype"] for row in mine if not row["cases_checked"]]
-            some = [f"{row['cases_refused']} of the cases in {row['dtype']}" for row in mine if row["cases_checked"]]
-            output.line(f"  {backend}: {', '.join((*whole, *some))}")
+            output.line(f"  {backend}: {', '.join(map(_refused, mine))}")
+
+
+def _refused(row: dict[str, Any]) -> str:
+    if row["cases_checked"]:
+        return f"{row['cases_refused']} of the cases in {row['dtype']}"
+    # the first case, which has every property, is refused by backends that serve others
+    only_first = row["cases_refused"] == 1 and row.get("cases_left_out")
+    return f"{row['dtype']} (the first case, no other was reached)" if only_first else row["dtype"]
+
+
+def _print_not_reached(pairs: Sequence[dict[str, str]], output: Output) -> None:
+    if pairs:
+        output.heading("not reached in the time, nothing is known of them")
+        for backend in dict.fromkeys(pair["backend"] for pair in pairs):
+            dtypes = ", ".join(pair["dtype"] for pair in pairs if pair["backend"] == backend)
+            output.line(f"  {backend}: {dtypes}")
 
 
 def _left_out(document: dict[str, Any]) -> str:

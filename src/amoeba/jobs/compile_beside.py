@@ -88,32 +88,37 @@ class Compiler:
                 to.write(json.dumps(asdict(work)) + "\n")
         threading.Thread(target=self._process.wait, daemon=True).start()  # no zombie during a run of days
 
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()  # its own processes end with it
-            self._process.wait()
-
 
 @contextmanager
 def compiling_beside(*, wanted: bool = True, heard: bool = False) -> Iterator[Compiler]:
     """heard: whether it says on stderr what it did."""
+    with process_beside("amoeba.jobs.warm", wanted=wanted, heard=heard) as process:
+        yield Compiler(process)
+
+
+@contextmanager
+def process_beside(
+    module: str, *, wanted: bool = True, heard: bool = False, answers: bool = False
+) -> Iterator[subprocess.Popen[str] | None]:
+    """That is told what to do on its stdin, and ends with this block. answers: on its stdout, to be read."""
     process = None
     if wanted and has_gpu() and "TRITON_INTERPRET" not in os.environ:
         with suppress(OSError):  # no more processes
             process = subprocess.Popen(
-                [sys.executable, "-m", "amoeba.jobs.warm"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if answers else subprocess.DEVNULL,
                 stderr=None if heard else subprocess.DEVNULL,
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the command, which ends this one
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
-    compiler = Compiler(process)
     try:
-        yield compiler
+        yield process
     finally:
-        compiler.end()
+        if process is not None:
+            process.kill()  # its own processes end with it
+            process.wait()
 
 
 def has_gpu() -> bool:

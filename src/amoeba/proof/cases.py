@@ -251,9 +251,8 @@ Represent = Callable[[ExpertWeights], ExpertWeights]
 
 
 def without_truth(case: Case, dtype: torch.dtype) -> Example:
-    """For who wants to know what is launched: inputs of the right sizes, and no dy."""
-    generator = torch.Generator().manual_seed(case.seed)
-    expert_TK, inputs = _expert_ids(case, generator), _inputs(case, dtype, generator)
+    """For who wants to know what serves it, or what is launched: the inputs, and no dy."""
+    expert_TK, inputs, _ = _drawn(case, dtype)
     return Example(expert_TK, torch.zeros_like(inputs["x"]), inputs, {})
 
 
@@ -262,11 +261,19 @@ def example(case: Case, dtype: torch.dtype, represent: Represent | None = None) 
     return _example(case, dtype, represent)
 
 
+@functools.lru_cache(maxsize=16)  # placements of a case follow each other
+def _drawn(case: Case, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Ids, inputs, and the state of the generator that draws what comes next."""
+    generator = torch.Generator().manual_seed(case.seed)
+    expert_TK, inputs = _expert_ids(case, generator), _inputs(case, dtype, generator)
+    return expert_TK, inputs, generator.get_state()
+
+
 @functools.lru_cache(maxsize=128)  # its arguments by position: a default that is left out would make a second entry
 def _example(case: Case, dtype: torch.dtype, represent: Represent | None) -> Example:
-    generator = torch.Generator().manual_seed(case.seed)
-    expert_TK = _expert_ids(case, generator)
-    inputs = _inputs(case, dtype, generator)
+    expert_TK, inputs, state = _drawn(case, dtype)
+    generator = torch.Generator()
+    generator.set_state(state)
     weights, lora = weights_of(inputs, case.activation), lora_of(inputs)
     if represent is not None:
         weights = represent(weights.to(torch.float32)).to(torch.float64)

@@ -1,15 +1,16 @@
-"""Checks in the order in which their kernels are compiled, so that `amoeba verify` never waits for one kernel alone.
+"""Checks in the order in which what they need is compiled: `amoeba verify` waits for no kernel while a check is ready.
 
-    with compiled_beside(dtypes, backends) as order:
-        results = verify(device, dtypes, backends, seconds=40, order=order)
+    with process_beside("amoeba.proof.compiled_checks", answers=True) as process:       # see `amoeba.jobs`
+        results = results_of(device, dtypes, backends, seconds=40, order=order_of(process, dtypes, backends))
 
-A process beside goes through the same checks without numbers (see `amoeba.kernels.launch.ahead`), has their kernels
-compiled by all cores, and says which check is ready. Those that launch none of ours fill the time between. Where that
-process cannot start, checks come one after the other.
+A process beside goes through the same checks without numbers (see `amoeba.kernels.launch.ahead`), has their kernels and
+the parts of the C++ core compiled by the other cores, and says which check is ready. Of those that are ready the most
+revealing one is next. Those that launch nothing of ours are ready as soon as that is known, and fill the time.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import os
@@ -18,16 +19,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
+from amoeba.cpu.build import CoreUnavailable, compiled_library
 from amoeba.proof.cases import cases, most_telling_first
-from amoeba.proof.conformance import Planned, rehearse
+from amoeba.proof.conformance import Planned, is_computed_on_cpu, rehearse
 
-UNKNOWN = -1  # kernels of a check that cannot be gone through without numbers
+# Cores that are left to the checks themselves: threads that wait for one that compiles make small products slow.
+OWN_CORES = 2
 # Properties of a case that make other kernels; numbers of tokens and of experts, and the routing, rarely do.
 _COMPILED_FOR = (
     "activation",
@@ -41,80 +45,88 @@ _COMPILED_FOR = (
     "rank",
     "frozen",
 )
-_FIRST = 2  # cases whose checks all backends come to, whatever time it is
+_FIRST = 2  # cases by which a backend is known to launch nothing of ours in a dtype
 
 
-@contextmanager
-def compiled_beside(
-    dtypes: Sequence[torch.dtype], backends: Sequence[str]
-) -> Iterator[Callable[[list[Planned], float], Iterator[int]] | None]:
-    told = json.dumps([[str(dtype).removeprefix("torch.") for dtype in dtypes], list(backends)])
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, told],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-    except OSError:
-        yield None
-        return
+def order_of(
+    process: subprocess.Popen[str], dtypes: Sequence[torch.dtype], backends: Sequence[str]
+) -> Callable[[list[Planned], float], Iterator[int]]:
+    """For `results_of`."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def listen() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(OSError, ValueError):  # it has ended
+            with process.stdin as to:
+                to.write(json.dumps([[str(dtype).removeprefix("torch.") for dtype in dtypes], list(backends)]) + "\n")
+            for line in process.stdout:
+                lines.put(line)
         lines.put(None)
 
-    thread = threading.Thread(target=listen, daemon=True)
-    thread.start()
-    try:
-        yield lambda checks, ends: as_they_are_ready(checks, ends, lines)
-    finally:
-        process.kill()  # its own processes end with it
-        process.wait()
-        thread.join()
+    threading.Thread(target=listen, daemon=True).start()
+    return lambda checks, ends: as_they_are_ready(len(checks), ends, lines)
 
 
-def as_they_are_ready(checks: list[Planned], ends: float, lines: queue.SimpleQueue[str | None]) -> Iterator[int]:
-    """lines: "place kernels" of a check that is ready, None behind the last. After the end those of the first cases
-    that are left."""
-    first = _FIRST * len({(dtype, name) for _, dtype, name in checks})
-    left, ready = dict.fromkeys(range(len(checks))), set[int]()
-    launches: dict[tuple, list[int]] = defaultdict(list)  # of the first cases, by dtype and backend
-    listening = True
-    while left and time.monotonic() < ends:
-        place = min(ready, default=None)
-        if place is None:
-            free = (each for each in left if _is_free(launches[checks[each][1:]]) or not listening)
-            place = next(free, None)
-        if listening:
-            try:
-                line = lines.get(timeout=0 if place is not None else min(1.0, max(0.0, ends - time.monotonic())))
-                listening = line is not None
-                if line is not None:
-                    number, kernels = map(int, line.split())
-                    if number < first:
-                        launches[checks[number][1:]].append(kernels)
-                    if number in left and kernels != UNKNOWN:
-                        ready.add(number)
-                    continue  # there may be more
-            except queue.Empty:
-                pass
-        if place is not None:
-            del left[place]
-            ready.discard(place)
-            yield place
-    yield from (each for each in left if each < first)
+def as_they_are_ready(total: int, ends: float, lines: queue.SimpleQueue[str | None]) -> Iterator[int]:
+    """Until the time is over, each place below `total` once. lines: a place that is ready, None behind the last: from
+    then on nothing is compiled any more, and the rest follow in their order."""
+    left, ready = set(range(total)), list[int]()
+    while left and (seconds := ends - time.monotonic()) > 0:
+        try:
+            line = lines.get(not ready, seconds)
+        except queue.Empty:
+            if ready and (place := heapq.heappop(ready)) in left:
+                left.remove(place)
+                yield place
+            continue
+        if line is None:
+            ready = sorted(left)
+        else:
+            heapq.heappush(ready, int(line))
 
 
-def _is_free(kernels: list[int]) -> bool:
-    """Whether such checks launch nothing of ours, by those of the first cases."""
-    return len(kernels) == _FIRST and not any(kernels)
+class _Part(NamedTuple):
+    """Of the C++ core; to be submitted to `Workers` as a launch is."""
+
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"part {self.key} of the C++ core"
+
+    def compile(self) -> None:
+        with suppress(CoreUnavailable):  # the check says so
+            compiled_library(self.key)
+
+
+_PARTS = frozenset(("packed", "node"))  # of the C++ core: experts in the CPU's memory are computed by both
+
+
+class _Waiting:
+    """Which checks wait for what; one that waits for nothing any more is told of."""
+
+    def __init__(self, tell: Callable[[int], object]) -> None:
+        self._tell = tell
+        self._missing: dict[int, set[Hashable]] = {}
+        self._waiting: dict[Hashable, list[int]] = defaultdict(list)
+        self._compiled: set[Hashable] = set()
+
+    def add(self, place: int, keys: set[Hashable]) -> None:
+        missing = keys - self._compiled
+        if not missing:
+            self._tell(place)
+            return
+        self._missing[place] = missing
+        for key in missing:
+            self._waiting[key].append(place)
+
+    def compiled(self, key: Hashable) -> None:
+        """Or given up."""
+        self._compiled.add(key)
+        for place in self._waiting.pop(key, ()):
+            self._missing[place].discard(key)
+            if not self._missing[place]:
+                self._tell(place)
 
 
 def _in_groups(checks: list[Planned], first: int) -> list[int]:
@@ -123,61 +135,70 @@ def _in_groups(checks: list[Planned], first: int) -> list[int]:
     for place in range(first, len(checks)):
         case = checks[place][0]
         groups.setdefault(tuple(getattr(case, name) for name in _COMPILED_FOR), []).append(place)
-    return [*range(min(first, len(checks))), *itertools.chain(*groups.values())]
+    return list(itertools.chain(*groups.values()))
 
 
 def main() -> None:
-    """Of the process beside."""
+    """Of the process beside: imports what it can, and then reads what to do."""
     from amoeba.backends.registry import is_known
-    from amoeba.kernels.launch.ahead import Launch, Workers, end_with_parent, gpu_named, noting, standing_in
+    from amoeba.kernels.launch.ahead import (
+        DriverModule,
+        Launch,
+        Workers,
+        cores,
+        end_with_parent,
+        gpu_named,
+        noting,
+        standing_in,
+    )
 
     end_with_parent()
     os.nice(5)
-    names, backends = json.loads(sys.argv[1])
+    line = sys.stdin.readline()
+    if not line:  # there is nothing to do, or the command has ended
+        return
+    names, backends = json.loads(line)
     dtypes = [getattr(torch, name) for name in names]
     checks = list(itertools.product(most_telling_first(cases()), dtypes, backends))
     first = _FIRST * len(dtypes) * len(backends)
-    waits_for: dict[int, set[Hashable]] = {}
-    waiting: dict[Hashable, list[int]] = defaultdict(list)
-    counts: dict[int, int] = {}
-    compiled: set[Hashable] = set()
-    seen: dict[tuple, list[int]] = defaultdict(list)
+    cuda = torch.device("cuda")
+    waiting = _Waiting(lambda place: print(place, flush=True))
 
-    def tell(place: int) -> None:
-        print(place, counts[place], flush=True)
+    def needs(place: int, launches: list[Launch]) -> set[Hashable]:
+        _, dtype, name = checks[place]
+        return {launch.key for launch in launches} | (_PARTS if is_computed_on_cpu(name, dtype) else set())
 
-    def done(launch: Launch, ok: bool) -> None:
-        compiled.add(launch.key)
-        for place in waiting.pop(launch.key, ()):
-            waits_for[place].discard(launch.key)
-            if not waits_for[place]:
-                tell(place)
+    def go_through(place: int) -> int:
+        """The number of kernels that it launches."""
+        case, dtype, name = checks[place]
+        found: list[Launch] = []
+        # It does not serve this case, or the host looks at numbers: what it launches after that is compiled when met.
+        with noting(found.append), suppress(Exception):
+            rehearse(case, name, cuda, dtype)
+        for launch in found:
+            workers.submit(launch)
+        waiting.add(place, needs(place, found))
+        workers.go_on()
+        return len(found)
 
-    gpu = gpu_named(sys.argv[2] if len(sys.argv) > 2 else None)
-    with standing_in(gpu), Workers(done=done) as workers:
+    gpu = gpu_named(sys.argv[1] if len(sys.argv) > 1 else None)
+    others = max(1, cores() - OWN_CORES)
+    with standing_in(gpu), Workers(others, done=lambda launch, ok: waiting.compiled(launch.key)) as workers:
+        workers.submit(DriverModule)
         for name in backends:
             is_known(name)
+        if any(is_computed_on_cpu(name, dtype) for name in backends for dtype in dtypes):
+            for part in sorted(_PARTS):
+                workers.submit(_Part(part))
+        launched: Counter[tuple] = Counter()
+        for place in range(min(first, len(checks))):
+            launched[checks[place][1:]] += go_through(place)
+        for place in range(first, len(checks)):
+            if not launched[checks[place][1:]]:
+                waiting.add(place, needs(place, []))
         for place in _in_groups(checks, first):
-            case, dtype, name = checks[place]
-            if place >= first and _is_free(seen[dtype, name]):
-                continue
-            found: list[Launch] = []
-            with noting(found.append):
-                try:
-                    rehearse(case, name, torch.device("cuda"), dtype)
-                    counts[place] = len(found)
-                except Exception:  # it does not serve this case, or the host looks at numbers
-                    counts[place] = UNKNOWN if found else 0
-            if place < first:
-                seen[dtype, name].append(counts[place])
-            for launch in found:
-                workers.submit(launch)
-            waits_for[place] = {launch.key for launch in found} - compiled
-            for key in waits_for[place]:
-                waiting[key].append(place)
-            if not waits_for[place]:
-                tell(place)
-            workers.go_on()
+            if launched[checks[place][1:]]:
+                go_through(place)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,7 @@ def why_not(case: Case, backend_name: str, device: torch.device, dtype: torch.dt
     named = _named(backend_name)
     if reason is not None or (placement is not None and not placement.trains and named is None):
         return reason
-    made = example(case, dtype)
-    tensors, routing, _ = _placed(made, case, device, dtype)
+    tensors, routing, _ = _placed(without_truth(case, dtype), case, device, dtype)
     weights, lora = weights_of(tensors, case.activation), lora_of(tensors)
     if named is not None:
         made_of = weights if placement is None else placement.make(weights)
@@ -178,6 +177,13 @@ def check(case: Case, backend_name: str, device: torch.device, dtype: torch.dtyp
     } | stages
 
 
+def is_computed_on_cpu(backend_name: str, dtype: torch.dtype) -> bool:
+    """Whether experts of that name are in the CPU's memory wherever x is, and take it in this dtype."""
+    placement = _placement(backend_name)
+    at_home = placement is not None and placement.home is not None and placement.home.type == "cpu"
+    return at_home and placement is not None and dtype in placement.tolerances
+
+
 def rehearse(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Launches what `check` launches, on tensors that may be without numbers; nothing where experts are on the CPU."""
     placement = _placement(backend_name)
@@ -192,10 +198,12 @@ def _computed(
     tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name: str, dy_TH: Tensor
 ) -> dict[str, Tensor]:
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    placement, weights = _placement(backend_name), weights_of(tensors, case.activation)
     with poisoned_memory():
+        made = weights if placement is None else placement.make(weights)
         with torch.no_grad():
-            found = {"inference": _run(tensors, routing, case, backend_name)}
-        found["output"] = _run(tensors, routing, case, backend_name)
+            found = {"inference": _run(tensors, routing, made, case, backend_name)}
+        found["output"] = _run(tensors, routing, made, case, backend_name)
         gradients = torch.autograd.grad(found["output"], list(wanted.values()), dy_TH)
     return found | dict(zip(wanted, gradients, strict=True))
 
@@ -224,18 +232,19 @@ def _placed(
     frozen = case.frozen or (placement is not None and not placement.trains)
     for name, tensor in made.inputs.items():
         home = device if name in ("x", "weight") else at_home
-        placed = tensor.to(home, weight_dtype(case, dtype) if name == "weight" else dtype)
+        # detached: in fp64 on the CPU it is the very tensor that the reference computes with
+        placed = tensor.detach().to(home, weight_dtype(case, dtype) if name == "weight" else dtype)
         if case.storage == "transposed" and placed.dim() == 3:
             placed = placed.transpose(1, 2).contiguous().transpose(1, 2)
         tensors[name] = placed.requires_grad_(not (frozen and name in FREEZABLE))
     return tensors, Routing(made.expert_TK.to(device), tensors["weight"]), made.dy_TH.to(device, dtype)
 
 
-def _run(tensors: dict[str, Tensor], routing: Routing, case: Case, backend_name: str) -> Tensor:
-    x_TH, weights, lora = tensors["x"], weights_of(tensors, case.activation), lora_of(tensors)
-    if (placement := _placement(backend_name)) is not None:
+def _run(tensors: dict[str, Tensor], routing: Routing, weights: Any, case: Case, backend_name: str) -> Tensor:
+    x_TH, lora = tensors["x"], lora_of(tensors)
+    if _placement(backend_name) is not None:
         backend = "auto" if _named(backend_name) is None else backend_name
-        return experts(x_TH, routing, placement.make(weights), lora=lora, backend=backend, recompute=case.recompute)
+        return experts(x_TH, routing, weights, lora=lora, backend=backend, recompute=case.recompute)
     if backend_name != COMPOSED:
         return experts(x_TH, routing, weights, lora=lora, backend=backend_name, recompute=case.recompute)
     wide = torch.promote_types(x_TH.dtype, torch.float32)
@@ -321,32 +330,52 @@ def verify(
     thorough: bool = False,
     progress: Callable[[Check], None] | None = None,
     seconds: float | None = None,
-    order: Callable[[list[Planned], float], Iterator[int]] | None = None,
 ) -> list[Result]:
     """Every case on every backend (or those named) in every dtype; `progress` is called before each of them.
 
     seconds: what is not begun by then is left out, but for the first case, which every backend meets in every dtype,
              and the second for those that refused it.
-    order:   (checks, when the time is over) -> which of them is next, by their places; by default one after the other.
+    """
+    return list(results_of(device, dtypes, backends or backend_names(device), thorough, progress, seconds))
+
+
+def results_of(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    backends: Sequence[str],
+    thorough: bool = False,
+    progress: Callable[[Check], None] | None = None,
+    seconds: float | None = None,
+    order: Callable[[list[Planned], float], Iterator[int]] | None = None,
+) -> Iterator[Result]:
+    """As `verify`, one after the other.
+
+    order: (checks, when the time is over) -> which of them is next, by their places; by default as they stand.
     """
     ends = math.inf if seconds is None else time.monotonic() + seconds
     chosen = cases(thorough) if seconds is None else most_telling_first(cases(thorough))
-    checks = list(itertools.product(chosen, dtypes, backends or backend_names(device)))
-    results: list[Result] = []
+    checks = list(itertools.product(chosen, dtypes, backends))
     computed: set[tuple[str, torch.dtype]] = set()
-    for place in range(len(checks)) if order is None else order(checks, ends):
+    for done, place in enumerate(_in_turn(checks, chosen, ends, computed) if order is None else order(checks, ends)):
         case, dtype, name = checks[place]
+        if progress is not None:
+            progress(Check(done, len(checks), name, dtype, case))
+        result = verify_case(case, name, device, dtype)
+        if result.refused is None:
+            computed.add((name, dtype))
+        yield result
+
+
+def _in_turn(
+    checks: list[Planned], chosen: list[Case], ends: float, computed: set[tuple[str, torch.dtype]]
+) -> Iterator[int]:
+    for place, (case, dtype, name) in enumerate(checks):
         if case is not chosen[0] and time.monotonic() >= ends:
             if case not in chosen[:2]:
                 break
             if (name, dtype) in computed:
                 continue
-        if progress is not None:
-            progress(Check(len(results), len(checks), name, dtype, case))
-        results.append(verify_case(case, name, device, dtype))
-        if results[-1].refused is None:
-            computed.add((name, dtype))
-    return results
+        yield place
 
 
 def verify_case(case: Case, backend_name: str, device: torch.device, dtype: torch.dtype) -> Result:
