@@ -201,6 +201,7 @@ def test_the_same_sentences_come_out_of_compiled_code(name):
             transform(torch.compile(function, backend="aot_eager"), x)
 
 
+@pytest.mark.thorough
 def test_compiled_code_may_hold_torch_func_grad():
     function, x = through_experts("eager")
     gradient = torch.func.grad(total(function))

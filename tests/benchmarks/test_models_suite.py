@@ -91,6 +91,7 @@ def documents_seen(monkeypatch):
     return seen
 
 
+@quick(lambda name: name == "amoeba as it finetunes")
 @pytest.mark.parametrize(("kind", "name"), AS_COMMANDS)
 def test_a_step_of_a_command_takes_the_fast_paths_and_has_the_same_loss(kind, name, documents_seen):
     found = measure(_candidate(kind, name), tiny(kind), repeats=1, flops_per_token=1e6)

@@ -24,8 +24,8 @@ from tiny_runs import Quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# With a text-only class that leaves the vision part out, and loaded whole.
-QUICK = ("qwen3_5_moe", "gemma4")
+# Loaded whole. Of one with a text-only class, which leaves the vision part out: jobs/test_images.py.
+QUICK = ("gemma4",)
 # Kinds that no command serves -> what is said.
 REFUSED = {"diffusion_gemma": "a language model that writes one token after another"}
 # Kinds that are loaded, trained and merged, but whose experts are not read one by one -> what is said.

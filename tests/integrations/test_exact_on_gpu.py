@@ -18,7 +18,7 @@ from amoeba.kernels import exact as kernels
 from amoeba.ops import exact as ops
 from amoeba.precision import MXFP4
 from amoeba.precision.quantised_experts import quantise_experts
-from selection import quick
+from selection import quick, without_a_gpu_thorough
 from tiny_models import relative
 
 DTYPES = torch.float32, torch.bfloat16
@@ -123,7 +123,7 @@ def test_so_they_have_at_every_length(family: str, lengths: tuple[int, ...], dev
         assert differences(model, *lengths) == [0, 0, 0]
 
 
-@quick(lambda placement: placement == "mxfp4-weights")
+@without_a_gpu_thorough  # a token of experts with factors, of numbers and of codes, is the same among others: below
 @pytest.mark.parametrize("placement", [None, "fp8-weights", "mxfp4-weights"])
 def test_lora_and_quantised_experts(placement: str | None, device: torch.device) -> None:
     model = with_lora(made("qwen3_moe"), placement).to(device)

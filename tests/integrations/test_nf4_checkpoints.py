@@ -1,6 +1,7 @@
 """NF4 checkpoints of bitsandbytes: codes are read as codes, resident, streamed and packed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,17 @@ SPOILT = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    write(folder)
+    return folder
+
+
 @pytest.mark.parametrize("damage", SPOILT)
-def test_what_is_damaged_or_of_another_layout_is_named(damage: str, tmp_path: Path) -> None:
+def test_what_is_damaged_or_of_another_layout_is_named(damage: str, whole: Path, tmp_path: Path) -> None:
     change, message = SPOILT[damage]
-    write(tmp_path)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     spoil(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         load_model(str(tmp_path), torch.float32)

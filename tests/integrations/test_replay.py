@@ -20,6 +20,7 @@ from amoeba.decoding.step import Step
 from amoeba.proof.reference import router as reference
 from amoeba.replay import RoutingRecord
 from greedy_texts import endless, prompts
+from selection import quick
 from tiny_models import EXPERTS, LAYERS, VOCABULARY, build
 
 NEW = 7
@@ -310,6 +311,7 @@ def test_a_model_with_lora_factors_is_recorded_and_replayed(model) -> None:
     assert found[1] and all("lora" in name for name in found[1])
 
 
+@quick(lambda family: family == "qwen3_moe")
 def test_layers_compiled_one_by_one_replay(model) -> None:
     texts, records = generated(model, 5, 2)
     ids, mask = padded(texts)

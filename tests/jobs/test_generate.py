@@ -32,6 +32,7 @@ from amoeba.jobs.generate.generate import GenerationOptions, GenerationReport, T
 from amoeba.jobs.generate.options import sampling_of
 from called import Called, call
 from planted_backend import Planted, plant
+from selection import quick
 from tiny_models import byte_tokenizer, randomise, save_byte_tokenizer, tiny_config
 
 POSITIONS = 64
@@ -151,6 +152,7 @@ def test_greedy_gives_the_tokens_of_plain_transformers_and_streams_the_text(fold
     assert report.backend in {backend.name for backend in backends_of(ExpertWeights, torch.device(report.device))}
 
 
+@quick(lambda either_way: either_way == "by_decoder")
 @pytest.mark.usefixtures("either_way")
 def test_the_same_seed_gives_the_same_text_and_another_another(folder):
     def text(seed: int | None) -> GenerationReport:
@@ -206,6 +208,7 @@ def test_it_stops_at_the_end_token_and_does_not_write_it(folder):
     assert second not in report.generated_ids[:-1]
 
 
+@quick(lambda either_way: either_way == "by_decoder")
 @pytest.mark.usefixtures("either_way")
 def test_it_stops_where_the_models_positions_end_and_says_so(folder, our_log):
     report = run(folder, "x" * (POSITIONS - 2))

@@ -52,6 +52,8 @@ def test_logits_and_tokens_are_those_of_the_safetensors_source(pair):
     assert torch.equal(found, expected)
 
 
+# The numbers of all, in every run: stream/test_gguf_store.py; their configurations: integrations/test_gguf_files.py.
+@quick(lambda model_type: model_type in ("qwen2_moe", "deepseek_v3", "qwen3_next", "lfm2_moe", "granitemoe"))
 @pytest.mark.parametrize("model_type", [kind for kind in ARCHITECTURES if kind not in ("qwen3_moe", "gpt_oss")])
 def test_every_family_has_the_logits_and_tokens_of_its_safetensors_source(model_type, tmp_path):
     """Weights that llama.cpp's converter permutes, shifts or splits are as they were."""

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -242,9 +243,16 @@ CONFIG_ERRORS = {
 }
 
 
+@pytest.fixture(scope="module")
+def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    make_adapter(folder, "qwen3_moe", BOTH)
+    return folder
+
+
 @pytest.mark.parametrize("case", CONFIG_ERRORS)
-def test_configs_that_are_refused(tmp_path: Path, case: str) -> None:
-    make_adapter(tmp_path, "qwen3_moe", BOTH)
+def test_configs_that_are_refused(adapter_folder: Path, tmp_path: Path, case: str) -> None:
+    shutil.copytree(adapter_folder, tmp_path, dirs_exist_ok=True)
     changes, message = CONFIG_ERRORS[case]
     change_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ from tiny_models import EXPERTS, build
 from tiny_runs import Quiet, make_inputs, tiny_run, tiny_settings
 
 
-@quick(lambda count: count == 2)
+@pytest.mark.thorough  # in every run: whole runs of the commands, and a model under FSDP
 @pytest.mark.parametrize("count", [2, 4])
 def test_twenty_steps_have_the_losses_and_norms_of_one_process(processes, count):
     ((alone, expected),) = processes.run(rank_training.train_a_model, [(0, 1, 20)])
@@ -122,6 +122,7 @@ def history(folder: Path) -> list[tuple[float, float]]:
     return [pair for line in lines(folder, "train") for pair in zip(*(line[name] for name in names), strict=True)]
 
 
+@pytest.mark.thorough
 def test_the_command_over_two_ranks_stops_and_goes_on_in_one_process(processes: LocalRanks, tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path / "inputs")
     tiny_run(settings(tmp_path / "alone", inputs), Quiet())

@@ -127,7 +127,12 @@ RARER = torch.float64, torch.float16
 IN_RARER = [case for case in ON_THE_CPU if (case.num_tokens, case.hidden) != (760, 208)]  # one so large is enough
 
 
-@quick(lambda backend, dtype: (backend, dtype) in ((EAGER, torch.float16), (COMPOSED, torch.float64)))
+@quick(
+    lambda lot, backend, dtype: (
+        (backend, dtype) == (EAGER, torch.float16)
+        or ((backend, dtype) == (COMPOSED, torch.float64) and lot[0].num_tokens * lot[0].hidden <= 63 * 32)
+    )
+)
 @pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, RARER, one_of_each(IN_RARER)))
 def test_backend_agrees_in_the_rarer_dtypes(lot, backend, dtype):
     assert_proven(lot, backend, CPU, dtype, REFUSALS[backend])

@@ -245,7 +245,7 @@ def full_step(logits_TE, bias_E, statistics, training):
 
 
 # tracing alone tells of graph breaks; the backward, and mutation made functional, need AOT autograd
-@quick(lambda training: not training)
+@pytest.mark.thorough  # in every run, a whole compiled layer: test_layer_training.py
 @pytest.mark.parametrize(("training", "backend"), [(True, "aot_eager"), (False, "eager")])
 def test_compiles_without_graph_breaks_and_gives_the_same_numbers(training, backend):
     bias_E, eager_statistics, statistics = torch.zeros(12), RoutingStatistics(12), RoutingStatistics(12)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -96,6 +96,7 @@ def test_it_compiles_as_a_header_of_cpp_too(tmp_path: Path) -> None:
     subprocess.run([compiler, "-Wall", "-Werror", "-fsyntax-only", "-I", SOURCE, file], check=True)
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(-2, EXPERTS + 1), min_size=1, max_size=8)), max_size=6)
 )

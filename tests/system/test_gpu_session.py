@@ -60,7 +60,7 @@ def test_a_file_that_reaches_its_limit_is_ended_and_says_where_it_was(tmp_path: 
 
 def test_a_later_run_repeats_what_did_not_pass_first_and_not_what_passed(tmp_path: Path) -> None:
     files = written(tmp_path)
-    for name in ("hangs", "crashes"):
+    for name in ("hangs", "crashes", "not_marked"):
         (files / f"test_{name}.py").unlink()
     outcomes(files)
     (files / "test_new.py").write_text(MARK + "def test_one(): pass\n")
@@ -69,6 +69,8 @@ def test_a_later_run_repeats_what_did_not_pass_first_and_not_what_passed(tmp_pat
         str(files / f"test_{name}.py") for name in ("fails", "new")
     ]
     assert {name: each["outcome"] for name, each in found.items()} == {"fails": "failed", "new": "passed"}
+    for name in ("fails", "new"):
+        (files / f"test_{name}.py").unlink()
     (files / "test_passes.py").write_text(MARK + "def test_changed(): pass\n")
     assert "passes" in outcomes(files)[1]
 

@@ -6,12 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from amoeba.system import machine
 from amoeba.system.machine import TRIED, untried
 from called import call
 from other_versions import requirements
-from selection import quick
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -38,12 +38,19 @@ def test_versions_are_compared_as_numbers(version, told, monkeypatch):
     assert found is None if told is None else found is not None and found.startswith(told)
 
 
-@quick(lambda lines: lines == 1)  # every process that a test starts, and whose stderr it looks at, has the other one
+@pytest.mark.thorough
 @pytest.mark.parametrize(("version", "lines"), [("2.10.0", 0), ("99.0.0", 1)])
 def test_a_torch_that_was_never_tried_is_named_once(version, lines):
     done = subprocess.run([sys.executable, "-c", NEVER_TRIED.format(version=version)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the newest version that aMoEba was tested with") == lines == len(done.stderr.splitlines())
+
+
+def test_a_warning_names_it(monkeypatch, our_log):
+    monkeypatch.setattr(torch, "__version__", "99.0.0")
+    machine.warn_about_torch()
+    (told,) = our_log.messages
+    assert "99.0.0 is newer than " in told and "the newest version that aMoEba was tested with" in told
 
 
 def test_doctor_names_versions_that_were_never_tried(monkeypatch):

@@ -15,6 +15,7 @@ from amoeba.kernels.router import router_backward, router_forward
 from amoeba.kernels.sort import sort_rows
 from amoeba.tasks.graph import OF_EXPERT, Kind
 from amoeba.tasks.timeline import DeviceTrace
+from amoeba.tasks.triton import backward
 from amoeba.tasks.triton.backward import scheduled_backward
 from amoeba.tasks.triton.bias_tasks import BiasTasks
 from amoeba.tasks.triton.router_tasks import RouterTasks
@@ -106,8 +107,9 @@ def test_biases_have_the_bits_of_the_triton_backend(biases):
     check(*make_problem(40, 16, 24, 3, 2, biases=biases))
 
 
-def test_biases_of_many_columns_and_of_an_expert_with_several_chunks_of_rows():
-    check(*make_problem(150, 520, 16, 2, 1, biases=BOTH, one=True))
+def test_biases_of_many_columns_and_of_an_expert_with_several_chunks_of_rows(monkeypatch):
+    monkeypatch.setattr(backward, "BIAS_COLUMNS", 16)
+    check(*make_problem(150, 40, 16, 2, 1, biases=BOTH, one=True))
 
 
 def test_all_tokens_on_one_expert():

@@ -42,7 +42,7 @@ def check(case: ScheduleCase, job: list[list[Script]], seed: int) -> None:
     assert max(errors.values()) < TOLERANCE, errors
 
 
-@quick(lambda chunk: chunk < CHUNKS // 4)
+@quick(lambda chunk: chunk < CHUNKS // 8)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_250_random_schedules_of_random_layers(chunk):
     for number in range(chunk * CASES, (chunk + 1) * CASES):
