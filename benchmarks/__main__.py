@@ -227,6 +227,9 @@ def plan(
         bool, typer.Option("--cpu-time", help="On a CPU: CPU time of one thread, for a machine with other work.")
     ] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no cell after this many.")] = 1e9,
+    after: Annotated[
+        Path | None, typer.Option("--after", help="Only cells that this document did not measure.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep the models here (default: nowhere).")] = None,
     out: Out = None,
     json: Json = False,
@@ -239,10 +242,11 @@ def plan(
         import torch
 
         from amoeba.commands.bench_run import free_path
-        from benchmarks.plan import choose_cells, run
+        from benchmarks.plan import choose_cells, not_in, run
 
         path = free_path(out)
         cells = choose_cells(shape or [], passes or [], place or [], torch.cuda.is_available(), ranks or [])
+        cells = cells if after is None else not_in(after, cells)
     finish(output, *run(cells, folder, seconds, path, output, cpu_time), json)
 
 

@@ -181,6 +181,12 @@ def choose_cells(
     return [each for each in wanted if each.purpose in (purposes or ("generate", "finetune", "train"))]
 
 
+def not_in(document: Path, cells: Sequence[Cell]) -> list[Cell]:
+    """Those that this document did not measure."""
+    there = {str(each["cell"]) for each in json.loads(document.read_text())["cells"] if each["error"] is None}
+    return [each for each in cells if str(asdict(each)) not in there]
+
+
 def _more_on_gpu() -> list[Cell]:
     budgets = [Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS]
     long = [Cell("qwen3_30b", "generate", "resident", prompt=3500)]
@@ -197,7 +203,7 @@ def _telling_first(cells: Sequence[Cell]) -> list[Cell]:
         *(Cell("qwen3_30b", "finetune", place) for place in ("resident", STREAMED, "mxfp4-weights")),
         *(Cell("1b", "generate", place) for place in ("resident", STREAMED)),
         Cell("1b", "finetune", "resident"),
-        *(Cell("qwen3_30b_24", "generate", STREAMED, budget=each) for each in BUDGETS),
+        *_more_on_gpu(),
     ]
     return [*(each for each in first if each in cells), *(each for each in cells if each not in first)]
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks plan`: cells, budgets and verdicts; and one cell from its model to its row."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -32,6 +32,14 @@ def test_the_most_telling_cells_come_first_and_unknown_ones_are_refused():
     assert [(cell.model, cell.purpose, cell.place) for cell in few] == [("1b", "finetune", "streamed")]
     with pytest.raises(ValueError, match="--place: expected one of resident"):
         choose_cells([], [], ["elsewhere"], gpu=False)
+
+
+def test_a_second_run_has_the_cells_that_the_first_did_not_measure(tmp_path):
+    cells = choose_cells(["1b"], ["generate"], [], gpu=True)
+    measured, failed = Found(cells[0], {}, {}), Found(cells[1], {}, {}, suite.NO_TIME)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"cells": [asdict(each) for each in (measured, failed)]}))
+    assert suite.not_in(path, cells) == cells[1:]
 
 
 @pytest.mark.parametrize(("budget", "slots"), [("2GiB", 20), ("4GiB", 77)])
