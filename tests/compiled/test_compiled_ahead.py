@@ -52,7 +52,7 @@ def test_the_key_of_a_kernel_does_not_depend_on_what_was_launched_before(tmp_pat
 
 EXPECTED = {
     "train": {"gemm_kernel", "wgrad_kernel", "_activate_backward", "_combine", "_update", "_sum_of_squares"},
-    "generate": {"_up_by_slot", "_up_by_expert", "_attend", "_linear", "choose_experts"},
+    "generate": {"_up_by_slot", "_up_by_expert", "_attend", "_linear", "_norm_rotate_cached", "choose_experts"},
     "finetune": {"_join", "_lora_backward", "_update"},
     "generate quantised": {"_up_by_slot", "_up_by_expert", "_attend"},
     "finetune quantised": {"_activate_backward", "_lora_backward"},

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from amoeba.integrations.fused_routers import fused_routers, recognise
+from amoeba.integrations import fused_routers as module
+from amoeba.integrations.fused_routers import fused_routers, recognise, rehearse
 from tiny_models import build, experts_of, token_ids
 
 KINDS = {
@@ -114,3 +115,19 @@ def test_nothing_is_concluded_from_a_router_of_zeros_or_one_that_draws_noise():
     router.__class__ = own
     torch.nn.init.zeros_(router.weight)
     assert recognise(router) is None
+
+
+def test_a_rehearsal_routes_as_recognising_does(monkeypatch):
+    """On a GPU, the kernel of it is compiled ahead by this."""
+    asked = []
+    own = module.route
+    monkeypatch.setattr(
+        module,
+        "route",
+        lambda logits_TE, config: asked.append((logits_TE.shape, logits_TE.dtype, config)) or own(logits_TE, config),
+    )
+    model = build("qwen3_moe")
+    with fused_routers(model) as count:
+        recognised, router = asked[-1], next(each for each in model.modules() if hasattr(each, "found"))
+        rehearse(router)
+    assert count and asked.pop() == recognised and asked

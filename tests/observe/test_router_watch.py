@@ -196,3 +196,11 @@ def test_slots_without_an_expert_are_dropped_and_counts_are_reset():
     watch.forget()
     assert sum(watch.take()[0]["load"]) == sum(map(sum, watch.take_coactivation()[0]["counts"])) == 0
     watch.close()
+
+
+@pytest.mark.parametrize("experts", [[4, 4, 4], [3, 3], [128, 128]])
+def test_counts_of_every_layer_begin_at_16_bytes(experts):
+    """Else a GPU's kernels would be compiled twice, and ahead of a run only for the first layer."""
+    ledger = Ledger(experts)
+    assert all(row.data_ptr() % 16 == ledger.last_LE.data_ptr() % 16 for row in ledger.last_LE)
+    assert ledger.last_LE.shape == ledger.load_LE.shape == (len(experts), max(experts) + 1)

@@ -109,8 +109,8 @@ def join_projections(model: Any) -> None:
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     """The tensor of which these are the parts, if they lie one behind the other."""
     first, *_ = parts
-    ends = [part.data_ptr() + part.nbytes for part in parts]
-    behind = all(end == part.data_ptr() for end, part in zip(ends, parts[1:], strict=False))
+    ends = [part.storage_offset() + part.numel() for part in parts]  # not addresses: `kernels.launch.ahead` has none
+    behind = all(end == part.storage_offset() for end, part in zip(ends, parts[1:], strict=False))
     one = len({part.untyped_storage().data_ptr() for part in parts}) == 1
     if not behind or not one or not all(part.is_contiguous() for part in parts):
         return None

@@ -110,6 +110,14 @@ def _recognised(router: Any) -> _Found | None:
     return None
 
 
+@torch.no_grad()
+def rehearse(router: Any) -> None:
+    """Launches what recognising this one, which is fused, launches on a GPU."""
+    found: _Found | None = getattr(router, "found", None)
+    if found is not None:
+        route(_logits(router, router.weight.new_empty(_TOKENS, router.weight.shape[1])), found.config)
+
+
 class _FusedRouter:
     """Mixed in before the router's own class."""
 

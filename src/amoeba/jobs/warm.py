@@ -134,7 +134,7 @@ def _shape(work: Work) -> Any:
 def _fuse_routers(model: Any, stack: ExitStack) -> None:
     """They are recognised by their results: for that, and no longer, they have numbers."""
     from amoeba.integrations.experts_module import is_experts, routers_in
-    from amoeba.integrations.fused_routers import fused_routers
+    from amoeba.integrations.fused_routers import fused_routers, rehearse
 
     blocks = [block for block in model.modules() if any(is_experts(child) for child in block.children())]
     routers = [router for block in blocks for router in routers_in(block)]
@@ -146,6 +146,7 @@ def _fuse_routers(model: Any, stack: ExitStack) -> None:
     stack.enter_context(fused_routers(model))
     for router in routers:
         router.to("meta")
+        rehearse(router)
 
 
 def _of_training(model: Any, work: Work, stack: ExitStack) -> Iterator[Pass]:
@@ -190,7 +191,10 @@ def _of_training(model: Any, work: Work, stack: ExitStack) -> Iterator[Pass]:
     yield "attention by documents", lambda: stack.enter_context(fused_attention(model))
     yield "a row without gradients", lambda: run(1, False)
     yield "a step", lambda: run(work.batch_size, True)
-    yield "an evaluation", lambda: run(work.batch_size, False)
+    rows = work.batch_size
+    while rows > 1:  # the last rows that are held out fill a part of a batch
+        yield f"an evaluation of {rows} rows", functools.partial(run, rows, False)
+        rows //= 2
     yield "the optimizer", lambda: _optimizer_step(model, work)
 
 

@@ -44,8 +44,10 @@ class Ledger:
     def __init__(self, experts: Sequence[int], device: torch.device | str | None = None) -> None:
         layers, most = len(experts), max(experts, default=0)
         self.experts = list(experts)
-        # of each expert, and behind the last one of slots that no expert here serves
-        self.last_LE = torch.zeros(layers, most + 1, dtype=torch.int64, device=device)  # in the last pass
+        # Of each expert, and behind the last one of slots that no expert here serves. All rows begin at a multiple of
+        # 16 bytes: kernels are compiled once for them all.
+        last_LE = torch.zeros(layers, most + 1 + (most + 1) % 2, dtype=torch.int64, device=device)
+        self.last_LE = last_LE[:, : most + 1]  # in the last pass
         self.load_LE = torch.zeros(layers, most + 1, dtype=torch.int64, device=device)
         self.entropy_L2 = torch.zeros(layers, 2, dtype=torch.int64, device=device)  # tokens, and their entropies' sum
         self.together_LEE = torch.zeros(layers, most, most, dtype=torch.float32, device=device)
