@@ -5,8 +5,8 @@
 
 Each command is a process of its own, with a folder for all caches (Triton's, torch's compiler's, the driver's, ours)
 that is empty at first; then once more with what the first one left there. Python's bytecode is there, as pip leaves it.
-A file for each process notes which kernels it had to compile itself, in place of those that it found compiled ahead.
-The last line is JSON.
+A file for each process notes which kernels it had to compile itself, in place of those that it found compiled ahead,
+and when the imports of large packages began. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,21 +34,33 @@ TINY: dict[str, Any] = SIZES | {
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64,
     "vocab_size": 512,
 }  # fmt: skip
-# Found by Python in each process: notes which kernels are compiled, and which were there.
+# Found by Python in each process: notes which kernels are compiled, and which were there; when imports began, and since
+# when the GPU is in use.
 NOTING = """
 import os, sys, threading, time
 
-def note(src, cache_hit, **_):
+BEGAN = time.monotonic()
+MODULES = ["torch", "torch._dynamo", "torch._inductor", "triton", "transformers", "transformers.modeling_utils",
+           "transformers.trainer", "accelerate", "amoeba.plan.memory", "amoeba.proof.conformance"]
+
+def write(what, name):
     with open(os.environ["COLD_NOTES"], "a") as notes:
-        notes.write(f"{os.getpid()} {int(cache_hit)} {getattr(getattr(src, 'fn', None), '__name__', 'other')}\\n")
+        notes.write(f"{os.getpid()} {what} {name}\\n")
+
+def note(src, cache_hit, **_):
+    write(int(cache_hit), getattr(getattr(src, "fn", None), "__name__", "other"))
 
 def wait():
-    while True:
+    heard, left = False, [*MODULES, "gpu"]
+    while left or not heard:
         time.sleep(0.02)
         knobs = getattr(sys.modules.get("triton.knobs"), "compilation", None)
-        if knobs is not None:
-            knobs.listener = note
-            return
+        if knobs is not None and not heard:
+            knobs.listener, heard = note, True
+        gpu = getattr(sys.modules.get("torch.cuda"), "_initialized", False)
+        for name in [each for each in left if each in sys.modules or (each == "gpu" and gpu)]:
+            left.remove(name)
+            write(f"{time.monotonic() - BEGAN:.1f}s", name)
 
 threading.Thread(target=wait, daemon=True).start()
 """
@@ -87,7 +99,9 @@ def run(
             process.kill()  # nobody wants what it would save
         code = process.wait()
         stop.cancel()
-    compiled = [each.split() for each in notes.read_text().splitlines()] if notes.exists() else []
+    noted = [each.split() for each in notes.read_text().splitlines()] if notes.exists() else []
+    began_at = {name: what for pid, what, name in noted if what.endswith("s") and int(pid) == process.pid}
+    compiled = [each for each in noted if not each[1].endswith("s")]
     own = [name for pid, hit, name in compiled if int(pid) == process.pid and hit == "0"]
     found = sum(int(pid) == process.pid and hit == "1" for pid, hit, _ in compiled)
     others = sum(int(pid) != process.pid and hit == "0" for pid, hit, _ in compiled)
@@ -100,6 +114,7 @@ def run(
         "kernels_compiled_beside": others,
         "kernels_found": found,
         "compiled_by_the_command": sorted(own),
+        "imports_began": began_at,
         "output": lines[-200:],
     }
 
