@@ -62,4 +62,10 @@ def test_a_group_is_one_experts_and_sweeps_the_columns_together(device: torch.de
 
 @pytest.mark.parametrize(("rows", "experts", "height"), [(0, 0, 64), (1, 1, 64), (4096, 128, 64), (8192, 128, 128)])
 def test_experts_with_few_rows_have_tiles_half_as_tall(rows: int, experts: int, height: int) -> None:
-    assert rows_of_tile(rows, experts) == height
+    assert rows_of_tile(rows, experts) == rows_of_tile(rows, experts, depth=4096) == height
+
+
+@pytest.mark.parametrize(("each", "height"), [(64, 128), (96, 128), (128, 64), (160, 64), (256, 128), (4096, 128)])
+def test_long_products_have_them_where_second_tiles_would_be_nearly_empty(each: int, height: int) -> None:
+    assert rows_of_tile(8 * each, 8, depth=4096) == height
+    assert rows_of_tile(8 * each, 8, depth=2048) == 128

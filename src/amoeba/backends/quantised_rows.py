@@ -82,6 +82,8 @@ class HopperQuantisedRows(HopperRows):
     have many rows, lie in slots with something between them, or are in blocks of GGUF files, some of them are
     dequantised at a time, to the same bits."""
 
+    _depth_as_read = 0
+
     def _multiply_x_and_activate(self, h_NJ: Tensor | None, a_NI: Tensor, addend: Addend | None) -> Tensor | None:
         from amoeba.kernels.hopper import gemm, weight_only_gemm
 

@@ -373,7 +373,12 @@ class HopperRows(TritonRows):
         """Rows of a tile in products; with any of them the bits are the same."""
         from amoeba.kernels.hopper import gemm
 
-        return gemm.rows_of_tile(self.order_N.shape[0], self.offs_E.shape[0])
+        return gemm.rows_of_tile(self.order_N.shape[0], self.offs_E.shape[0], self._depth_as_read)
+
+    @property
+    def _depth_as_read(self) -> int:
+        """Of products with weights that are multiplied as they are; 0 for others."""
+        return self.problem.weights.hidden
 
     @cached_property
     def product_table(self) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from math import sqrt
+from math import erfc, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,10 @@ from amoeba.kernels.lora.epilogue import Addend, padded_rank
 # and 808 : 720 for Mixtral's, 346 : 303 for Qwen3-30B's in MXFP4. At 64 rows neither is the better one in bf16, and
 # MXFP4 takes 349 : 430.
 MOST_FEW = 48
+# Of long rows of weights the less tall tile, too, where many a second tile of 128 would be nearly empty: Mixtral's layer
+# with 128 rows of each expert took 1156 : 1024 us in that run. It multiplies by FEW_COSTS slower, and only where the
+# tall tiles' rows are enough that reading the weights is not what takes the time.
+LONG_DEPTH, FEW_COSTS, COMPUTE_ROWS = 4096, 1.12, 155
 
 
 @quick
@@ -91,10 +95,22 @@ def tile_table(offs_E: Tensor, rows: int, first: int = 0, last: int | None = Non
     return table
 
 
-def rows_of_tile(rows: int, experts: int) -> int:
-    """The less tall tile where it has room for an expert's average and one standard deviation of even routing."""
+def rows_of_tile(rows: int, experts: int, depth: int = 0) -> int:
+    """The less tall tile where it has room for an expert's average and one standard deviation of even routing, or where
+    tall ones would stay empty. depth: of the products, where their weights are read as they are."""
     expected = rows / max(experts, 1)
-    return FEW_ROWS if expected + sqrt(expected) <= MOST_FEW else BLOCK_M
+    if expected + sqrt(expected) <= MOST_FEW:
+        return FEW_ROWS
+    tall = _rows_in_tiles(expected, BLOCK_M) if depth >= LONG_DEPTH else 0.0
+    fewer = COMPUTE_ROWS < tall > FEW_COSTS * _rows_in_tiles(expected, FEW_ROWS)
+    return FEW_ROWS if fewer else BLOCK_M
+
+
+@cache
+def _rows_in_tiles(expected: float, block_m: int) -> float:
+    """Of an expert's tiles, empty rows too: on average over even routing, as if normally distributed."""
+    tiles = range(int((expected + 6 * sqrt(expected)) // block_m) + 1)
+    return block_m * sum(erfc((tile * block_m - expected) / sqrt(2 * expected)) / 2 for tile in tiles)
 
 
 @cache
