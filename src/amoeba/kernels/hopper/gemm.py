@@ -46,9 +46,9 @@ from amoeba.kernels.lora.epilogue import Addend, padded_rank
 # and 808 : 720 for Mixtral's, 346 : 303 for Qwen3-30B's in MXFP4. At 64 rows neither is the better one in bf16, and
 # MXFP4 takes 349 : 430.
 MOST_FEW = 48
-# Of long rows of weights the less tall tile, too, where many a second tile of 128 would be nearly empty: Mixtral's layer
-# with 128 rows of each expert took 1156 : 1024 us in that run. It multiplies by FEW_COSTS slower, and only where the
-# tall tiles' rows are enough that reading the weights is not what takes the time.
+# Of long rows of weights the less tall tile, too, where many second tiles of 128 would be nearly empty: Mixtral's layer
+# with 128 rows of each expert took 1156 : 1024 us in that run. It multiplies FEW_COSTS times slower, and is only taken
+# where there are so many rows in tall tiles that reading the weights is not what takes the time.
 LONG_DEPTH, FEW_COSTS, COMPUTE_ROWS = 4096, 1.12, 155
 
 
