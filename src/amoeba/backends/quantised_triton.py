@@ -27,8 +27,9 @@ DECODE_TOKENS = triton.DECODE_TOKENS
 # were not timed.
 DECODE_SLOTS_PER_EXPERT, DECODE_SLOTS = 32, 4096
 # Of MXFP4 on Hopper fewer: at 32 of each expert sorted rows in tiles of 64 take 303 us in place of 315 (Qwen3-30B),
-# 1262 for 1300 (DeepSeek-V3) and 652 for 685 (Mixtral); at 16 they take 315 in place of 224.
-DECODE_SLOTS_MXFP4 = 28
+# 1262 for 1300 (DeepSeek-V3) and 652 for 685 (Mixtral); at 16 they take 315 in place of 224. Since then long rows are
+# decoded in longer steps, by which Mixtral's take 0.8 of the time: those are decoded as the other formats are.
+DECODE_SLOTS_MXFP4, LONG_ROWS = 28, 4096
 
 
 class QuantisedTritonBackend(PassesBackend):
@@ -100,10 +101,11 @@ def is_few_of_each(problem: Problem, experts: int) -> bool:
     """Whether a pass of more tokens without gradients is decoded, too, by expert. experts: as many as the layer has, of
     which the problem's may be some."""
     most = DECODE_SLOTS_PER_EXPERT
-    if problem.weights.format is MXFP4 and problem.x_TH.device.type == "cuda":
+    weights, device = problem.weights, problem.x_TH.device
+    if weights.format is MXFP4 and weights.hidden < LONG_ROWS and device.type == "cuda":
         from amoeba.kernels.decode.configuration import can_overlap
 
-        most = DECODE_SLOTS_MXFP4 if can_overlap(problem.x_TH.device) else most
+        most = DECODE_SLOTS_MXFP4 if can_overlap(device) else most
     few = problem.rows <= min(most * experts, DECODE_SLOTS)
     return few and problem.x_TH.shape[0] > DECODE_TOKENS and problem.x_TH.element_size() == 2
 
