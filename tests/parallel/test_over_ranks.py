@@ -16,7 +16,9 @@ from amoeba.core.weights import LoraFactors
 from amoeba.parallel import Owners, Ranks, ShardedExperts, shard_experts, shard_lora
 from amoeba.parallel.processes import LocalRanks
 from amoeba.parallel.sharded import is_own
+from amoeba.precision.recipes import OF_ALL_TOKENS, SUMMARIES
 from amoeba.proof.over_ranks import divided_cases, verify_divided
+from called import call
 from selection import quick
 from small_layer import Layer
 
@@ -27,11 +29,26 @@ from small_layer import Layer
     [*itertools.product([2, 3, 4], [torch.float32, torch.bfloat16]), (4, torch.float64), (4, torch.float16)],
 )
 def test_every_gradient_is_right_and_has_the_bits_of_one_process(processes, ranks, dtype):
-    """In fp32, too: `verify --ranks 2` in tests/commands/test_verify.py."""
+    """In fp32, too: `verify --ranks 2`, below."""
     results = [verify_divided(case, dtype, processes, ranks) for case in divided_cases(ranks)]
     wrong = [f"{result.case}: {result.failure or result.out_of_tolerance}" for result in results if not result.ok]
     assert not wrong, "\n".join(wrong)
     assert sum(result.refused is None for result in results) >= 12
+
+
+def test_verify_over_ranks_starts_its_own_processes_and_compares_bits():
+    result = call("verify", "--ranks", "2", "--dtype", "float32", "--json")
+    document = result.document
+    row, *in_fp8 = document["backends"]
+    assert document["ok"] and document["ranks"] == 2 and row["backend"] == "2 ranks" and row["cases_checked"] >= 12
+    assert {"inference", "output", "x", "weight", "gate_up", "down_bias", "gate_lora_a"} <= set(row["worst"])
+    recipes = SUMMARIES.keys() - {OF_ALL_TOKENS}
+    assert {each["backend"] for each in in_fp8} == {f"2 ranks, {recipe}" for recipe in recipes}
+    for each in in_fp8:  # with the tolerance of its recipe
+        assert each["cases_checked"] and each["tolerance"]["gradients"] == (
+            1e-2 if "nvfp4" in each["backend"] else 3e-3
+        )
+    assert "bitwise identical to one process" in result.stdout
 
 
 @pytest.mark.parametrize("about", ["experts per token", "gradients"])

@@ -86,7 +86,7 @@ def test_the_precision_is_set_before_or_after_experts_are_placed(processes, prec
         assert_same(history, alone)
 
 
-@quick(lambda family: family == "gpt_oss")
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # gpt-oss: biases, (E, in, out), gate and up in turns
 def test_under_fsdp_the_gathered_share_keeps_the_precision(processes: LocalRanks, family: str) -> None:
     ((alone, _),) = processes.run(rank_training.train_a_model, [(0, 1, STEPS, family, "fp8")])

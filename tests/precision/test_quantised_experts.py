@@ -126,7 +126,7 @@ def test_two_runs_have_the_same_bits(format: Format, backend: str) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@quick(lambda kinds: kinds in ("q3_k q5_0", "q2_k q5_1"))  # the others' kinds: in every gradient, above
+@quick(lambda kinds: kinds == "q3_k q5_0")  # any bits of the others: kernels/test_block_planes.py
 @pytest.mark.parametrize("kinds", ["q4_k q6_k", "q4_k q4_k", "q3_k q5_0", "q2_k q5_1", "q4_1 q8_0"])
 def test_blocks_of_any_bits_and_two_types_have_every_gradient(kinds: str) -> None:
     """As files have them, and types that nothing here quantises to. Against fp64 on what they stand for."""

@@ -25,7 +25,7 @@ from selection import quick
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads stand for a GPU")
 
 
-@quick(lambda slots, host_slots: host_slots < 3 or slots == 3)
+@quick(lambda slots, host_slots: (slots, host_slots) in ((2, 0), (5, 2)))
 @pytest.mark.parametrize(("slots", "host_slots"), [(2, 0), (2, 3), (3, E), (5, 2), (E - 1, 0)])
 def test_every_pass_finds_its_experts_at_any_speed(slots: int, host_slots: int) -> None:
     for seed in range(2):

@@ -175,14 +175,14 @@ def started_early(
     and how often it did. slow: this rank comes late to each backward."""
     options = {"most_tokens": most_tokens, "biases": biases, "by": by}
     run = functools.partial(peers_as_collective, rank, count, steps, "tasks", **options)
-    found, early = _counting_early_starts(run, 1.0 if rank == slow else 0.0)
+    found, early = _counting_early_starts(run, 0.4 if rank == slow else 0.0)
     return found[0], early
 
 
 def checkpointed_early(rank: int, last: bool) -> tuple[list[bool], int]:
     """`with_and_without_checkpointing` of two ranks whose scheduled backward sends dy itself, one of them late."""
     options = {"transport": "peers", "local_backend": "tasks", "most_tokens": 32}
-    return _counting_early_starts(lambda: with_and_without_checkpointing(rank, 2, last, **options), 0.5 * rank)
+    return _counting_early_starts(lambda: with_and_without_checkpointing(rank, 2, last, **options), 0.3 * rank)
 
 
 def _counting_early_starts(run: Callable[[], Any], late_by: float) -> tuple[Any, int]:

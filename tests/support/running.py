@@ -1,4 +1,4 @@
-"""One thread, repeatable property tests, and a visible reason for every test that this machine cannot run."""
+"""One thread, repeatable property tests, and in each file a visible reason for tests that this machine cannot run."""
 
 import atexit
 import gc
@@ -31,7 +31,7 @@ from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.weights import Path, load_packed
 from amoeba.plan import machine
 from amoeba.system.cpu_features import cpu_flags
-from selection import first_case, leave_the_rest_to_thorough, one_of_each_test
+from selection import first_case, leave_the_rest_to_thorough, one_of_each_file
 from small_layer import Layer
 
 settings.register_profile("here", deadline=None)
@@ -75,8 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "amx_bf16" not in cpu_flags():
         missing["amx"] = "needs a CPU with AMX, or make test-other-cpus, which emulates it"
     for marker, reason in missing.items():
-        # a thousand cases that are skipped for one reason say it once
-        said, unsaid = one_of_each_test([item for item in items if item.get_closest_marker(marker) is not None])
+        # a thousand cases that are skipped for one reason say it once a file
+        said, unsaid = one_of_each_file([item for item in items if item.get_closest_marker(marker) is not None])
         for item in said:
             item.add_marker(pytest.mark.skip(reason=reason))
         config.hook.pytest_deselected(items=unsaid)

@@ -69,12 +69,12 @@ def name_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def one_of_each_test(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The first case of every test, and all others."""
+def one_of_each_file(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The first case of every file, and all others."""
     first: dict[str, pytest.Item] = {}
     others = []
     for item in items:
-        name = name_of(item)
+        name = item.nodeid.partition("::")[0]
         if name in first:
             others.append(item)
         else:
