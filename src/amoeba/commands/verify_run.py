@@ -82,6 +82,7 @@ def run(
                 results.append(result)
         except KeyboardInterrupt:
             stopped = True
+    results.sort(key=lambda result: (dtypes.index(result.dtype), backends.index(result.backend)))
     pairs = list(itertools.product(backends, dtypes))
     finished = Counter((result.backend, result.dtype) for result in results)
     each = len(cases(thorough))
