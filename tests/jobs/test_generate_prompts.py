@@ -13,6 +13,7 @@ from amoeba.decoding.slots import Slots
 from amoeba.jobs.generate.generate import GenerationOptions, generate
 from amoeba.system.files import default_folder
 from called import Called, call
+from selection import quick
 from tiny_models import byte_tokenizer, randomise, tiny_config
 
 TEXTS = ["Once upon a time", "x", "", "The end of it", "Ab"]  # the third line is blank
@@ -63,6 +64,7 @@ def refusal(*words: object) -> str:
     return result.stderr.splitlines()[-1]
 
 
+@quick(lambda size: size != 1)
 @pytest.mark.parametrize("size", [1, 3, None])
 def test_each_prompt_gets_the_text_that_it_gets_alone(folder, prompts, alone, size):
     result = invoke(folder, "--prompts", prompts, *([] if size is None else ["--batch-size", size]))
