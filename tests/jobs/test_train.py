@@ -10,10 +10,11 @@ import torch
 
 from amoeba.jobs.presets import find_preset
 from amoeba.jobs.settings import TrainSettings, load_settings
-from amoeba.jobs.train.train import train
+from amoeba.jobs.train.train import round_to, train
 from amoeba.observe.run_log import read_run
 from hostile_folders import change_json
 from selection import quick
+from tiny_models import build
 from tiny_runs import Quiet, make_inputs, step_losses, tiny_run, tiny_settings
 
 TINY = {
@@ -96,6 +97,20 @@ def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Pa
         with torch.no_grad():
             logits.append(model(input_ids=tokens["input_ids"]).logits)
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_is_rounded_to_train_computes_as_the_one_that_is_loaded_in_that_dtype(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = build("qwen3_moe").eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    round_to(model, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    ids, far = torch.arange(3, 20)[None], torch.arange(2000, 2017)[None]
+    with torch.no_grad():
+        found, expected = (each(input_ids=ids, position_ids=far, use_cache=False).logits for each in (model, loaded))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.thorough

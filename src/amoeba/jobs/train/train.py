@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from amoeba.backends import fp8, fp8_choice, fp8_triton
 from amoeba.core import cost
@@ -124,7 +125,7 @@ def _train(run: Run, settings: TrainSettings, config: Any) -> TrainReport:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = _compute_dtype(settings, earlier, model, train_rows, console, rank_zero)
     if device == "cuda":
-        model.to(dtype)  # the optimizer keeps what bf16 has no room for
+        round_to(model, dtype)  # the optimizer keeps what bf16 has no room for
     else:
         content["dtype"] = str(dtype).removeprefix("torch.")
     covered = check_coverage(model, "--model", f"choose another, or a preset: {', '.join(PRESETS)}")
@@ -198,15 +199,35 @@ def _build_model(
     if config is None:
         config = find_preset(settings.model).build(len(tokenizer), settings.sequence_length)
     elif has_weights(Path(settings.model)):
+        read_in = _gpu_dtype(settings) if torch.cuda.is_available() else torch.float32
         if mesh is None:
-            return load_model(settings.model, torch.float32, trust_remote_code=trust_remote_code)
-        return load_share(settings.model, torch.float32, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
+            return load_model(settings.model, read_in, trust_remote_code=trust_remote_code)
+        return load_share(settings.model, read_in, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(text_config(config), name, getattr(tokenizer, name))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a billion random numbers take a CPU a while
         return auto_class(config).from_config(
             config, experts_implementation="amoeba", dtype=torch.float32, trust_remote_code=trust_remote_code
         )
+
+
+def round_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """As if it had been loaded in this dtype: what a model computes for itself when it is made, as the frequencies of
+    rotary embeddings, keeps its precision. `model.to` rounds it, too, and far tokens turn by other angles."""
+    own = {
+        (module, name): module._buffers[name]
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    model.to(dtype)
+    for (module, name), buffer in own.items():
+        module._buffers[name] = buffer
+
+
+def _gpu_dtype(settings: TrainSettings) -> torch.dtype:
+    if settings.dtype != "auto":
+        return getattr(torch, settings.dtype)
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
 
 
 def _compute_dtype(
@@ -224,10 +245,10 @@ def _compute_dtype(
             remedy = "leave it out for float32"
             raise bad_value("--dtype with --exact", "float32: parameters are fp32 on a CPU", "bfloat16", remedy)
         return torch.float32
+    if torch.cuda.is_available():
+        return _gpu_dtype(settings)
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
-    if torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if earlier is not None:
         return getattr(torch, (earlier.began_with or {}).get("dtype", "float32"))
     if rank_zero.ranks is not None:
