@@ -26,6 +26,12 @@ def folder(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs")) / "base"
 
 
+@pytest.fixture(autouse=True)
+def no_rates_are_known(monkeypatch):
+    """Of this machine: a test of doctor keeps some where nothing else runs, and then a summary says what was planned."""
+    monkeypatch.setattr("amoeba.plan.machine.kept", lambda *_: None)
+
+
 @pytest.fixture
 def too_small(folder, monkeypatch):
     """Of memory there is a little less than the whole model needs."""
