@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_rates_are_known(monkeypatch):
-    """Of this machine: a test of doctor keeps some where nothing else runs, and then a summary says what was planned."""
+    """Of this machine: a test of doctor keeps some where nothing else runs, and then a summary names the plan."""
     monkeypatch.setattr("amoeba.plan.machine.kept", lambda *_: None)
 
 
