@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiling import compiled_by
+from compiling import compile_for, compiled_by, resources, told_by
 from test_decode_compiles import CompileOnly
 
 pytestmark = pytest.mark.thorough  # compiles for half a minute
@@ -36,7 +36,7 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
 
 
 def test_nothing_is_spilled_but_what_is_known(kernels):
-    assert len(kernels) == 87
+    assert len(kernels) == 97
     known = SPILLED.get(triton.__version__.rpartition(".")[0], {})
     spilled = {name: (found["stack_bytes"], found["local_accesses"]) for name, found in kernels.items()}
     assert {name: each for name, each in spilled.items() if any(each) and each != known.get(name)} == {}
@@ -44,6 +44,17 @@ def test_nothing_is_spilled_but_what_is_known(kernels):
 
 def test_lanes_that_hold_one_sum_hold_the_same_bits(kernels):
     assert all(found["products_in_exchanges"] == 0 for found in kernels.values()), kernels
+
+
+def test_one_token_exchanges_nothing_and_asks_for_all_before_it_multiplies(kernels):
+    """The assembler would move loads to where they are used, also those of the next step of a long row."""
+    alone = {name: found for name, found in kernels.items() if name.endswith("in lanes")}
+    assert len(alone) == 10
+    for name, found in alone.items():
+        assert found["loads_after_products"] == 0, name
+        assert found["barriers"] <= 4, name
+        assert found["stores_to_shared"] <= 10, "the zero, and the last sum over warps"
+        assert found["registers"] <= 128, name  # two programs of eight warps, at least
 
 
 def test_four_bytes_side_by_side_are_decoded_together(kernels):
@@ -73,6 +84,23 @@ class WithWaits(CompileOnly):
         self.found[name] |= {"waits": len(after), "loads_before_wait": before.count("tt.load")}
 
 
+class InLanes(CompileOnly):
+    """Gluon, by its code."""
+
+    def compile(self, arguments: tuple, constants: dict[str, Any]) -> None:
+        made = compile_for(self.kernel, arguments, constants, gluon=True)
+        name, code = self.kernel.__name__.strip("_"), told_by("nvdisasm", made, "-c")
+        self.keep(name, made)
+        instructions = re.findall(r"\*/ +(?:@!?\w+ +)?([A-Z][A-Z0-9]+)", code)
+        first = instructions.index("FFMA")
+        self.found[name] |= {
+            "loads_after_products": instructions[first:].count("LDG"),
+            "barriers": instructions.count("BAR"),
+            "stores_to_shared": instructions.count("STS"),
+            "registers": resources(made)["reg"],
+        }
+
+
 class WithOrder(WithWaits):
     def keep(self, name: str, made: Any) -> None:
         super().keep(name, made)
@@ -83,10 +111,20 @@ class WithOrder(WithWaits):
 
 def main() -> dict[str, dict[str, int]]:
     """64 tokens through Qwen3-30B's layers, 8 whose slots up's programs list for down's, once with factors, one, and
-    256, which are 32 of an expert together."""
+    256, which are 32 of an expert together. Then one by the kernels of `one_token`, and of Mixtral's layers: rows that
+    are too long for registers."""
     from amoeba.core.problem import Problem
     from amoeba.core.weights import LoraFactors
-    from amoeba.kernels.decode import by_expert, by_slot, decode, low_rank, quantised_configuration, slot_lists
+    from amoeba.kernels.decode import (
+        by_expert,
+        by_slot,
+        decode,
+        low_rank,
+        one_token,
+        quantised_configuration,
+        slot_lists,
+    )
+    from amoeba.kernels.decode.configuration import Configuration
     from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4, Format, QuantisedMatrix
     from amoeba.precision.formats import OF_BLOCKS
     from amoeba.precision.quantised import block_counts
@@ -145,6 +183,19 @@ def main() -> dict[str, dict[str, int]]:
             chosen = chosen._replace(overlap=True, listed=way in ("listed", "many"), early=way == "early")
             decode(problem, configuration=chosen)
         found |= {f"{name} {format.name} {way}".strip(): figures for name, figures in of_format.items()}
+    one_up, one_down = one_token._up, one_token._down
+    qwen3, mixtral = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+    for format, sizes in (*((each, qwen3) for each in (FP8_128, MXFP8, MXFP4, NVFP4)), (MXFP4, mixtral)):
+        E, K, H, I = sizes
+        of_format = {}
+        one_token._up, one_token._down = InLanes(one_up, of_format), InLanes(one_down, of_format)
+        with torch.device("meta"):
+            weights = QuantisedExperts.holding(empty(format, 2 * I, H), empty(format, H, I))
+            x_TH = torch.empty(1, H, dtype=torch.bfloat16)
+            problem = Problem(x_TH, torch.empty(1, K, dtype=torch.int64), torch.empty(1, K), weights, None)
+            up, down = quantised_configuration.up_in_chunks(problem), quantised_configuration.down_in_chunks(problem)
+            decode(problem, configuration=Configuration(by_slot=True, up=up, down=down, overlap=True))
+        found |= {f"{name} {format.name} {E} in lanes": figures for name, figures in of_format.items()}
     return found
 
 

@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 def in_steps(problem: Problem):
     chosen, format = quantised_configuration.by_slot(problem), problem.weights.format
     depth = columns_together(format.name) if format.scale == "inside" else 32
-    return chosen._replace(down=chosen.down._replace(columns=2, depth=depth, at_once=False))
+    return chosen._replace(down=chosen.down._replace(columns=2, depth=depth, at_once=False, chunks=0))
 
 
 WAYS = {

@@ -11,7 +11,8 @@ and `configuration` chooses:
 by slot     up: one program per (slot, columns of a); down: one per (token, columns of y), with the sum over k inside.
             2 launches, products by multiply and add. Where a program's share of the weights fits in registers, all of
             it is in flight at once, and down's before `a` is looked at, while up still runs. Two slots of one expert
-            read its weights twice: made for T = 1, and for T <= 4 with many experts.
+            read its weights twice: made for T = 1, and for T <= 4 with many experts. On Hopper most quantised ones have
+            kernels of their own, `one_token`.
 by expert   up and down: one program per (touched expert, columns), the expert's slots in chunks of `rows` on the tensor
             cores, weights as the left operand; then a launch that sums over k. 3 launches, weights read once (the
             second and later chunks of an expert with more than `rows` slots find them in the L2 cache, mostly).
@@ -82,6 +83,7 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
             expert_TK.dtype,
             weight_TK.dtype,
             *_layout_of(weights),
+            _is_aligned(x_TH),
             None if lora is None else kind_of(lora),
             like,
         )
@@ -140,10 +142,15 @@ def _layout_of(weights: Any) -> tuple:
     """What a plan depends on, of weights."""
     if is_quantised(weights):
         strides = (None if tensor is None else tensor.stride() for tensor in weights.tensors())
-        return weights.num_experts, *strides, *weights.constants()
+        return weights.num_experts, *strides, *map(_is_aligned, weights.tensors()), *weights.constants()
     gate_up_EJH, down_EHI, gate_up_bias_EJ, down_bias_EH = weights.tensors()
     of_bias = gate_up_bias_EJ is None, down_bias_EH is None
     return down_EHI.shape, down_EHI.stride(), gate_up_EJH.stride(), *of_bias, id(weights.activation)
+
+
+def _is_aligned(tensor: Tensor | None) -> bool:
+    """To what a lane reads at a time."""
+    return tensor is None or tensor.data_ptr() % 16 == 0
 
 
 def _plan(problem: Problem, chosen: Configuration) -> Plan:

@@ -10,7 +10,8 @@ Where a program's weights fit in its registers, all of them are in flight at onc
 none with a loop over the weights. The down projection then asks for its weights, and for B, before it looks at `a`; on
 Hopper its launch may begin while the one that computes `a` still runs (`chosen.overlap`). Quantised weights are always
 read in pieces of a row, all at once or, where that would be many for few rows, in steps that share the values which
-they are multiplied with; numbers are added up within 16 bytes of a row before their scale is applied.
+they are multiplied with; numbers are added up within 16 bytes of a row before their scale is applied. On Hopper and
+newer `one_token` takes most of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from amoeba.core.problem import Problem
 from amoeba.kernels import activation as activations
 from amoeba.kernels.blocks import columns_of, load_packed, number_of, scales_of
 from amoeba.kernels.constants import Group
+from amoeba.kernels.decode import one_token
 from amoeba.kernels.decode.configuration import Configuration
 from amoeba.kernels.decode.low_rank import Ranks, halves_of_rows, load_b, rounded, times_low
 from amoeba.kernels.decode.weights import (
@@ -49,6 +51,8 @@ MOST_DOWN_BYTES = 32768
 
 def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, tile = problem.weights, chosen.up
+    if tile.chunks:
+        return one_token.up(problem, chosen)
     quantised = is_quantised(weights)
     if tile.at_once and not quantised and tile.depth < weights.hidden:
         whole = f"a depth of {weights.hidden} or more, whole rows of the weights"
@@ -73,6 +77,8 @@ def up_by_slot(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
 
 def down_by_token(problem: Problem, chosen: Configuration, ranks: Ranks) -> Launch:
     weights, tile, (tokens, top_k) = problem.weights, chosen.down, problem.expert_TK.shape
+    if tile.chunks:
+        return one_token.down(problem, chosen)
     slots, quantised = next_power_of_2(top_k), is_quantised(weights)
     if quantised and tile.at_once:
         row_bytes = cdiv(weights.intermediate, tile.depth) * tile.depth * weights.format.element.bits // 8
@@ -461,6 +467,7 @@ def _token_at_once(tensors, strides, token, h, E, H, I, TILE: tl.constexpr, MATR
         b = tl.load(b_rows + r[None, None, :], mask=inside[:, :, None] & (r < RANK)[None, None, :], other=0.0)
     if TILE.OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # all that was ahead of this launch is done
     a = a_NI + (token * TILE.K + k).to(tl.int64)[:, None] * I
     total = tl.zeros((SLOTS, TILE.COLUMNS, DEPTH), tl.float32)
     for piece in tl.static_range(TILE.PIECES):
@@ -508,6 +515,7 @@ def _quantised_token(
             b = load_b(b_EHR, expert * H + h, row_ok, RANK)
         if TILE.OVERLAP:
             tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()  # all that was ahead of this launch is done
         of_expert = scales + (expert * MATRIX.STRIDE_SCALE_EXPERT)[:, None]
         rows_of_a, there = a_NI + slot_S.to(tl.int64)[:, None] * MATRIX.REDUCTION, owned_S[:, None]
         if TILE.STAGES is None:

@@ -75,6 +75,8 @@ class Tile(NamedTuple):
     Both are powers of two. A gated up projection reads two rows of weights per column.
     at_once: a program has all its weights in flight before it needs the first of them. By slot only: in the up
     projection `depth` then covers a whole row, in the down projection a row is read in pieces of `depth`.
+    chunks: of 16 bytes of a row, in as many lanes: see `one_token`; 0 where another kernel runs. `depth` is then what a
+    step reads, any number of pieces of that many chunks.
     """
 
     columns: int
@@ -82,6 +84,7 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 3
     at_once: bool = False
+    chunks: int = 0
 
 
 class Configuration(NamedTuple):

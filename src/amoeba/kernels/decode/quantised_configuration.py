@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from amoeba.core.problem import Problem
 from amoeba.kernels.blocks import NARROWEST, columns_together
+from amoeba.kernels.decode import one_token
 from amoeba.kernels.decode.configuration import (
     FEWEST_LISTED,
     SMALLEST_CHUNK,
@@ -19,8 +20,9 @@ from amoeba.kernels.decode.configuration import (
     goes_by_slot,
     slots_together,
 )
-from amoeba.kernels.launch import next_power_of_2
-from amoeba.precision.formats import MXFP4, NVFP4, Format
+from amoeba.kernels.decode.low_rank import ranks_of
+from amoeba.kernels.launch import cdiv, next_power_of_2
+from amoeba.precision.formats import E4M3, FP8_128, MXFP4, NVFP4, Format
 from amoeba.precision.quantised_experts import QuantisedExperts
 
 # By slot, by the bits of a number: bytes of weights that a program of the up projection has in flight, and the warps of
@@ -33,6 +35,20 @@ DOWN_BYTES = 8192
 # stages.
 IN_STEPS, STEP_ROWS, STEP_BYTES, STEP_WARPS, STEP_STAGES = 16384, 16, 1024, 4, 4
 WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
+# Layers from this H on have other tiles, found with H=4096 I=14336 E=8 K=2 and H=7168 I=2048 E=64 K=8 on an H200
+# (dev/log). By slot, one token, us: fp8 with four columns of up in four warps 110 and 110 for 120 and 119, and half as
+# many rows of down in a step 116 for 120 with the first. MXFP4 with four columns of down in steps of 2048 120 for 141
+# with the first, and with two columns in four warps 120 for 127 with the second, whose rows have fewer bytes.
+LARGE_HIDDEN, LARGE_UP_COLUMNS, LARGE_WARPS = 4096, 4, 4
+LARGE_IN_STEPS, LARGE_STEP_COLUMNS, LARGE_STEP, LARGE_COLUMNS = 8192, 4, 2048, 2
+# Where `one_token` serves: rows of weights in a program of up and columns of y in one of down, chunks of a row that a
+# lane of up has at once, by preference (MXFP4 has two), and at most, by bits; of down likewise. Up and down of the
+# layer above in us: MXFP4 11.3 where the other kernels take 16.4, fp8 12.4 for 15.8 (dev/log).
+CHUNK_ROWS, CHUNK_COLUMNS, CHUNK_WARPS, MOST_CHUNK_WARPS = 4, 4, 4, 8
+UP_PIECES, UP_PIECES_MXFP4, MOST_UP_PIECES = 1, 2, {8: 4, 4: 3}
+DOWN_PIECES, MOST_DOWN_PIECES = 3, {8: 4, 4: 3}
+# Of a row that is too long for that: pieces in a step, while those of the next one are on their way.
+STEP_PIECES = {8: 2, 4: 1}
 # By expert: slots of one that are computed together, at least and at most, rows of weights in a tile, and warps. One
 # or two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take
 # the one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
@@ -44,6 +60,10 @@ DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: Tru
 # Slots together from which on steps have half that length: both operands take registers. Not where a step lies in one
 # block, whose scale is applied to what it gives: of fp8-128 up and down take 216 us in place of 268 at 256 tokens of
 # that layer (dev/log).
+# Nor of MXFP4 with large layers: 455 us for 579 with the first one of LARGE_HIDDEN at 64 tokens, 892 for 919 with the
+# second one at 128. With FEWEST_SLOTS together, MXFP4 steps twice as long where slots are more than experts (274 us for
+# 291 at 8 tokens with the first one; 356 for 354 with the second one, which has as many slots as experts), and fp8 has
+# twice the warps (315 for 349, 476 for 495).
 SHORT_ROWS = 32
 # Slots from which on a launch of its own lists them where no other launch hides it: only where programs would have many
 # ids to look at, each all of them. Not timed.
@@ -103,12 +123,70 @@ def by_slot(problem: Problem) -> Configuration:
         up = Tile(min(columns, 16), _piece(weights.hidden, WHOLE_PIECE, least_up), min(warps, 8), at_once=True)
     if _is_whole(down_format) and down.at_once:
         down = Tile(1, down_depth, 1, at_once=True)
+    if weights.hidden >= LARGE_HIDDEN:
+        up, down = _large(up, down, up_format, down_format, bytes_of_slots)
+    ranks = ranks_of(problem.lora)
+    if not ranks.any_up and one_token.serves(problem, weights.gate_up_EJH):
+        up = up_in_chunks(problem)
+    if ranks.down == 0 and one_token.serves(problem, weights.down_EHI):
+        down = down_in_chunks(problem)
     return Configuration(
         by_slot=True,
         up=up,
         down=down,
         overlap=can_overlap(problem.x_TH.device),
     )
+
+
+def _large(up: Tile, down: Tile, up_format: Format, down_format: Format, bytes_of_slots: int) -> tuple[Tile, Tile]:
+    if up_format.element is E4M3:
+        up = up._replace(columns=LARGE_UP_COLUMNS, warps=LARGE_WARPS)
+    if down_format.element is E4M3 and not down.at_once:
+        down = down._replace(columns=max(down.columns // 2, 1))
+    if down_format is MXFP4 and down.at_once:
+        if bytes_of_slots > LARGE_IN_STEPS:
+            down = Tile(LARGE_STEP_COLUMNS, LARGE_STEP, LARGE_WARPS, STEP_STAGES)
+        else:
+            down = down._replace(columns=LARGE_COLUMNS, warps=LARGE_WARPS)
+    return up, down
+
+
+def up_in_chunks(problem: Problem) -> Tile:
+    """For `one_token`: warps side by side in a row, each lane with all rows of the program."""
+    weights: QuantisedExperts = problem.weights
+    kept, bits = weights.gate_up_EJH.matrix, weights.format.element.bits
+    wanted = UP_PIECES_MXFP4 if weights.format is MXFP4 else UP_PIECES
+    lanes = MOST_CHUNK_WARPS // 2 * one_token.LANES
+    chunks, pieces = _pieces(one_token.chunks_of_row(kept), wanted, MOST_UP_PIECES[bits], lanes) or (lanes, wanted)
+    columns = _dividing(CHUNK_ROWS // (2 if weights.activation.gated else 1), weights.intermediate)
+    return one_token.tile(kept, columns, chunks, pieces, max(chunks // one_token.LANES, 1))
+
+
+def down_in_chunks(problem: Problem) -> Tile:
+    """The same of all slots of a token, and where that leaves warps, of the program's columns."""
+    weights: QuantisedExperts = problem.weights
+    kept, slots = weights.down_EHI.matrix, next_power_of_2(problem.expert_TK.shape[1])
+    bits = kept.format.element.bits
+    lanes = max(MOST_CHUNK_WARPS * one_token.LANES // slots, 1)
+    found = _pieces(one_token.chunks_of_row(kept), DOWN_PIECES, MOST_DOWN_PIECES[bits], lanes)
+    chunks, pieces = found or (max(CHUNK_WARPS * one_token.LANES // slots, 1), STEP_PIECES[bits])
+    columns = _dividing(CHUNK_COLUMNS, weights.hidden)
+    warps = max(min(CHUNK_WARPS, slots * chunks * columns // one_token.LANES), slots * chunks // one_token.LANES, 1)
+    return one_token.tile(kept, columns, chunks, pieces, warps)
+
+
+def _pieces(length: int, wanted: int, most: int, lanes: int) -> tuple[int, int] | None:
+    """Into how many pieces of how many chunks a row of `length` is cut, of a power of two: those that leave the least
+    of the last one empty, of these as near to `wanted` as can be. None where there would be more than `most`."""
+    widths = [1 << doublings for doublings in range(lanes.bit_length())]
+    found = [(width, cdiv(length, width)) for width in widths if cdiv(length, width) <= most]
+    return min(found, key=lambda each: (each[0] * each[1], abs(each[1] - wanted)), default=None)
+
+
+def _dividing(most: int, length: int) -> int:
+    while length % most:
+        most //= 2
+    return most
 
 
 def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
@@ -122,8 +200,14 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     depth = DEPTH_BYTES[bits] * 8 // bits
     if weights.format.scale == "inside":
         depth, height = depth // IN_BLOCKS, height // (IN_BLOCKS if rows >= SHORT_ROWS else 1)
-    if rows >= SHORT_ROWS and (bits < 8 or weights.format.block[1] < depth):
+    large = weights.hidden >= LARGE_HIDDEN
+    if rows >= SHORT_ROWS and (bits < 8 or weights.format.block[1] < depth) and not (large and weights.format is MXFP4):
         depth //= 2
+    if large and weights.format is FP8_128 and rows == FEWEST_SLOTS and slots >= experts:
+        warps *= 2
+    longer = large and weights.format is MXFP4 and rows == FEWEST_SLOTS and slots > experts
+    if longer:
+        depth *= 2
     if problem.x_TH.element_size() > 2:  # no tensor core has fp32: all of a tile is in registers at once
         rows, height, warps, depth = SMALLEST_CHUNK, WEIGHT_ROWS // 2, 2 * WARPS, SHORTEST_STEP
 
@@ -142,7 +226,7 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     listed = slots >= (FEWEST_LISTED if overlap else FEWEST_LISTED_ALONE)  # where a launch more costs little
     takes_long = weights.format is MXFP4 or (weights.format is NVFP4 and (listed or slots < experts))
     if takes_long and rows == FEWEST_SLOTS and weights.hidden >= LONG_STEP:
-        up = up._replace(depth=LONG_STEP)
+        up = up._replace(depth=LONG_STEP * (2 if longer else 1))
     early = overlap and slots < experts and tokens <= MOST_EARLY and weights.format is not NVFP4
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
 

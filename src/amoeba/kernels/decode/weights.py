@@ -141,8 +141,14 @@ def load_tile(pointers, row_ok, depth_ok, EVEN_ROWS: tl.constexpr, EVEN_DEPTH: t
 @triton.jit
 def rows_of_gate_up(first, I, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):
     """The rows of W1 that make columns first .. first + COLUMNS of a, and which of them exist."""
+    row = tl.arange(0, 2 * COLUMNS if ACTIVATION.GATED else COLUMNS)
+    return row_of_gate_up(first, row, I, COLUMNS, ACTIVATION)
+
+
+@triton.jit
+def row_of_gate_up(first, row, I, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The same for a tile's rows, as the caller counts them."""
     if ACTIVATION.GATED:
-        row = tl.arange(0, 2 * COLUMNS)
         if ACTIVATION.INTERLEAVED:
             column = first + row // 2
             j = 2 * first + row
@@ -150,7 +156,7 @@ def rows_of_gate_up(first, I, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr):
             column = first + row % COLUMNS
             j = column + (row // COLUMNS) * I
     else:
-        column = first + tl.arange(0, COLUMNS)
+        column = first + row
         j = column
     return j, column < I
 
