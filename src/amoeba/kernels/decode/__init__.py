@@ -141,8 +141,9 @@ def _rows(plan: Plan, problem: Problem, x_TH: Tensor, expert_TK: Tensor, y_NH: T
 def _layout_of(weights: Any) -> tuple:
     """What a plan depends on, of weights."""
     if is_quantised(weights):
-        strides = (None if tensor is None else tensor.stride() for tensor in weights.tensors())
-        return weights.num_experts, *strides, *map(_is_aligned, weights.tensors()), *weights.constants()
+        tensors = weights.tensors()
+        strides = (None if tensor is None else tensor.stride() for tensor in tensors)
+        return weights.num_experts, *strides, *map(_is_aligned, tensors), *weights.constants()
     gate_up_EJH, down_EHI, gate_up_bias_EJ, down_bias_EH = weights.tensors()
     of_bias = gate_up_bias_EJ is None, down_bias_EH is None
     return down_EHI.shape, down_EHI.stride(), gate_up_EJH.stride(), *of_bias, id(weights.activation)
