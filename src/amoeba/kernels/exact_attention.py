@@ -218,11 +218,15 @@ def _bounds(seen, bounds, rows, tokens, keys, stride_batch, stride_token, BLOCK:
 
 # --- forward
 
+# Scores are in powers of two.
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def _rescale(most, new):
-    """What sums relative to exp(most) are multiplied by when they become relative to exp(new)."""
-    return tl.exp(most - tl.where(new == float("-inf"), 0.0, new))
+    """What sums relative to 2^most are multiplied by when they become relative to 2^new."""
+    return tl.exp2(most - tl.where(new == float("-inf"), 0.0, new))
 
 
 @triton.jit
@@ -240,7 +244,7 @@ def _finished(sums, total, most):
     """The values, and the logsumexp."""
     sees = total > 0
     some = tl.where(sees, total, 1.0)
-    return sums / some[:, None], tl.where(sees, most + tl.log(some), float("inf"))
+    return sums / some[:, None], tl.where(sees, (most + tl.log2(some)) * LN_2, float("inf"))
 
 
 @triton.jit
@@ -249,6 +253,14 @@ def _capped(s, SOFTCAP: tl.constexpr):
         return SOFTCAP - 2.0 * SOFTCAP / (1.0 + tl.exp(s * (2.0 / SOFTCAP)))
     else:
         return s
+
+
+@triton.jit
+def _scores(dots, scale, SOFTCAP: tl.constexpr):
+    if SOFTCAP > 0.0:
+        return _capped(dots * scale, SOFTCAP) * LOG2_E
+    else:
+        return dots * (scale * LOG2_E)
 
 
 @triton.jit
@@ -284,7 +296,7 @@ def _attend_keys(
         there_N = at + inner_N < stop if MASKED else inner_N < TILE.N
         wide_at = zero + at
         k_tile = tl.load(k + wide_at * k_token + k_DN, mask=there_N[None, :] & inside_D[:, None], other=0.0)
-        s = _capped(tl.dot(q_tile, k_tile, input_precision="ieee") * scale, TILE.SOFTCAP)
+        s = _scores(tl.dot(q_tile, k_tile, input_precision="ieee"), scale, TILE.SOFTCAP)
         if MASKED:
             looks = _looks(seen, at + inner_N, first_M, end_M, own_M, place_M, holes)
             s = tl.where(looks, s, float("-inf"))
@@ -361,7 +373,7 @@ def _attend(
         most_M = tl.full((M,), float("-inf"), tl.float32)
         total_M = tl.zeros((M,), tl.float32)
         if sink_Q is not None:
-            most_M = tl.load(sink_Q + head_M, mask=inside_M, other=0.0).to(tl.float32)
+            most_M = tl.load(sink_Q + head_M, mask=inside_M, other=0.0).to(tl.float32) * LOG2_E
             total_M = total_M + 1.0
         sums = tl.zeros((M, TILE.V_BLOCK), tl.float32)
         for each in range(tl.minimum(splits, tl.cdiv(tl.max(end_M - first_M, 0), TILE.SPLIT))):  # others add zeros
@@ -398,7 +410,7 @@ def _combine(
     most = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     if sink_Q is not None:
-        most = tl.load(sink_Q + head + one).to(tl.float32)
+        most = tl.load(sink_Q + head + one).to(tl.float32) * LOG2_E
         total = total + 1.0
     sums = tl.zeros((1, V_BLOCK), tl.float32)
     for split in range(splits):
@@ -414,8 +426,6 @@ def _combine(
 
 
 # --- backward
-
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
