@@ -42,10 +42,10 @@ WIDEST_PIECE, NARROWEST_PIECE = 2048, 256  # of a row, in numbers
 LARGE_HIDDEN, LARGE_UP_COLUMNS, LARGE_WARPS = 4096, 4, 4
 LARGE_IN_STEPS, LARGE_STEP_COLUMNS, LARGE_STEP, LARGE_COLUMNS = 8192, 4, 2048, 2
 # Where `one_token` serves: rows of weights in a program of up and columns of y in one of down, chunks of a row that a
-# lane of up has at once, by preference (MXFP4 has two), and at most, by bits; of down likewise. Up and down of the
-# layer above in us: MXFP4 11.3 where the other kernels take 16.4, fp8 12.4 for 15.8 (dev/log).
+# lane of up has at once, by preference, and at most, by bits; of down likewise. One token of the layer above in us, by
+# these kernels and by the others: MXFP4 13.0 and 16.3, fp8 12.2 and 15.9, NVFP4 13.4 and 16.8 (dev/log).
 CHUNK_ROWS, CHUNK_COLUMNS, CHUNK_WARPS, MOST_CHUNK_WARPS = 4, 4, 4, 8
-UP_PIECES, UP_PIECES_MXFP4, MOST_UP_PIECES = 1, 2, {8: 4, 4: 3}
+UP_PIECES, MOST_UP_PIECES = 2, {8: 4, 4: 3}
 DOWN_PIECES, MOST_DOWN_PIECES = 3, {8: 4, 4: 3}
 # Of a row that is too long for that: pieces in a step, while those of the next one are on their way.
 STEP_PIECES = {8: 2, 4: 1}
@@ -61,10 +61,10 @@ DEPTH_BYTES, STAGES, BY_LANES = {8: 128, 4: 64}, {8: 4, 4: 3}, {8: False, 4: Tru
 # block, whose scale is applied to what it gives: of fp8-128 up and down take 216 us in place of 268 at 256 tokens of
 # that layer (dev/log).
 # Nor of MXFP4 with large layers: 455 us for 579 with the first one of LARGE_HIDDEN at 64 tokens, 892 for 919 with the
-# second one at 128. With FEWEST_SLOTS together, MXFP4 steps twice as long where slots are more than experts (274 us for
-# 291 at 8 tokens with the first one; 356 for 354 with the second one, which has as many slots as experts), and fp8 has
-# twice the warps (315 for 349, 476 for 495).
-SHORT_ROWS = 32
+# second one at 128, which takes 735 with tiles twice as tall (the first one 486 for 452). With FEWEST_SLOTS together,
+# MXFP4 steps twice as long where slots are more than experts (274 us for 291 at 8 tokens with the first one; 356 for
+# 354 with the second one, which has as many slots as experts), and fp8 has twice the warps (315 for 349, 476 for 495).
+SHORT_ROWS, TALL_HIDDEN = 32, 7168
 # Slots from which on a launch of its own lists them where no other launch hides it: only where programs would have many
 # ids to look at, each all of them. Not timed.
 FEWEST_LISTED_ALONE = 1024
@@ -155,9 +155,9 @@ def up_in_chunks(problem: Problem) -> Tile:
     """For `one_token`: warps side by side in a row, each lane with all rows of the program."""
     weights: QuantisedExperts = problem.weights
     kept, bits = weights.gate_up_EJH.matrix, weights.format.element.bits
-    wanted = UP_PIECES_MXFP4 if weights.format is MXFP4 else UP_PIECES
     lanes = MOST_CHUNK_WARPS // 2 * one_token.LANES
-    chunks, pieces = _pieces(one_token.chunks_of_row(kept), wanted, MOST_UP_PIECES[bits], lanes) or (lanes, wanted)
+    found = _pieces(one_token.chunks_of_row(kept), UP_PIECES, MOST_UP_PIECES[bits], lanes)
+    chunks, pieces = found or (lanes, UP_PIECES)
     columns = _dividing(CHUNK_ROWS // (2 if weights.activation.gated else 1), weights.intermediate)
     return one_token.tile(kept, columns, chunks, pieces, max(chunks // one_token.LANES, 1))
 
@@ -203,6 +203,8 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
     large = weights.hidden >= LARGE_HIDDEN
     if rows >= SHORT_ROWS and (bits < 8 or weights.format.block[1] < depth) and not (large and weights.format is MXFP4):
         depth //= 2
+    if weights.format is MXFP4 and rows >= SHORT_ROWS and weights.hidden >= TALL_HIDDEN:
+        height *= 2
     if large and weights.format is FP8_128 and rows == FEWEST_SLOTS and slots >= experts:
         warps *= 2
     longer = large and weights.format is MXFP4 and rows == FEWEST_SLOTS and slots > experts
