@@ -133,8 +133,21 @@ class TestTiles:
             return tile.columns, tile.chunks, cdiv(tile.depth // numbers, tile.chunks), tile.warps
 
         assert [figures(found[MXFP4].up, 32), figures(found[MXFP4].down, 32)] == [(2, 32, 2, 1), (4, 8, 3, 4)]
-        assert [figures(found[FP8_128].up, 16), figures(found[FP8_128].down, 16)] == [(2, 128, 1, 4), (4, 16, 3, 4)]
-        assert figures(found[NVFP4].up, 32) == (2, 64, 1, 2)
+        assert [figures(found[FP8_128].up, 16), figures(found[FP8_128].down, 16)] == [(2, 64, 2, 2), (4, 16, 3, 4)]
+        assert figures(found[NVFP4].up, 32) == (2, 32, 2, 1)
+
+    def test_long_rows_have_what_was_fastest(self, hopper):
+        """One piece in a step, and of how many columns and chunks; fp8 of the second layer has whole rows."""
+        found = {
+            (layer, format): quantised_configuration.by_slot(problem_of(format, LAYERS[layer]))
+            for layer in ("mixtral", "dsv3")
+            for format in (MXFP4, FP8_128)
+        }
+        tiles = {key: [tuple(tile) for tile in chosen[1:3]] for key, chosen in found.items()}
+        assert tiles["mixtral", MXFP4] == [(2, 4096, 2, 3, True, 64), (4, 2048, 4, 3, False, 64)]
+        assert tiles["mixtral", FP8_128] == [(2, 4096, 4, 3, True, 128), (8, 1024, 4, 3, False, 64)]
+        assert tiles["dsv3", MXFP4] == [(4, 1024, 1, 3, False, 32), (4, 512, 4, 3, False, 16)]
+        assert tiles["dsv3", FP8_128] == [(2, 8192, 4, 3, True, 128), (4, 2048, 8, 3, True, 32)]
 
     def test_an_odd_width_has_columns_that_divide_it(self, hopper):
         problem = problem_of(FP8_128, (4, 2, 48, 80))

@@ -44,11 +44,14 @@ LARGE_IN_STEPS, LARGE_STEP_COLUMNS, LARGE_STEP, LARGE_COLUMNS = 8192, 4, 2048, 2
 # Where `one_token` serves: rows of weights in a program of up and columns of y in one of down, chunks of a row that a
 # lane of up has at once, by preference, and at most, by bits; of down likewise. One token of the layer above in us, by
 # these kernels and by the others: MXFP4 13.0 and 16.3, fp8 12.2 and 15.9, NVFP4 13.4 and 16.8 (dev/log).
-CHUNK_ROWS, CHUNK_COLUMNS, CHUNK_WARPS, MOST_CHUNK_WARPS = 4, 4, 4, 8
+CHUNK_ROWS, CHUNK_COLUMNS, CHUNK_WARPS, MOST_DOWN_WARPS = 4, 4, 4, {8: 8, 4: 4}
 UP_PIECES, MOST_UP_PIECES = 2, {8: 4, 4: 3}
 DOWN_PIECES, MOST_DOWN_PIECES = 3, {8: 4, 4: 3}
-# Of a row that is too long for that: pieces in a step, while those of the next one are on their way.
-STEP_PIECES = {8: 2, 4: 1}
+# A row that is too long for that is read in steps of one piece, while the next one is on its way. Columns of down with
+# them, by bits: 27.6 us with eight for 30.4 with four and two pieces (fp8, the first layer of LARGE_HIDDEN). Up of four
+# bits has steps of a warp, and twice the rows, where more than this share of the lanes would have no part of a row that
+# is longer than they are many: the second layer takes 50.6 us for 56.0, and its down 27.9 for 31.9 in eight warps.
+STEP_COLUMNS, MOST_IDLE = {8: 8, 4: 4}, 1 / 8
 # By expert: slots of one that are computed together, at least and at most, rows of weights in a tile, and warps. One
 # or two warps take the tensor core's instruction for small tiles, whose left operand is in registers; four would take
 # the one for 64 rows. Of fifteen ways the fastest at 64 tokens; where few experts are touched, tiles are half as high.
@@ -155,10 +158,11 @@ def up_in_chunks(problem: Problem) -> Tile:
     """For `one_token`: warps side by side in a row, each lane with all rows of the program."""
     weights: QuantisedExperts = problem.weights
     kept, bits = weights.gate_up_EJH.matrix, weights.format.element.bits
-    lanes = MOST_CHUNK_WARPS // 2 * one_token.LANES
-    found = _pieces(one_token.chunks_of_row(kept), UP_PIECES, MOST_UP_PIECES[bits], lanes)
-    chunks, pieces = found or (lanes, UP_PIECES)
-    columns = _dividing(CHUNK_ROWS // (2 if weights.activation.gated else 1), weights.intermediate)
+    length, lanes, rows = one_token.chunks_of_row(kept), CHUNK_WARPS * one_token.LANES, CHUNK_ROWS
+    chunks, pieces = _pieces(length, UP_PIECES, MOST_UP_PIECES[bits], lanes) or (lanes, 1)
+    if bits == 4 and length > lanes and (chunks * pieces < length or chunks * pieces > (1 + MOST_IDLE) * length):
+        chunks, pieces, rows = one_token.LANES, 1, 2 * CHUNK_ROWS
+    columns = _dividing(rows // (2 if weights.activation.gated else 1), weights.intermediate)
     return one_token.tile(kept, columns, chunks, pieces, max(chunks // one_token.LANES, 1))
 
 
@@ -167,10 +171,10 @@ def down_in_chunks(problem: Problem) -> Tile:
     weights: QuantisedExperts = problem.weights
     kept, slots = weights.down_EHI.matrix, next_power_of_2(problem.expert_TK.shape[1])
     bits = kept.format.element.bits
-    lanes = max(MOST_CHUNK_WARPS * one_token.LANES // slots, 1)
+    lanes = max(MOST_DOWN_WARPS[bits] * one_token.LANES // slots, 1)
     found = _pieces(one_token.chunks_of_row(kept), DOWN_PIECES, MOST_DOWN_PIECES[bits], lanes)
-    chunks, pieces = found or (max(CHUNK_WARPS * one_token.LANES // slots, 1), STEP_PIECES[bits])
-    columns = _dividing(CHUNK_COLUMNS, weights.hidden)
+    chunks, pieces = found or (max(CHUNK_WARPS * one_token.LANES // slots, 1), 1)
+    columns = _dividing(CHUNK_COLUMNS if found else STEP_COLUMNS[bits], weights.hidden)
     warps = max(min(CHUNK_WARPS, slots * chunks * columns // one_token.LANES), slots * chunks // one_token.LANES, 1)
     return one_token.tile(kept, columns, chunks, pieces, warps)
 
