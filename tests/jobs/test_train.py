@@ -99,7 +99,7 @@ def test_plain_transformers_loads_the_model_with_equal_logits(finished: tuple[Pa
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_that_is_rounded_to_train_computes_as_the_one_that_is_loaded_in_that_dtype(tmp_path: Path) -> None:
+def test_a_model_that_is_rounded_to_train_computes_as_if_loaded_in_that_dtype(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = build("qwen3_moe").eval()
