@@ -54,7 +54,7 @@ EXPECTED = {
     "train": {"gemm_kernel", "wgrad_kernel", "_activate_backward", "_combine", "_update", "_sum_of_squares"},
     "generate": {"_up_by_slot", "_up_by_expert", "_attend", "_linear", "_norm_rotate_cached", "choose_experts"},
     "finetune": {"_join", "_lora_backward", "_update"},
-    "generate quantised": {"_up_by_slot", "_up_by_expert", "_attend"},
+    "generate quantised": {"_up", "_down", "_up_by_expert", "_attend"},
     "finetune quantised": {"_activate_backward", "_lora_backward"},
 }
 
