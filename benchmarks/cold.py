@@ -89,7 +89,8 @@ def run(
     stop.start()
     try:
         for line in process.stdout:
-            lines.append(f"[{time.monotonic() - began:.1f} s] {line.rstrip()}")
+            told = line.rstrip().replace(str(folder.parent), "FOLDER")
+            lines.append(f"[{time.monotonic() - began:.1f} s] {told}")
             if first is None and has_begun(line):
                 first = time.monotonic() - began
                 if not until_end:
@@ -106,7 +107,7 @@ def run(
     found = sum(int(pid) == process.pid and hit == "1" for pid, hit, _ in compiled)
     others = sum(int(pid) != process.pid and hit == "0" for pid, hit, _ in compiled)
     return {
-        "command": " ".join(("amoeba", *words)),
+        "command": " ".join(("amoeba", *words)).replace(str(folder.parent), "FOLDER"),
         "seconds_to_first": first,
         "seconds": time.monotonic() - began,
         "exit_code": code,

@@ -183,7 +183,11 @@ def choose_cells(
 
 def not_in(document: Path, cells: Sequence[Cell]) -> list[Cell]:
     """Those that this document did not measure."""
-    there = {str(each["cell"]) for each in json.loads(document.read_text())["cells"] if each["error"] is None}
+    try:
+        there = {str(each["cell"]) for each in json.loads(document.read_text())["cells"] if each["error"] is None}
+    except (ValueError, KeyError, TypeError):
+        wanted = "a document of python -m benchmarks plan"
+        raise bad_value("--after", wanted, str(document), "give one that --out has written") from None
     return [each for each in cells if str(asdict(each)) not in there]
 
 

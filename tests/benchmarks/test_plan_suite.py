@@ -40,6 +40,9 @@ def test_a_second_run_has_the_cells_that_the_first_did_not_measure(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"cells": [asdict(each) for each in (measured, failed)]}))
     assert suite.not_in(path, cells) == cells[1:]
+    path.write_text('{"document": "cold"}')
+    with pytest.raises(ValueError, match="--after: expected a document of python -m benchmarks plan"):
+        suite.not_in(path, cells)
 
 
 @pytest.mark.parametrize(("budget", "slots"), [("2GiB", 20), ("4GiB", 77)])

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from amoeba.kernels.attention.kernels import masked_block
+from amoeba.kernels.attention.kernels import LN_2, masked_block
 from amoeba.kernels.constants import Group
 from amoeba.kernels.launch import cdiv, next_power_of_2, quick
 
@@ -220,7 +220,6 @@ def _bounds(seen, bounds, rows, tokens, keys, stride_batch, stride_token, BLOCK:
 
 # Scores are in powers of two.
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

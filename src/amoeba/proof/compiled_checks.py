@@ -3,7 +3,7 @@
     with process_beside("amoeba.proof.compiled_checks", answers=True) as process:       # see `amoeba.jobs`
         results = results_of(device, dtypes, backends, seconds=40, order=order_of(process, dtypes, backends))
 
-A process beside goes through the same checks without numbers (see `amoeba.kernels.launch.ahead`), has their kernels and
+A second process goes through the same checks without numbers (see `amoeba.kernels.launch.ahead`), has their kernels and
 the parts of the C++ core compiled by the other cores, and says which check is ready. Of those that are ready the most
 revealing one is next. Those that launch nothing of ours are ready as soon as that is known, and fill the time.
 """
@@ -139,7 +139,7 @@ def _in_groups(checks: list[Planned], first: int) -> list[int]:
 
 
 def main() -> None:
-    """Of the process beside: imports what it can, and then reads what to do."""
+    """Of the second process: imports what it can, and then reads what to do."""
     from amoeba.backends.registry import is_known
     from amoeba.kernels.launch.ahead import (
         DriverModule,

@@ -212,8 +212,8 @@ def _build_model(
 
 
 def round_to(model: nn.Module, dtype: torch.dtype) -> None:
-    """As if it had been loaded in this dtype: what a model computes for itself when it is made, as the frequencies of
-    rotary embeddings, keeps its precision. `model.to` rounds it, too, and far tokens turn by other angles."""
+    """Parameters and saved buffers. What a model computes for itself when it is made, as the frequencies of rotary
+    embeddings, keeps its precision, as in a model that is loaded. `model.to` rounds it, too: other angles."""
     own = {
         (module, name): module._buffers[name]
         for module in model.modules()

@@ -47,8 +47,8 @@ from amoeba.kernels.lora.epilogue import Addend, padded_rank
 # MXFP4 takes 349 : 430.
 MOST_FEW = 48
 # Of long rows of weights the less tall tile, too, where many second tiles of 128 would be nearly empty: Mixtral's layer
-# with 128 rows of each expert took 1156 : 1024 us in that run. It multiplies FEW_COSTS times slower, and is only taken
-# where there are so many rows in tall tiles that reading the weights is not what takes the time.
+# with 128 rows of each expert took 1156 : 1024 us in that run. It multiplies FEW_COSTS times slower (estimated), and is
+# only taken where tall tiles have more than COMPUTE_ROWS: below, reading the weights takes longer than multiplying.
 LONG_DEPTH, FEW_COSTS, COMPUTE_ROWS = 4096, 1.12, 155
 
 
