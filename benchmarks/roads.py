@@ -69,6 +69,11 @@ DOCUMENTED = (
     _same("On a CPU, `transformers.Trainer` runs the steps", "training.md"),
     _same("several ranks share each batch", "training.md"),
     _same("its experts are streamed, and in training the host copies them group by group", "training.md"),
+    Documented(
+        "are computed one after another, and the host waits for the number of rows of each",
+        "precision.md",
+        "experts are computed one after another, and the host waits for the number of rows of each",
+    ),
     # what is refused
     _same("quantised experts cannot be distributed yet", "howto/several-processes.md"),
     Documented(

@@ -17,6 +17,7 @@ from amoeba import Activation, Request, Routing, experts
 from amoeba.backends import experts_operator, fp8_choice, fp8_kernel_rows, quantised_triton, sorted_rows
 from amoeba.backends.registry import explain
 from amoeba.core.problem import Problem
+from amoeba.kernels import decode as decode_kernels
 from amoeba.kernels.hopper import fp8_gemm, fp8_gemm_parts
 from amoeba.kernels.launch import plan as launch_plan
 from amoeba.kernels.quantise import empty_rows
@@ -150,6 +151,25 @@ def test_a_repeated_pass_has_the_bits_of_one_that_is_computed(stood_in: None, mo
     expected, *_ = [run(layer, quantised(layer), "triton") for _ in range(3)]
     monkeypatch.setattr(sorted_rows, "forward", None)
     assert torch.equal(run(layer, quantised(layer), "triton"), expected)
+
+
+def test_large_experts_with_few_rows_are_decoded(stood_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(hidden=64, inner=64, bias=False)
+    monkeypatch.setattr(fp8_choice, "LEAST_SIZE_FROZEN", 64 * 64)
+    monkeypatch.setattr(fp8_choice, "LARGE_HIDDEN", 64)
+    monkeypatch.setattr(fp8_choice, "FEWEST_ROWS_LARGE", 2)
+    monkeypatch.setattr(fp8_choice, "MOST_ROWS_DECODED", 3)
+    auto = quantised(layer, "auto", torch.bfloat16)
+    decoded = []
+    monkeypatch.setattr(decode_kernels, "decode", lambda problem, *, e4m3: decoded.append(e4m3) or problem.x_TH)
+    for tokens, expected in ((E - 1, [False]), (E, [True])):  # two experts of each
+        problem = problem_of(tokens, auto)
+        quantised_triton.BACKEND.forward(problem._replace(x_TH=problem.x_TH.bfloat16()), "nothing")
+        assert decoded == expected
+        decoded.clear()
+    problem = problem_of(3 * E // 2 + 1, auto)
+    assert fp8_choice.takes_w8a8(problem, "nothing")
+    assert not fp8_choice.decodes_w8a8(problem._replace(x_TH=problem.x_TH.bfloat16())), "sorted rows read weights once"
 
 
 def problem_of(tokens: int, weights: QuantisedExperts, top_k: int = 2, most_rows: int | None = None) -> Problem:

@@ -21,7 +21,7 @@ import torch
 
 from amoeba.backends.backend import Request
 from amoeba.backends.fp8_triton import BACKEND, takes_plain_triton, why_not_sized, why_not_there
-from amoeba.backends.triton import DECODE_TOKENS
+from amoeba.backends.triton import DECODE_SLOTS, DECODE_TOKENS
 from amoeba.core.problem import Problem, Save
 from amoeba.core.weights import AnyExperts
 from amoeba.cpu.pointers import place_of
@@ -55,8 +55,12 @@ LEAST_SIZE = 2048 * 768  # H · I
 #   qwen3, 32 and 256           321, 887      211, 429
 #   dsv3 (64 experts), 64, 512  1582, 7750    782, 2777
 #   mixtral, 128, 1024          1343, 5975    629, 2723
-# Fewer rows were not timed; up to 64 tokens are decoded, which takes the time of reading the weights.
+# Up to 64 tokens are decoded, which takes the time of reading the weights.
 FEWEST_ROWS_FROZEN = 32
+# Large experts are decoded by codes of rows from fewer on, also up to 64 tokens: 377 us for 424 with 16 of each of
+# mixtral's, 742 for 843 of dsv3's; 702 for 725 with 8 of those, 476 for 464 with one. Sorted rows take 481, 804, 797
+# and 588. From MOST_ROWS_DECODED on many experts have more rows than a chunk, which reads their weights again.
+FEWEST_ROWS_LARGE, LARGE_HIDDEN, MOST_ROWS_DECODED = 16, 4096, 24
 # The second table above, codes being there: 1.05 and 1.00 times as fast as plain bf16, which takes less time than
 # dequantising the weights and the same products.
 LEAST_SIZE_FROZEN = 1024 * 512
@@ -93,12 +97,25 @@ def takes_w8a8(problem: Problem, save: Save) -> bool:
     weights = problem.weights
     if weights.products == UNCHANGED or save != "nothing" or problem.lora is not None:
         return False
-    tokens, slots = problem.expert_TK.shape[0], problem.rows if problem.most_rows is None else problem.most_rows
-    if weights.products == AUTO and (tokens <= DECODE_TOKENS or slots < FEWEST_ROWS_FROZEN * weights.num_experts):
+    slots, large = _slots(problem), weights.hidden >= LARGE_HIDDEN
+    if weights.products == AUTO and slots < (FEWEST_ROWS_LARGE if large else FEWEST_ROWS_FROZEN) * weights.num_experts:
+        return False
+    if weights.products == AUTO and problem.expert_TK.shape[0] <= DECODE_TOKENS and not large:
         return False
     if weights.products == AUTO and why_not_w8a8(weights) is not None:
         return False
     return slots > 0
+
+
+def decodes_w8a8(problem: Problem) -> bool:
+    """Whether a pass that takes w8a8 is decoded by expert, rather than by sorted rows."""
+    few = _slots(problem) < MOST_ROWS_DECODED * problem.weights.num_experts and problem.rows <= DECODE_SLOTS
+    return few and problem.weights.hidden >= LARGE_HIDDEN and problem.x_TH.element_size() == 2
+
+
+def _slots(problem: Problem) -> int:
+    """Those that may have an expert here."""
+    return problem.rows if problem.most_rows is None else problem.most_rows
 
 
 def row_format(request: Request) -> Format | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from amoeba.backends import fp8_choice, sorted_rows, triton
 from amoeba.backends.backend import PassesBackend, Request
 from amoeba.backends.experts_operator import SavedRows
-from amoeba.backends.fp8_choice import takes_w8a8, why_no_w8a8_kernel, with_products_for
+from amoeba.backends.fp8_choice import decodes_w8a8, takes_w8a8, why_no_w8a8_kernel, with_products_for
 from amoeba.core.problem import Gradients, Needs, Problem, Save, Saved
 from amoeba.core.torch_internals import graph_is_freed
 from amoeba.precision.formats import E2M1, E4M3, IN_BLOCKS, MXFP4, Format
@@ -59,12 +59,16 @@ class QuantisedTritonBackend(PassesBackend):
         return with_products_for(problem, gradient)  # factors are rounded where they are read
 
     def forward(self, problem: Problem, save: Save) -> tuple[Tensor, Saved | None]:
-        if takes_w8a8(problem, save):
-            return self._forward_w8a8(problem), None
-        if save != "h" and (is_few(problem) or is_few_of_each(problem, problem.weights.num_experts)):
+        if w8a8 := takes_w8a8(problem, save):
+            few = decodes_w8a8(problem)
+        else:
+            few = save != "h" and (is_few(problem) or is_few_of_each(problem, problem.weights.num_experts))
+        if few:
             from amoeba.kernels.decode import decode
 
-            return decode(problem), None
+            return decode(problem, e4m3=w8a8), None
+        if w8a8:
+            return self._forward_w8a8(problem), None
         return self.forward_sorted(problem, save)
 
     def _forward_w8a8(self, problem: Problem) -> Tensor:

@@ -148,7 +148,8 @@ def _finetune(
     check_understands(tokenizer, corpus.train)
     rows = _rows(corpus, tokenizer, model_config, settings, console, reader)
 
-    base = _load_base(run, settings, name, model_config, mesh, at_end)
+    with run.importing_compiler():
+        base = _load_base(run, settings, name, model_config, mesh, at_end)
     model, placed = base.model, base.placed
     covered = check_coverage(model, "MODEL", "use PEFT itself for it, or choose another")
     if covered.others:

@@ -10,7 +10,7 @@ with run.in_folder():
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from amoeba.jobs.train.run_folder import Console, describe_run, run_folder
 from amoeba.parallel.mesh import RankMesh, check_expert_ranks, make_mesh
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED
+from amoeba.system.fast_imports import COMPILER, importing
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Run:
     def check_same(self) -> None:
         told = {"--resume": self.resume, "--from": self.start_from, "--trust-remote-code": self.trust_remote_code}
         check_same_job(self.rank_zero, self.command, self.settings, told, model=self.settings.model)
+
+    def importing_compiler(self) -> AbstractContextManager[None]:
+        """For the time in which weights are read: torch's compiler, where the run will use it unless it is tiny."""
+        compiles = torch.cuda.is_available() and self.rank_zero.count == 1 and not self.settings.exact
+        return importing(COMPILER if compiles and self.settings.compile != "off" else ())
 
     @contextmanager
     def in_folder(self) -> Iterator[None]:

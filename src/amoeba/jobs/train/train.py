@@ -118,7 +118,8 @@ def _train(run: Run, settings: TrainSettings, config: Any) -> TrainReport:
         f"tokenizer with {len(tokenizer)} tokens"
     )
 
-    model = _build_model(settings, tokenizer, config, trust_remote_code, mesh)
+    with run.importing_compiler():
+        model = _build_model(settings, tokenizer, config, trust_remote_code, mesh)
     leave_out_router_loss(model.config)
     if config is not None and type(model.config) is not type(config):
         console.say(f"training and saving only {type(model).__name__}, the text part of {settings.model}")

@@ -44,7 +44,10 @@ from amoeba.kernels.decode.low_rank import LowLaunches, kind_of, low_launches, r
 from amoeba.kernels.decode.slot_lists import list_slots, lists_are
 from amoeba.kernels.decode.weights import is_quantised, stored
 from amoeba.kernels.launch import Launch
+from amoeba.kernels.quantise_blocks import quantise_rows
 from amoeba.kernels.tile_sizes import capability_of
+from amoeba.precision.formats import FP8_128_ROWS
+from amoeba.precision.quantised import QuantisedMatrix
 from amoeba.system import tuned
 
 __all__ = ["Configuration", "Like", "can_overlap", "decode", "decode_rows", "is_by_slot", "sum_rows"]
@@ -60,13 +63,16 @@ class Plan(NamedTuple):
     activation: Activation  # kept, so that no other comes to its address, by which the plan is found
     list: Launch | None = None
     has_lists: bool = False
+    e4m3: bool = False
 
 
 _plans: dict[tuple, Plan] = {}
 
 
-def decode(problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None) -> Tensor:
-    """y_TH, in the dtype of x. Meant for T <= 64, or few slots of an expert; right for every T whose N ids fit in one
+def decode(
+    problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None, e4m3: bool = False
+) -> Tensor:
+    """y_TH, in the dtype of x. e4m3: by expert, with quantised rows.  Meant for T <= 64, or few slots of an expert; right for every T whose N ids fit in one
     program's registers."""
     x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
@@ -86,9 +92,13 @@ def decode(problem: Problem, *, configuration: Configuration | None = None, like
             _is_aligned(x_TH),
             None if lora is None else kind_of(lora),
             like,
+            e4m3,
         )
         found = _plans.get(key)
-        plan = _plans[key] = _plan(problem, _chosen(problem, like)) if found is None else found
+        if found is None:
+            chosen = quantised_configuration.in_e4m3(problem) if e4m3 else _chosen(problem, like)
+            found = _plans[key] = _plan(problem, chosen)
+        plan = found
     y_TH = torch.empty_like(x_TH)
     if plan.sum is None:
         a_NI = x_TH.new_empty((slots, weights.intermediate))
@@ -134,8 +144,16 @@ def _rows(plan: Plan, problem: Problem, x_TH: Tensor, expert_TK: Tensor, y_NH: T
         lists = expert_TK.new_empty(min(slots, weights.num_experts) * (slots + 1), dtype=torch.int32)
     if plan.list is not None:
         plan.list(expert_TK, lists)
-    plan.up(x_TH, expert_TK, lists, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
-    plan.down(a_NI, expert_TK, lists, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_NH)
+    x, x_scales = _quantised(x_TH, problem.quantised_x) if plan.e4m3 else (x_TH, None)
+    plan.up(x, x_scales, expert_TK, lists, *of_up, *plan.low.before_up(lora, x_TH, expert_TK), a_NI)
+    a, a_scales = _quantised(a_NI) if plan.e4m3 else (a_NI, None)
+    plan.down(a, a_scales, expert_TK, lists, *of_down, *plan.low.before_down(lora, a_NI, expert_TK), y_NH)
+
+
+def _quantised(rows: Tensor, kept: QuantisedMatrix | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales. Rows of sentinels are whatever was there."""
+    found = quantise_rows(rows, FP8_128_ROWS) if kept is None else kept
+    return found.data, found.scales
 
 
 def _layout_of(weights: Any) -> tuple:
@@ -164,7 +182,7 @@ def _plan(problem: Problem, chosen: Configuration) -> Plan:
     listing = list_slots(problem, chosen) if lists == "ahead" else None
     up, down = up_by_expert(problem, chosen, ranks), down_by_expert(problem, chosen, ranks)
     total = sum_of_slots(problem, chosen.overlap and chosen.early)
-    return Plan(up, down, total, low, activation, listing, has_lists=lists != "")
+    return Plan(up, down, total, low, activation, listing, lists != "", chosen.e4m3)
 
 
 def _layer(problem: Problem, like: Like | None) -> configurations.Layer:

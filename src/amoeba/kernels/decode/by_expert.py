@@ -3,8 +3,10 @@
 T tokens · K experts per token · N = T·K slots (t, k) · E experts · H hidden · I intermediate · J = 2I or I
 
     stored = weights, scales, matrix_scale          # see `amoeba.kernels.decode.weights`
-    up_by_expert(problem, chosen, ranks)(x_TH, expert_TK, lists, *stored, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI)
-    down_by_expert(problem, chosen, ranks)(a_NI, expert_TK, lists, *stored, bias_EH, low_NR, b_EHR, y_NH)
+    up_by_expert(problem, chosen, ranks)(
+        x_TH, x_scales, expert_TK, lists, *stored, bias_EJ, low_NR, gate_b_EIR, up_b_EIR, a_NI
+    )
+    down_by_expert(problem, chosen, ranks)(a_NI, a_scales, expert_TK, lists, *stored, bias_EH, low_NR, b_EHR, y_NH)
     sum_of_slots(problem)(y_NH, expert_TK, weight_TK, y_TH)
 
 Which slots are a program's is told in `slot_lists`; it takes them in chunks of `chosen.rows`.
@@ -12,6 +14,9 @@ Which slots are a program's is told in `slot_lists`; it takes them in chunks of 
 Quantised weights become numbers of x's dtype in registers, on the way from shared memory to the tensor core. e4m3 is
 exact in it: where a step lies in one block, its scale is applied to what the step gives. Smaller blocks have theirs
 applied to the numbers, which bf16 holds exactly, too.
+
+Rows may be quantised as well (`Configuration.e4m3`), by 128 of their numbers, as is a step then: products are in e4m3,
+and both scales are applied to what they give. x_scales and a_scales are None elsewhere.
 """
 
 from __future__ import annotations
@@ -140,6 +145,7 @@ def _products(
     row_R,
     row_ok,
     values,
+    value_scales,
     slot_ok,
     reduction,
     stride_expert,
@@ -150,11 +156,11 @@ def _products(
     MATRIX: tl.constexpr,
 ):
     """(HEIGHT, ROWS) in fp32: these rows of the expert's matrix times the chunk's. values: pointers to the first of
-    each row."""
+    each row. value_scales: to its first scale, or None."""
     if MATRIX.QUANTISED:
         data = weights + expert * MATRIX.STRIDE_EXPERT
         of_expert = scales + expert * MATRIX.STRIDE_SCALE_EXPERT
-        return _quantised_products(data, of_expert, row_R, row_ok, values, slot_ok, HEIGHT, TILE, MATRIX)
+        return _quantised_products(data, of_expert, row_R, row_ok, values, value_scales, slot_ok, HEIGHT, TILE, MATRIX)
     else:
         matrix = weights + expert * stride_expert + row_R.to(tl.int64)[:, None] * stride_row
         total = tl.zeros((HEIGHT, TILE.ROWS), tl.float32)
@@ -170,7 +176,16 @@ def _products(
 
 @triton.jit
 def _quantised_products(
-    data, scales, row_R, row_ok, values, slot_ok, HEIGHT: tl.constexpr, TILE: tl.constexpr, MATRIX: tl.constexpr
+    data,
+    scales,
+    row_R,
+    row_ok,
+    values,
+    value_scales,
+    slot_ok,
+    HEIGHT: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
 ):
     BITS: tl.constexpr = MATRIX.BITS
     ROWS: tl.constexpr = TILE.ROWS
@@ -198,10 +213,15 @@ def _quantised_products(
         value = tl.load(values + step * DEPTH, mask=value_ok, other=0.0)
         if BITS == 8:
             scale = load_scales(places, there, 1.0, MATRIX.SCALE)
-            number = number_e4m3(packed, MATRIX.HARDWARE)
-            if LINES == 1:
+            if value_scales is not None:
+                scale *= tl.load(value_scales + step, mask=slot_ok, other=0.0)[None, :]
+                number = packed.to(tl.float8e4nv, bitcast=True)
+                total += tl.dot(number, tl.trans(value.to(tl.float8e4nv, bitcast=True))) * scale
+            elif LINES == 1:
+                number = number_e4m3(packed, MATRIX.HARDWARE)
                 total += tl.dot(number.to(dtype), tl.trans(value), input_precision="ieee") * scale
             else:
+                number = number_e4m3(packed, MATRIX.HARDWARE)
                 weight = scaled(number, scale, HEIGHT, LINES, WIDTH).to(dtype)
                 total = tl.dot(weight, tl.trans(value), total, input_precision="ieee")
         else:
@@ -241,6 +261,7 @@ def _products_of_blocks(rows, row_ok, values, slot_ok, total, TILE: tl.constexpr
 @triton.jit(do_not_specialize=["N"])  # else a batch that grows by a token may compile again
 def _up_by_expert(
     x_TH,
+    x_scales,
     expert_TK,
     lists,
     weights,
@@ -289,9 +310,14 @@ def _up_by_expert(
         if TILE.WRITES and block == 0:
             owners = E if TILE.OWNER_IS_EXPERT else N
             tl.store(list_of(lists, owner, owners, N) + rank, slot, mask=slot_ok)
+        token = (slot // K).to(tl.int64)
+        if x_scales is None:
+            of_rows = None
+        else:
+            of_rows = x_scales + token * ((H + 127) // 128)
         h = _products(
-            weights, scales, expert, j, row_ok, x_TH + (slot // K).to(tl.int64) * H, slot_ok, H, stride_expert,
-            stride_row, stride_column, HEIGHT, TILE, MATRIX,
+            weights, scales, expert, j, row_ok, x_TH + token * H, of_rows, slot_ok, H, stride_expert, stride_row,
+            stride_column, HEIGHT, TILE, MATRIX,
         )  # fmt: skip
         if matrix_scale is not None:
             h *= tl.load(matrix_scale + expert * MATRIX.STRIDE_MATRIX_SCALE)
@@ -317,6 +343,7 @@ def _up_by_expert(
 @triton.jit(do_not_specialize=["N"])  # else a batch that grows by a token may compile again
 def _down_by_expert(
     a_NI,
+    a_scales,
     expert_TK,
     lists,
     weights,
@@ -356,8 +383,12 @@ def _down_by_expert(
         slot_ok = first_rank + tl.arange(0, ROWS) < count
         h = block * COLUMNS + tl.arange(0, COLUMNS)
         row_ok = h < H
+        if a_scales is None:
+            of_rows = None
+        else:
+            of_rows = a_scales + slot * ((I + 127) // 128)
         y = _products(
-            weights, scales, expert, h, row_ok, a_NI + slot * I, slot_ok, I, stride_expert, stride_row,
+            weights, scales, expert, h, row_ok, a_NI + slot * I, of_rows, slot_ok, I, stride_expert, stride_row,
             stride_column, COLUMNS, TILE, MATRIX,
         )  # fmt: skip
         if matrix_scale is not None:

@@ -97,6 +97,7 @@ class Configuration(NamedTuple):
     Of quantised weights by expert alone:
     by_lanes: numbers of four bits are unpacked in the order that takes the fewest integer instructions, see
     `weights.scaled_lanes_e2m1`.
+    e4m3: rows are quantised as well, and multiplied by the weights' codes. Of fp8-128 alone.
     early: up's programs write down the slots that they found, down's read them, and with `overlap` the sum starts while
     the down projection ends.
     """
@@ -109,6 +110,7 @@ class Configuration(NamedTuple):
     by_lanes: bool = False
     listed: bool = False
     early: bool = False
+    e4m3: bool = False
 
     def lists(self, problem: Problem) -> bool:
         """Whether slots are listed for this one."""

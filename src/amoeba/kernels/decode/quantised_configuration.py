@@ -86,6 +86,11 @@ LONG_STEP = 256
 WHOLE_BLOCK, WHOLE_ROWS, WHOLE_STAGES = 256, 32, 2
 WHOLE_NUMBERS, WHOLE_PIECE = 8192, 1024
 IN_BLOCKS = 2
+# Where rows are quantised as well both operands are read from shared memory as they are, by the instruction for 64 rows
+# and 16 slots or more. Stages by slots in a chunk: with 16 five take 702 us for 714 (8 slots of each expert of the
+# second layer of LARGE_HIDDEN), with 32 four 377 for 380 (16 of each of the first). Chunks of 64 take 549 and spill;
+# tiles of half the rows 459, of twice 405, twice the warps 436.
+MOST_SLOTS_E4M3, ROWS_E4M3, WARPS_E4M3, STAGES_E4M3 = 32, 128, 4, {16: 5, 32: 4}
 SHORTEST_STEP = 64  # numbers; with less than 32 in it Triton 3.6 multiplies wrongly what was unpacked
 
 
@@ -235,6 +240,19 @@ def by_expert(problem: Problem, like: Like | None = None) -> Configuration:
         up = up._replace(depth=LONG_STEP * (2 if longer else 1))
     early = overlap and slots < experts and tokens <= MOST_EARLY and weights.format is not NVFP4
     return Configuration(False, up, down, rows, overlap, BY_LANES[bits], listed, early)
+
+
+def in_e4m3(problem: Problem) -> Configuration:
+    """By expert, with quantised rows."""
+    weights: QuantisedExperts = problem.weights
+    rows = slots_together(problem.rows, weights.num_experts, SMALLEST_CHUNK, MOST_SLOTS_E4M3)
+    overlap = can_overlap(problem.x_TH.device)
+    listed = problem.rows >= (FEWEST_LISTED if overlap else FEWEST_LISTED_ALONE)
+    up, down = (
+        Tile(ROWS_E4M3 // of_column, FP8_128.block[1], WARPS_E4M3, STAGES_E4M3[rows])
+        for of_column in (2 if weights.activation.gated else 1, 1)
+    )
+    return Configuration(False, up, down, rows, overlap, listed=listed, e4m3=True)
 
 
 def _is_whole(format: Format) -> bool:
