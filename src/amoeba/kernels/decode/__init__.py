@@ -72,8 +72,8 @@ _plans: dict[tuple, Plan] = {}
 def decode(
     problem: Problem, *, configuration: Configuration | None = None, like: Like | None = None, e4m3: bool = False
 ) -> Tensor:
-    """y_TH, in the dtype of x. e4m3: by expert, with quantised rows.  Meant for T <= 64, or few slots of an expert; right for every T whose N ids fit in one
-    program's registers."""
+    """y_TH, in the dtype of x. Meant for T <= 64, or few slots of an expert; right for every T whose N ids fit in one
+    program's registers. e4m3: by expert, with quantised rows."""
     x_TH, expert_TK, weight_TK, weights, lora = problem[:5]
     x_TH, expert_TK, weight_TK = x_TH.contiguous(), expert_TK.contiguous(), weight_TK.contiguous()
     slots = expert_TK.numel()
