@@ -19,11 +19,7 @@ from amoeba.commands.options import dtype_name
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 
-PASSES: dict[str, list[Pass]] = {
-    "forward": ["forward"],
-    "training": ["training"],
-    "both": ["forward", "training"],
-}
+PASSES: dict[str, list[Pass]] = {"forward": ["forward"], "training": ["training"], "both": ["forward", "training"]}
 _MOST_SUSTAINED_SECONDS = 600.0
 
 
@@ -48,9 +44,8 @@ def choose_peers(names: Sequence[str]) -> Sequence[str]:
     """All of them, unless some are named."""
     for name in names:
         if name not in PEERS:
-            raise bad_value(
-                "--peer", f"one of {', '.join(PEERS)}", repr(name), "see docs/reference/bench.md for what they are"
-            )
+            remedy = "see docs/reference/bench.md for what they are"
+            raise bad_value("--peer", f"one of {', '.join(PEERS)}", repr(name), remedy)
     return tuple(names) or PEERS
 
 
@@ -73,18 +68,13 @@ def check_sustained(seconds: float | None, device: torch.device) -> None:
     if seconds is None:
         return
     if not 0 < seconds <= _MOST_SUSTAINED_SECONDS:
-        raise bad_value(
-            "--sustained",
-            f"seconds, at most {_MOST_SUSTAINED_SECONDS:g}",
-            seconds,
-            "4 seconds are enough for a step of 20 ms",
-        )
+        remedy = "4 seconds are enough for a step of 20 ms"
+        raise bad_value("--sustained", f"seconds, at most {_MOST_SUSTAINED_SECONDS:g}", seconds, remedy)
     try:
         open_meter(device)
     except MeterError as error:
-        raise bad_value(
-            "--sustained", "a GPU whose clocks and watts can be read", f"none: {error}", "leave it out"
-        ) from error
+        remedy = "leave it out"
+        raise bad_value("--sustained", "a GPU whose clocks and watts can be read", f"none: {error}", remedy) from error
 
 
 def default_dtypes(device: torch.device) -> list[torch.dtype]:
@@ -201,11 +191,7 @@ def _sustained_row(
     row["TFLOP/s"] = three_digits(rate / 1e12)
     if limits is not None:
         row["of matmul"] = f"{rate / limits.matmul_flops_per_second(report.dtype):.0%}"
-    row |= {
-        "SM MHz": f"{found.sm_mhz:.0f}",
-        "W": f"{found.watts:.0f}",
-        "J/step": three_digits(found.joules_per_step),
-    }
+    row |= {"SM MHz": f"{found.sm_mhz:.0f}", "W": f"{found.watts:.0f}", "J/step": three_digits(found.joules_per_step)}
     versus = {f"vs {peer.removeprefix('transformers ')}": f"{by_name[peer].ms / found.ms:.2f}x" for peer in peers}
     return row | versus
 

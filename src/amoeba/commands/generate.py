@@ -71,10 +71,7 @@ class ManyPrompts:
             raise bad_value("generate", "a prompt, or --prompts FILE", got, "give one of them")
         if self.prompts is not None and has_images:
             raise bad_value("--image", "a single prompt", "--prompts", "call generate for each prompt with images")
-        given = {
-            "--out": self.out is not None,
-            "--batch-size": self.batch_size is not None,
-        }
+        given = {"--out": self.out is not None, "--batch-size": self.batch_size is not None}
         if self.prompts is None and (without := [name for name, is_given in given.items() if is_given]):
             raise bad_value(" and ".join(without), "to be used with --prompts FILE", "a single prompt", "leave it out")
 
@@ -235,10 +232,7 @@ def generate(
         try:
             report: GenerationReport | PromptsReport
             with over_ranks(options.experts, output) as rank_zero:
-                told = {
-                    "--prompts": many.prompts is not None,
-                    "--batch-size": many.batch_size,
-                }
+                told = {"--prompts": many.prompts is not None, "--batch-size": many.batch_size}
                 check_same_job(rank_zero, "amoeba generate", options, told, model=model, adapter=adapter)
                 _check_ranks(options.experts, rank_zero)
                 if many.prompts is None:
@@ -345,9 +339,8 @@ def parse_dtype(name: str) -> torch.dtype | None:
     try:
         return parse_dtypes([name], [])[0]
     except ValueError:
-        raise bad_value(
-            "--dtype", f"one of auto, {', '.join(DTYPES)}", repr(name), "leave it out for the checkpoint's own"
-        ) from None
+        remedy = "leave it out for the checkpoint's own"
+        raise bad_value("--dtype", f"one of auto, {', '.join(DTYPES)}", repr(name), remedy) from None
 
 
 def read_prompt(prompt: str) -> str:

@@ -53,21 +53,18 @@ FrozenPrecision = Annotated[
     ),
 ]
 Ram = Annotated[
-    str | None,
-    typer.Option("--ram", help="Stream the experts. Memory budget for the whole model: 8GiB, ... or auto."),
+    str | None, typer.Option("--ram", help="Stream the experts. Memory budget for the whole model: 8GiB, ... or auto.")
 ]
 Vram = Annotated[
     str | None,
     typer.Option(
-        "--vram",
-        help="Stream to a GPU. GPU memory budget for the whole model; --ram then limits pinned memory.",
+        "--vram", help="Stream to a GPU. GPU memory budget for the whole model; --ram then limits pinned memory."
     ),
 ]
 
 
 PlanFile = Annotated[
-    Path | None,
-    typer.Option("--plan", help="Use the best of this plan, from `amoeba plan --out` (default: plan now)."),
+    Path | None, typer.Option("--plan", help="Use the best of this plan, from `amoeba plan --out` (default: plan now).")
 ]
 
 
@@ -99,8 +96,7 @@ class RunOptions:
         str | None, typer.Option(help="Compile the decoder layers: auto (long runs on a GPU), on or off.")
     ] = None
     exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Make the forward pass bitwise identical to `generate --exact`. Slower."),
+        bool, typer.Option("--exact", help="Make the forward pass bitwise identical to `generate --exact`. Slower.")
     ] = False
     optimizer_states: Annotated[
         str | None, typer.Option(help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory.")
@@ -189,12 +185,9 @@ def parse_device(name: str) -> torch.device:
     if name not in DEVICES:
         raise bad_value("--device", f"one of {', '.join(DEVICES)}", repr(name), "leave it out to use the best device")
     if name == "cuda" and not torch.cuda.is_available():
-        raise bad_value(
-            "--device",
-            "a device of this machine",
-            f"'cuda', but torch {torch.__version__} finds no GPU",
-            "use --device cpu, or install a driver that matches your torch: `amoeba doctor` shows what it finds",
-        )
+        got = f"'cuda', but torch {torch.__version__} finds no GPU"
+        remedy = "use --device cpu, or install a driver that matches your torch: `amoeba doctor` shows what it finds"
+        raise bad_value("--device", "a device of this machine", got, remedy)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

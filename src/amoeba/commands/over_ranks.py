@@ -43,12 +43,8 @@ def over_ranks(experts: str, output: Output, *, resume: bool = False) -> Iterato
         yield ALONE
         return
     if not is_launched() and not resume:
-        raise bad_value(
-            "--experts ranks",
-            "several processes, started by torchrun",
-            "a single process",
-            f"start it as `{_with_torchrun(sys.argv[1:])}`, or leave --experts out",
-        )
+        remedy = f"start it as `{_with_torchrun(sys.argv[1:])}`, or leave --experts out"
+        raise bad_value("--experts ranks", "several processes, started by torchrun", "a single process", remedy)
     with launched_ranks(deadline_seconds()) as ranks:
         if ranks is None or ranks.count == 1:
             if experts != "ranks":

@@ -61,9 +61,8 @@ def trace(
         for option, file, name in (("--out", out, "trace.json"), ("--picture", drawn, "trace.svg")):
             check_file_to_write(option, file, name)
         if drawn == out:
-            raise bad_value(
-                "--picture", "a file other than --out", drawn, "leave it out to write it next to the JSON file"
-            )
+            remedy = "leave it out to write it next to the JSON file"
+            raise bad_value("--picture", "a file other than --out", drawn, remedy)
         check_memory([(kind, found)], place, training=True)
         problem, dy_TH = _problem(found, place, kind, seed)
         _check(problem)
@@ -182,12 +181,8 @@ def _check(problem: Problem) -> None:
 
     reason = why_not_on(problem.weights.device, problem.weights.dtype)
     if reason is not None:
-        raise bad_value(
-            "--device",
-            "a device that the kernels support",
-            f"{problem.weights.device.type}: `triton` {reason}",
-            "run it on a GPU, or with TRITON_INTERPRET=1 and --dtype float32",
-        )
+        expected, got = "a device that the kernels support", f"{problem.weights.device.type}: `triton` {reason}"
+        raise bad_value("--device", expected, got, "run it on a GPU, or with TRITON_INTERPRET=1 and --dtype float32")
 
 
 def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tuple[Record, Record]], int]:
@@ -220,12 +215,7 @@ def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tu
 def print_summary(summary: Summary, output: Output, title: str, unit: str = "steps") -> None:
     all_time = sum(each.time for each in summary.kinds.values()) or 1.0
     rows = [
-        [
-            kind.name.lower(),
-            str(each.tasks),
-            f"{100 * each.time / all_time:.1f}",
-            f"{each.waited / each.tasks:.2f}",
-        ]
+        [kind.name.lower(), str(each.tasks), f"{100 * each.time / all_time:.1f}", f"{each.waited / each.tasks:.2f}"]
         for kind, each in summary.kinds.items()
         if each.tasks
     ]

@@ -78,17 +78,15 @@ def check_dtypes(names: Sequence[str]) -> list[torch.dtype]:
     found = parse_dtypes(names, [torch.bfloat16])
     for dtype in found:
         if dtype_name(dtype) not in SERVED:
-            raise bad_value(
-                "--dtype", f"one of {', '.join(SERVED)}", dtype_name(dtype), "the kernels support no other dtype"
-            )
+            remedy = "the kernels support no other dtype"
+            raise bad_value("--dtype", f"one of {', '.join(SERVED)}", dtype_name(dtype), remedy)
     return found
 
 
 def check_minutes(minutes: float) -> None:
     if not 0 < minutes <= MOST_MINUTES:
-        raise bad_value(
-            "--minutes", f"more than 0, at most {MOST_MINUTES:g}", minutes, "5 minutes are enough for one layer"
-        )
+        remedy = "5 minutes are enough for one layer"
+        raise bad_value("--minutes", f"more than 0, at most {MOST_MINUTES:g}", minutes, remedy)
 
 
 def choose_shapes(
@@ -99,12 +97,8 @@ def choose_shapes(
     from amoeba.kernels.attention.tile import HEAD_SIZES
 
     if bool(names) == (model is not None):
-        raise bad_value(
-            "--shape",
-            "either --shape or --model",
-            "both" if names else "neither",
-            "write for example --shape qwen3_30b, --shape 8192,2048,768,128,8 or --model 120m",
-        )
+        remedy = "write for example --shape qwen3_30b, --shape 8192,2048,768,128,8 or --model 120m"
+        raise bad_value("--shape", "either --shape or --model", "both" if names else "neither", remedy)
     shapes: list[Shape] = [parse_shape(name) for name in names]
     head_sizes: tuple[int, ...] = HEAD_SIZES
     if model is not None:

@@ -121,9 +121,8 @@ def check_ranks(ranks: int, device: str, backends: Sequence[str], thorough: bool
         raise bad_value("--ranks", f"at most {_MOST_RANKS}", ranks, "each rank is a process on this machine")
     for option, given in (("--device", device == "cuda"), ("--backend", backends), ("--thorough", thorough)):
         if given:
-            raise bad_value(
-                option, "no such option with --ranks, which runs its own cases on the CPU", "both", "drop it"
-            )
+            remedy = "drop it"
+            raise bad_value(option, "no such option with --ranks, which runs its own cases on the CPU", "both", remedy)
 
 
 def run_over_ranks(ranks: int, dtypes: Sequence[torch.dtype], output: Output) -> tuple[dict[str, Any], bool]:
@@ -272,11 +271,7 @@ def _worst_errors(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[
 def _every_error(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     names = [name for name in _NAMES if any(name in row["worst"] for row in rows)]
     lines = [
-        [
-            *_named(row),
-            *(f"{row['worst'][name]:.1e}" if name in row["worst"] else "-" for name in names),
-            *_judged(row),
-        ]
+        [*_named(row), *(f"{row['worst'][name]:.1e}" if name in row["worst"] else "-" for name in names), *_judged(row)]
         for row in rows
     ]
     return ["backend", "dtype", "cases", *map(_spoken, names), "tolerance", ""], lines

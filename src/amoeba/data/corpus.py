@@ -140,12 +140,8 @@ def _key(document: Document, seed: int) -> str:
 def _cut_in_two(document: Document, held_out: float, name: str) -> tuple[Text, Text]:
     text = document.text.strip() if isinstance(document, Text) else ""
     if len(text) < 2:
-        raise bad_value(
-            name,
-            "two different documents, one to train on and one to hold out, or one text to cut in two",
-            f"a single {type(document).__name__.lower()}",
-            "add documents",
-        )
+        expected = "two different documents, one to train on and one to hold out, or one text to cut in two"
+        raise bad_value(name, expected, f"a single {type(document).__name__.lower()}", "add documents")
     near = min(max(int((1 - held_out) * len(text)), 1), len(text) - 1)
     cut = cut_before(text, max(near // 2, 1), near)
     return Text(text[:cut].rstrip()), Text(text[cut:].lstrip("\n"))

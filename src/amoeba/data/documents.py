@@ -100,9 +100,8 @@ def parse_document(record: object, place: str, folder: Path | None = None) -> Do
         case {"prompt": prompt, "completion": completion}:
             return Completion(parse_string(prompt, "prompt", place), parse_string(completion, "completion", place))
     fields = ", ".join(f"{field} (null)" if value is None else str(field) for field, value in record.items())
-    raise bad_value(
-        place, f"an object with {RECORDS}", f"the fields {fields or '(none)'}", "rename or add a field, or remove it"
-    )
+    remedy = "rename or add a field, or remove it"
+    raise bad_value(place, f"an object with {RECORDS}", f"the fields {fields or '(none)'}", remedy)
 
 
 def unread_fields(record: dict[str, Any]) -> Iterator[str]:
@@ -161,18 +160,14 @@ def _image(source: object, place: str, folder: Path | None) -> str | bytes:
 def parse_messages(messages: object, field: str, place: str, images: list[object] | None = None) -> tuple[Message, ...]:
     """images: gets what a part says about its image, None where it says nothing; without a list there may be none."""
     if not isinstance(messages, list) or not messages:
-        raise bad_value(
-            place, f"`{field}` to be a list of messages with role and content", shown(messages), "correct or remove it"
-        )
+        remedy = "correct or remove it"
+        raise bad_value(place, f"`{field}` to be a list of messages with role and content", shown(messages), remedy)
     found = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or message.get("tool_calls"):
-            raise bad_value(
-                place,
-                f"message {number} of `{field}` to be an object with role and content, without tool calls",
-                shown(message),
-                "write calls of tools as content, or remove the conversation",
-            )
+            expected = f"message {number} of `{field}` to be an object with role and content, without tool calls"
+            remedy = "write calls of tools as content, or remove the conversation"
+            raise bad_value(place, expected, shown(message), remedy)
         role = parse_string(message.get("role"), f"{field}[{number - 1}].role", place)
         where, content = f"{field}[{number - 1}].content", message.get("content")
         if isinstance(content, list):
@@ -215,12 +210,8 @@ def parse_string(value: object, field: str, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise bad_value(
-            place,
-            f"`{field}` to be valid Unicode",
-            f"half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character {error.start}",
-            "write the whole pair or remove it",
-        ) from error
+        got = f"half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character {error.start}"
+        raise bad_value(place, f"`{field}` to be valid Unicode", got, "write the whole pair or remove it") from error
     return value
 
 
@@ -246,9 +237,8 @@ def render(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> str
         case Completion(prompt, completion):
             return prompt + completion
         case IllustratedConversation():
-            raise bad_value(
-                "messages", "text alone", "a conversation with images", "use amoeba finetune, which reads them"
-            )
+            remedy = "use amoeba finetune, which reads them"
+            raise bad_value("messages", "text alone", "a conversation with images", remedy)
         case Conversation(messages=messages):
             if tokenizer is None or not tokenizer.chat_template:
                 return "\n".join(f"{role}: {content}" for role, content in messages)
@@ -274,12 +264,9 @@ def by_template(
             raise ValueError(f"it wrote {len(text):,} characters")
         return text
     except Exception as error:  # the template's own, or any that Python raises while it runs
-        raise bad_value(
-            "messages",
-            "a conversation that the tokenizer's chat template accepts",
-            f"the roles {', '.join(turn['role'] for turn in turns)}: {one_line(error)}",
-            "change the messages, or use a tokenizer with another template",
-        ) from error
+        got = f"the roles {', '.join(turn['role'] for turn in turns)}: {one_line(error)}"
+        remedy = "change the messages, or use a tokenizer with another template"
+        raise bad_value("messages", "a conversation that the tokenizer's chat template accepts", got, remedy) from error
 
 
 @functools.lru_cache(maxsize=4)

@@ -83,12 +83,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         cut = [row._replace(ids=row.ids[:most_tokens], labels=row.labels[:most_tokens]) for row in rows]
         self.rows = [row for row in cut if any(label != NO_LABEL for label in row.labels[1:])]
         if not self.rows:
-            raise bad_value(
-                "data",
-                f"an answer within the first {most_tokens} tokens of a row",
-                f"none in {counted(len(found), 'row')}",
-                "raise sequence_length",
-            )
+            expected = f"an answer within the first {most_tokens} tokens of a row"
+            raise bad_value("data", expected, f"none in {counted(len(found), 'row')}", "raise sequence_length")
         tokens, answers = sum(len(row.ids) for row in self.rows), sum(map(_labelled, self.rows))
         self.tokens_per_row = tokens / len(self.rows)
         self.description = f"{counted(len(self.rows), 'row')} of {self.tokens_per_row:.0f} tokens on average, "
@@ -198,12 +194,9 @@ def _pieces_by_template(document: Conversation, tokenizer: PreTrainedTokenizerBa
         before = by_template(messages[:turn], tokenizer, add_generation_prompt=True) if turn else ""
         until = by_template(messages[: turn + 1], tokenizer)
         if not until.startswith(before):
-            raise bad_value(
-                "chat template",
-                "one that begins an answer as it does in generation",
-                f"{before[-40:]!r} before an answer that is written {until[-80:]!r}",
-                "use a tokenizer with another template, or rows of prompt and completion",
-            )
+            got = f"{before[-40:]!r} before an answer that is written {until[-80:]!r}"
+            remedy = "use a tokenizer with another template, or rows of prompt and completion"
+            raise bad_value("chat template", "one that begins an answer as it does in generation", got, remedy)
         spans.append((len(before), until.rstrip("\n")))
     whole = by_template(messages[: turns[-1] + 1], tokenizer)
     if not all(whole.startswith(until) for _, until in spans):

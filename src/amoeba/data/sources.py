@@ -91,12 +91,8 @@ def _language_reference() -> Iterator[Placed]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise bad_value(
-            "data",
-            "the module pydoc_data, the default text",
-            "a Python without it",
-            "name a file or a folder with text, or install the full standard library (Debian: apt install python3)",
-        ) from error
+        remedy = "name a file or a folder with text, or install the full standard library (Debian: apt install python3)"
+        raise bad_value("data", "the module pydoc_data, the default text", "a Python without it", remedy) from error
     seen: set[str] = set()
     for _, topic in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
         kept = []
@@ -124,9 +120,8 @@ def _read_folder(folder: Path, left_out: Counter[str]) -> Iterator[Placed]:
             files.append(path)
     if not files:
         found = ", ".join(counted(count, kind) for kind, count in left_out.items()) or "an empty folder"
-        raise bad_value(
-            str(folder), "a folder with text, JSON or parquet files", found, "name the folder that holds the text"
-        )
+        remedy = "name the folder that holds the text"
+        raise bad_value(str(folder), "a folder with text, JSON or parquet files", found, remedy)
     return chain.from_iterable(_of_subfolder(path, folder) for path in files)
 
 
@@ -182,12 +177,9 @@ def read_text(path: Path) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise bad_value(
-            str(path),
-            "text in UTF-8",
-            f"the byte 0x{data[error.start]:02x} at offset {error.start} ({error.reason})",
-            "convert the file, for example `iconv -f latin1 -t utf-8`, or leave it out",
-        ) from error
+        got = f"the byte 0x{data[error.start]:02x} at offset {error.start} ({error.reason})"
+        remedy = "convert the file, for example `iconv -f latin1 -t utf-8`, or leave it out"
+        raise bad_value(str(path), "text in UTF-8", got, remedy) from error
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
@@ -243,9 +235,8 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise bad_value(
-            str(path), "the package pyarrow, which reads parquet", "no such package", "run `pip install pyarrow`"
-        ) from error
+        remedy = "run `pip install pyarrow`"
+        raise bad_value(str(path), "the package pyarrow, which reads parquet", "no such package", remedy) from error
     try:
         file = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError

@@ -52,9 +52,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if sequence_length < 2:
             raise bad_value("sequence_length", "at least 2", sequence_length, "512 is a usual length")
         if tokenizer.eos_token_id is None:
-            raise bad_value(
-                "tokenizer", "an end-of-text token, which goes between documents", "none", "set its eos_token"
-            )
+            remedy = "set its eos_token"
+            raise bad_value("tokenizer", "an end-of-text token, which goes between documents", "none", remedy)
         self.sequence_length = sequence_length
         self.tokens, lengths = _tokens_and_lengths(documents, tokenizer)
         self.starts = lengths.cumsum(0) - lengths
@@ -63,12 +62,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.rows = full + (keep_last and rest >= 2)
         if self.rows == 0:
             needed = 2 if keep_last else sequence_length
-            raise bad_value(
-                "documents",
-                f"at least {needed} tokens, one row of sequence_length {sequence_length}",
-                f"{len(self.tokens)} tokens in {len(documents)} documents",
-                "give more text or a smaller sequence_length",
-            )
+            expected = f"at least {needed} tokens, one row of sequence_length {sequence_length}"
+            remedy = "give more text or a smaller sequence_length"
+            raise bad_value("documents", expected, f"{len(self.tokens)} tokens in {len(documents)} documents", remedy)
 
     def __len__(self) -> int:
         return self.rows

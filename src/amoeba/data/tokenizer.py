@@ -51,12 +51,8 @@ SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 64, 2000
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """The same texts in any order give the same vocabulary; short texts give fewer than `vocab_size` entries."""
     if vocab_size < SMALLEST_VOCABULARY:
-        raise bad_value(
-            "vocab_size",
-            f"at least {SMALLEST_VOCABULARY} (256 bytes and the end of text)",
-            vocab_size,
-            "4096 suits a few hundred kB of text",
-        )
+        expected = f"at least {SMALLEST_VOCABULARY} (256 bytes and the end of text)"
+        raise bad_value("vocab_size", expected, vocab_size, "4096 suits a few hundred kB of text")
     texts = list(texts)
     if sum(map(len, texts)) < WORTH_KEEPING:
         tokenizer = _trained(texts, vocab_size)
@@ -101,12 +97,8 @@ def load_or_train_tokenizer(
     folder = Path(model_folder)
     if not has_tokenizer(folder):
         if has_weights(folder) or not (folder / "config.json").is_file():
-            raise bad_value(
-                model_folder,
-                "a checkpoint with a tokenizer",
-                "none of its files in there",
-                "check the name, or copy tokenizer.json and tokenizer_config.json into the folder",
-            )
+            remedy = "check the name, or copy tokenizer.json and tokenizer_config.json into the folder"
+            raise bad_value(model_folder, "a checkpoint with a tokenizer", "none of its files in there", remedy)
         most = vocabulary(load_config(model_folder, trust_remote_code=trust_remote_code))
         if most < SMALLEST_VOCABULARY:
             raise bad_value(
@@ -118,12 +110,8 @@ def load_or_train_tokenizer(
         return train_tokenizer(texts, min(vocab_size, most))
     tokenizer = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise bad_value(
-            str(model_folder),
-            "a tokenizer with an end-of-text token, which goes between documents",
-            "one without eos_token",
-            "set eos_token in its tokenizer_config.json",
-        )
+        expected, got = "a tokenizer with an end-of-text token, which goes between documents", "one without eos_token"
+        raise bad_value(str(model_folder), expected, got, "set eos_token in its tokenizer_config.json")
     check_understands(tokenizer, corpus.train)
     return tokenizer
 
@@ -141,12 +129,9 @@ def check_understands(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Do
         there, tokens = there + _letters(text).total(), tokens + len(known)
         kept += (written & _letters(text)).total()
     if 2 * kept < there:
-        raise bad_value(
-            "tokenizer",
-            "one that understands the text",
-            f"{tokens:,} known tokens for {there:,} characters, of which {1 - kept / there:.0%} are lost",
-            "use the tokenizer that the model was trained with, or text in its language",
-        )
+        got = f"{tokens:,} known tokens for {there:,} characters, of which {1 - kept / there:.0%} are lost"
+        remedy = "use the tokenizer that the model was trained with, or text in its language"
+        raise bad_value("tokenizer", "one that understands the text", got, remedy)
 
 
 def _letters(text: str) -> Counter[str]:

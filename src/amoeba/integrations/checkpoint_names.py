@@ -110,12 +110,9 @@ def as_stored(model: Any, names: CheckpointNames, parameters: Mapping[str, Tenso
         for pattern, stored in sources.items():
             again = back.sources(name).get(pattern, [])
             if len(again) != len(stored):
-                raise bad_value(
-                    "MODEL",
-                    f"a checkpoint whose layout of {name} transformers can reproduce",
-                    f"one with {len(stored)} tensors for it, where transformers would write {len(again)}",
-                    "save the model with save_pretrained first, and merge into that folder",
-                )
+                got = f"one with {len(stored)} tensors for it, where transformers would write {len(again)}"
+                remedy = "save the model with save_pretrained first, and merge into that folder"
+                raise bad_value("MODEL", f"a checkpoint whose layout of {name} transformers can reproduce", got, remedy)
             found |= {source: reverted[each] for source, each in zip(stored, again, strict=True)}
     return found
 

@@ -102,9 +102,8 @@ def _rope(facts: _Facts) -> dict[str, Any]:
     if kind == "none":
         return found
     if kind not in ("yarn", "linear"):
-        raise bad_value(
-            str(facts.header.path), "rope.scaling.type yarn, linear or none", repr(kind), "take another file"
-        )
+        remedy = "take another file"
+        raise bad_value(str(facts.header.path), "rope.scaling.type yarn, linear or none", repr(kind), remedy)
     found |= {"rope_type": kind, "factor": float(facts.number("rope.scaling.factor"))}
     if kind == "yarn":
         original = facts.number("rope.scaling.original_context_length", facts.number("context_length"))

@@ -72,9 +72,8 @@ def check_model(name: str) -> str:
     if not path.exists():
         if _HUB_NAME.fullmatch(name):
             return name
-        raise bad_value(
-            "MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), "correct the path"
-        )
+        remedy = "correct the path"
+        raise bad_value("MODEL", "an existing folder, or owner/name of a model on the hub", repr(name), remedy)
     _check_no_file(path)
     trained = path / MODEL_FOLDER
     of_a_run = (trained / "config.json").is_file()
@@ -102,9 +101,8 @@ def check_model(name: str) -> str:
 
 def _check_no_file(path: Path) -> None:
     if path.is_file():
-        raise bad_value(
-            "MODEL", "a folder or a GGUF file", f"the file {str(path)!r}", "give the folder that contains it"
-        )
+        remedy = "give the folder that contains it"
+        raise bad_value("MODEL", "a folder or a GGUF file", f"the file {str(path)!r}", remedy)
 
 
 def load_tokenizer_and_config(
@@ -147,12 +145,8 @@ def _check_choice(name: str, config: Any) -> None:
         count = getattr(config, chosen, None)
         of = next((each for each in all_of_them if isinstance(getattr(config, each, None), int)), None)
         if of is not None and isinstance(count, int) and not 1 <= count <= getattr(config, of):
-            raise bad_value(
-                f"{chosen} in config.json of {name!r}",
-                f"a number from 1 to {getattr(config, of)}, its {of}",
-                count,
-                "correct the file",
-            )
+            expected = f"a number from 1 to {getattr(config, of)}, its {of}"
+            raise bad_value(f"{chosen} in config.json of {name!r}", expected, count, "correct the file")
 
 
 def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
@@ -251,9 +245,8 @@ def _check_weights_fit(name: str, found: Any) -> None:
     missing = sorted(map(str, found["missing_keys"]))
     if missing:
         named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise bad_value(
-            "MODEL", "weights for all of the model", f"none for {named} in {name!r}", "copy or download it again"
-        )
+        remedy = "copy or download it again"
+        raise bad_value("MODEL", "weights for all of the model", f"none for {named} in {name!r}", remedy)
 
 
 def load_without_weights(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
@@ -272,17 +265,13 @@ def has_weights(folder: Path) -> bool:
             with safe_open(path, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise bad_value(
-                str(path), "a complete safetensors file", one_line(error), "copy or download it again"
-            ) from error
+            remedy = "copy or download it again"
+            raise bad_value(str(path), "a complete safetensors file", one_line(error), remedy) from error
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles and not files:
-        raise bad_value(
-            "MODEL",
-            "weights as model.safetensors",
-            f"{pickles[0]} in {str(folder)!r}, a pickle, which aMoEba does not read because it may run code",
-            "convert it where you trust it: from_pretrained(...).save_pretrained(...) writes safetensors",
-        )
+        got = f"{pickles[0]} in {str(folder)!r}, a pickle, which aMoEba does not read because it may run code"
+        remedy = "convert it where you trust it: from_pretrained(...).save_pretrained(...) writes safetensors"
+        raise bad_value("MODEL", "weights as model.safetensors", got, remedy)
     return bool(files)
 
 
@@ -292,12 +281,9 @@ def find_adapter(folder: str | Path) -> Path:
         if (candidate / ADAPTER_CONFIG).is_file():
             return candidate
     got = "a folder without one" if path.is_dir() else "no such folder"
-    raise bad_value(
-        "--adapter",
-        f"a folder with {ADAPTER_CONFIG}, or a finished run of amoeba finetune",
-        f"{str(folder)!r}, {got}",
-        "check the path; a run that was interrupted has its adapter in checkpoints/",
-    )
+    expected = f"a folder with {ADAPTER_CONFIG}, or a finished run of amoeba finetune"
+    remedy = "check the path; a run that was interrupted has its adapter in checkpoints/"
+    raise bad_value("--adapter", expected, f"{str(folder)!r}, {got}", remedy)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -350,19 +336,12 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
     from huggingface_hub import constants
 
     if "trust_remote_code" in str(error):
-        return bad_value(
-            "MODEL",
-            f"a {part} that needs no Python code of its own",
-            f"{name!r}, whose auto_map names some",
-            f"add {TRUST_FLAG} to run that code, if you have read it and trust it",
-        )
+        expected, got = f"a {part} that needs no Python code of its own", f"{name!r}, whose auto_map names some"
+        return bad_value("MODEL", expected, got, f"add {TRUST_FLAG} to run that code, if you have read it and trust it")
     if "Unrecognized configuration class" in str(error):
-        return bad_value(
-            "MODEL",
-            "a language model that writes one token after another",
-            f"{name!r}, of another kind",
-            "use it from Python: from_pretrained(..., experts_implementation='amoeba') of the model's own class",
-        )
+        got = f"{name!r}, of another kind"
+        remedy = "use it from Python: from_pretrained(..., experts_implementation='amoeba') of the model's own class"
+        return bad_value("MODEL", "a language model that writes one token after another", got, remedy)
     # transformers' OSErrors say it in their first line and then talk of the hub
     said = str(error).strip().splitlines()[:1] if isinstance(error, OSError) else []
     words = " ".join(said or [f"{type(error).__name__}: {one_line(error)}"]).rstrip(" .:")
@@ -372,9 +351,5 @@ def _unreadable(name: str, part: str, error: Exception) -> ValueError:
         setting = " and unset HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else ""
         remedy = f"correct the path, or connect to the network{setting}"
         return bad_value("MODEL", "a folder, or a hub name and a network", got, remedy)
-    return bad_value(
-        "MODEL",
-        f"a folder or a hub name whose {part} loads",
-        f"{name!r} ({here}): {words[:MOST_QUOTED]}",
-        "correct the name or the folder",
-    )
+    got = f"{name!r} ({here}): {words[:MOST_QUOTED]}"
+    return bad_value("MODEL", f"a folder or a hub name whose {part} loads", got, "correct the name or the folder")

@@ -483,7 +483,6 @@ def weight_of(name: str) -> str:
 def _common(parts: list[QuantisedMatrix]) -> Tensor:
     scales = [part.matrix_scale for part in parts if part.matrix_scale is not None]
     if any(not torch.equal(scale, scales[0]) for scale in scales):
-        raise bad_value(
-            "MODEL", "one scale for gate and up of an expert", "two", "quantise the model with amoeba quantise"
-        )
+        remedy = "quantise the model with amoeba quantise"
+        raise bad_value("MODEL", "one scale for gate and up of an expert", "two", remedy)
     return scales[0]

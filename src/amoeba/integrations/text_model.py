@@ -100,22 +100,14 @@ def positions(config: Any) -> int | None:
 def check_sequence_length(config: Any, length: int) -> None:
     most = positions(config)
     if most is not None and length > most:
-        raise bad_value(
-            "--sequence-length",
-            f"at most {most}, the model's max_position_embeddings",
-            length,
-            f"take --sequence-length {most}, or raise max_position_embeddings in config.json",
-        )
+        remedy = f"take --sequence-length {most}, or raise max_position_embeddings in config.json"
+        raise bad_value("--sequence-length", f"at most {most}, the model's max_position_embeddings", length, remedy)
 
 
 def check_ids(config: Any, largest: int) -> None:
     if largest >= vocabulary(config):
-        raise bad_value(
-            "tokenizer",
-            f"ids below the model's vocab_size, {vocabulary(config)}",
-            largest,
-            "use the tokenizer that the model was trained with",
-        )
+        remedy = "use the tokenizer that the model was trained with"
+        raise bad_value("tokenizer", f"ids below the model's vocab_size, {vocabulary(config)}", largest, remedy)
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

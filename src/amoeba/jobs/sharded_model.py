@@ -27,13 +27,7 @@ from torch import Tensor, nn
 from amoeba.core.errors import bad_value
 from amoeba.core.weights import ExpertWeights
 from amoeba.integrations.experts_module import described, experts_modules, hand_over, layout_of, place
-from amoeba.integrations.model_folder import (
-    MODEL_FOLDER,
-    load_config,
-    load_model,
-    load_rest,
-    load_without_weights,
-)
+from amoeba.integrations.model_folder import MODEL_FOLDER, load_config, load_model, load_rest, load_without_weights
 from amoeba.integrations.own_tensors import own_tensors, sharded_modules
 from amoeba.parallel.expert_owners import Owners
 from amoeba.parallel.mesh import RankMesh
@@ -202,9 +196,8 @@ def finish_folder(folder: Path) -> None:
     expected = [_SHARD.format(number=number + 1, count=len(files)) for number in range(len(files))]
     if [path.name for path in files] != expected:
         got = ", ".join(path.name for path in files)
-        raise bad_value(
-            str(folder), "a part from every rank", got, "give all ranks the same folder, on one file system"
-        )
+        remedy = "give all ranks the same folder, on one file system"
+        raise bad_value(str(folder), "a part from every rank", got, remedy)
     entries = {name: (path.name, entry.size) for path in files for name, entry in tensors_of(path).items()}
     index = {
         "metadata": {"total_size": sum(size for _, size in entries.values())},

@@ -25,15 +25,7 @@ import torch
 from amoeba.core.errors import one_line
 from amoeba.core.weights import ExpertWeights
 from amoeba.jobs.compile_beside import Work, mark_of
-from amoeba.kernels.launch.ahead import (
-    DriverModule,
-    Gpu,
-    Workers,
-    end_with_parent,
-    gpu_named,
-    noting,
-    standing_in,
-)
+from amoeba.kernels.launch.ahead import DriverModule, Gpu, Workers, end_with_parent, gpu_named, noting, standing_in
 
 logger = logging.getLogger("amoeba")
 

@@ -61,9 +61,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise bad_value(str(path), "JSON", error, "copy the adapter again, or save it again with PEFT") from error
     kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
     if kind != "LORA":
-        raise bad_value(
-            f"{path}: peft_type", "LORA", repr(kind), "only LoRA adapters can be read here; merge with PEFT"
-        )
+        remedy = "only LoRA adapters can be read here; merge with PEFT"
+        raise bad_value(f"{path}: peft_type", "LORA", repr(kind), remedy)
     for name, kinds in _KINDS.items():
         value = config.get(name)
         names = value if isinstance(value, list) else ()
@@ -73,12 +72,8 @@ def read_config(path: Path) -> dict[str, Any]:
     _check_patterns(path, config)
     for name, plain in _PLAIN.items():
         if name in config and not any(config[name] is value or config[name] == value for value in plain):
-            raise bad_value(
-                f"{path}: {name}",
-                " or ".join(repr(value) for value in plain),
-                repr(config[name]),
-                "train the adapter without it, or merge it into the model with PEFT (merge_and_unload)",
-            )
+            remedy = "train the adapter without it, or merge it into the model with PEFT (merge_and_unload)"
+            raise bad_value(f"{path}: {name}", " or ".join(repr(value) for value in plain), repr(config[name]), remedy)
     return config
 
 
@@ -122,12 +117,8 @@ def rank_and_scaling(config: dict[str, Any], name: str) -> tuple[int, float]:
     if not isinstance(rank, int) or rank < 1:
         raise bad_value(f"{CONFIG_NAME}: r of {name}", "a whole number above 0", rank, "correct r or rank_pattern")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
-        raise bad_value(
-            f"{CONFIG_NAME}: lora_alpha of {name}",
-            "a finite number, not 0",
-            alpha,
-            "correct lora_alpha or alpha_pattern",
-        )
+        remedy = "correct lora_alpha or alpha_pattern"
+        raise bad_value(f"{CONFIG_NAME}: lora_alpha of {name}", "a finite number, not 0", alpha, remedy)
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -157,18 +148,14 @@ def scalings_of_others(
         name = names[0] if names else match["module"]
         rank, scaling = rank_and_scaling(config, name)
         if tensor.shape[0] != rank:
-            raise bad_value(
-                key, f"rank {rank}, as {CONFIG_NAME} says", tuple(tensor.shape), "correct r or rank_pattern"
-            )
+            remedy = "correct r or rank_pattern"
+            raise bad_value(key, f"rank {rank}, as {CONFIG_NAME} says", tuple(tensor.shape), remedy)
         (parameters if names else modules)[name] = (rank, scaling)
     return modules, parameters
 
 
 def config_to_write(
-    config: dict[str, Any],
-    experts: Iterable[str],
-    parameters: dict[str, tuple[int, float]],
-    others: dict[str, Tensor],
+    config: dict[str, Any], experts: Iterable[str], parameters: dict[str, tuple[int, float]], others: dict[str, Tensor]
 ) -> dict[str, Any]:
     """`config` with the ranks, alphas and targets that the tensors have.
 

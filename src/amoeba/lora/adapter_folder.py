@@ -149,12 +149,8 @@ def _fill(model: nn.Module, state: Attached, adapter: Adapter, folder: str | Pat
     for name in dict.fromkeys((*ours, *theirs)):
         shapes = [tuple(side[name].shape) if name in side else "none" for side in (ours, theirs)]
         if shapes[0] != shapes[1]:
-            raise bad_value(
-                name,
-                f"shape {shapes[0]}, as this model has it",
-                f"{shapes[1]} in {folder}",
-                "the adapter is another model's, or was trained with another rank or other targets",
-            )
+            remedy = "the adapter is another model's, or was trained with another rank or other targets"
+            raise bad_value(name, f"shape {shapes[0]}, as this model has it", f"{shapes[1]} in {folder}", remedy)
     for name, tensor in ours.items():
         copy_here(tensor, theirs[name])
 
@@ -196,12 +192,8 @@ def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[lis
             raise bad_value(key, "factors of a linear layer of this model", "no such module", remedy)
         served = isinstance(layer, nn.Linear) or (module in routers and getattr(layer, "weight", None) is not None)
         if not served or factor not in ("A.weight", "B.weight"):
-            raise bad_value(
-                key,
-                "factors of a linear layer, of experts or of a router",
-                type(layer).__name__,
-                _MERGE_WITH_PEFT,
-            )
+            expected = "factors of a linear layer, of experts or of a router"
+            raise bad_value(key, expected, type(layer).__name__, _MERGE_WITH_PEFT)
         out_features, in_features = layer.weight.shape
         wanted = ("R", in_features) if factor == "A.weight" else (out_features, "R")
         if tensor.dim() != 2 or any(size not in ("R", found) for size, found in zip(wanted, tensor.shape, strict=True)):
@@ -238,9 +230,8 @@ def check_base(model: nn.Module, adapter: Adapter, folder: str | Path) -> None:
         logger.warning("%s was trained on another file of its base model (GGUF %s)", folder, there.pop(_GGUF))
     for what, of_adapter in there.items():
         if of_adapter is not None and here.get(what) is not None and of_adapter != here[what]:
-            raise bad_value(
-                f"{folder}: {what} of the base model", repr(here[what]), repr(of_adapter), another_model(adapter.config)
-            )
+            got = repr(of_adapter)
+            raise bad_value(f"{folder}: {what} of the base model", repr(here[what]), got, another_model(adapter.config))
     class_name = (adapter.config.get("auto_mapping") or {}).get("base_model_class")
     if class_name is not None and class_name != type(model).__name__:
         raise bad_value(str(folder), f"an adapter of {type(model).__name__}", class_name, another_model(adapter.config))

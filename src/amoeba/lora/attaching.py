@@ -157,12 +157,8 @@ def prepare(model: nn.Module) -> None:
     if STATE in model.__dict__:
         raise bad_value("model", "one without LoRA factors", "one that has some", "call amoeba.lora.detach first")
     if hasattr(model, "peft_config"):
-        raise bad_value(
-            "model",
-            "a model without PEFT's layers",
-            f"a {type(model).__name__} with some",
-            "start from the base model: amoeba.lora.load reads the adapter that PEFT saved",
-        )
+        remedy = "start from the base model: amoeba.lora.load reads the adapter that PEFT saved"
+        raise bad_value("model", "a model without PEFT's layers", f"a {type(model).__name__} with some", remedy)
     remedy = "use PEFT itself for such models"
     check_coverage(model, "model", remedy)
     if not layouts_of(model):
@@ -259,9 +255,8 @@ def merge(model: nn.Module, *, keep_base: bool = True) -> None:
         own = f"{name}.base_layer.weight"
         if others := [place for place in targets.places_of(model, own) if place != own]:
             got = f"{name}, which has the weight of {', '.join(others)}, too"
-            raise bad_value(
-                "model", "factors on layers that share no weight", got, "use the adapter without merging it"
-            )
+            remedy = "use the adapter without merging it"
+            raise bad_value("model", "factors on layers that share no weight", got, remedy)
     base: dict[str, Tensor] = {}
 
     changed: list[str] = []
@@ -290,12 +285,8 @@ def unmerge(model: nn.Module) -> None:
     if not state.merged:
         raise bad_value("model", "one whose factors are merged", "one whose are not", "there is nothing to undo")
     if state.base is None:
-        raise bad_value(
-            "model",
-            "one that was merged with keep_base=True",
-            "one whose base weights were not kept",
-            "load the base model and the adapter again",
-        )
+        got, remedy = "one whose base weights were not kept", "load the base model and the adapter again"
+        raise bad_value("model", "one that was merged with keep_base=True", got, remedy)
     for name, tensor in state.base.items():
         model.get_parameter(name).data = tensor.to(model.get_parameter(name).device)
     targets.rewrap(model, state.linears)

@@ -126,10 +126,7 @@ def fit_together(
     )
     if layout is not None:
         width = layout.intermediate * (2 if gated else 1)
-        return up_sides in (None, (layout.hidden, width)) and down_sides in (
-            None,
-            (layout.intermediate, layout.hidden),
-        )
+        return up_sides in (None, (layout.hidden, width)) and down_sides in (None, (layout.intermediate, layout.hidden))
     if up_sides is None or down_sides is None:
         return True
     return up_sides == (down_sides[1], down_sides[0] * (2 if gated else 1))
@@ -176,12 +173,9 @@ def _pair(factors: LoraFactors, name: str) -> tuple[Tensor, Tensor] | None:
         return None
     shapes = [None if t is None else tuple(t.shape) for t in (a, b)]
     if a is None or b is None or a.dim() != 3 or b.dim() != 3 or (a.shape[0], a.shape[1]) != (b.shape[0], b.shape[2]):
-        raise bad_value(
-            f"{name}_lora_a and {name}_lora_b",
-            "(E, R, in) and (E, out, R) of the same E and R",
-            f"{shapes[0]} and {shapes[1]}",
-            "pass both factors of a projection or neither",
-        )
+        expected = "(E, R, in) and (E, out, R) of the same E and R"
+        remedy = "pass both factors of a projection or neither"
+        raise bad_value(f"{name}_lora_a and {name}_lora_b", expected, f"{shapes[0]} and {shapes[1]}", remedy)
     return a.detach(), b.detach()
 
 

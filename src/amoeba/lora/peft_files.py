@@ -244,12 +244,9 @@ def _read_stacked(
         rank, scaling = rank_and_scaling(config, f"{module}.{name}")
         a, b = nested[nesting]["A"], nested[nesting]["B"]
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] % rank or a.shape[0] != b.shape[1]:
-            raise bad_value(
-                f"{module}.{name}",
-                f"lora_A (E·{rank}, in) and lora_B (out, {rank}·E), the rank being {rank}",
-                f"{tuple(a.shape)} and {tuple(b.shape)}",
-                f"correct r or rank_pattern in {CONFIG_NAME}",
-            )
+            expected = f"lora_A (E·{rank}, in) and lora_B (out, {rank}·E), the rank being {rank}"
+            remedy = f"correct r or rank_pattern in {CONFIG_NAME}"
+            raise bad_value(f"{module}.{name}", expected, f"{tuple(a.shape)} and {tuple(b.shape)}", remedy)
         counts.add(a.shape[0] // rank)
         found[name] = StackedLora(a, b, scaling)
     if len(counts) != 1:
@@ -320,12 +317,9 @@ def _read_single(module: str, tensors: dict[tuple[str, int, str], Tensor], confi
             shapes = (tuple(a.shape), tuple(b.shape))
             first = (tensors[projection, 0, "A"].shape, tensors[projection, 0, "B"].shape)
             if shapes != first or (a.shape[0], b.shape[1]) != (rank, rank):
-                raise bad_value(
-                    f"{name}: lora_A and lora_B",
-                    f"({rank}, in) and (out, {rank}), as r or rank_pattern says, the same for every expert",
-                    shapes,
-                    f"correct {CONFIG_NAME}, or train all experts with one rank",
-                )
+                expected = f"({rank}, in) and (out, {rank}), as r or rank_pattern says, the same for every expert"
+                remedy = f"correct {CONFIG_NAME}, or train all experts with one rank"
+                raise bad_value(f"{name}: lora_A and lora_B", expected, shapes, remedy)
             low.append(a)
             high.append(rescaled(b, own_scaling / scaling))
         factors |= {

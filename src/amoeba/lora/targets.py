@@ -200,12 +200,9 @@ def inject(model: nn.Module, ranks: dict[str, tuple[int, float]]) -> dict[str, A
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise bad_value(
-            "targets",
-            "the package peft for layers outside the experts",
-            f"none, and the target {next(iter(ranks))}",
-            "install it: pip install 'amoeba-moe[lora]', or target the experts alone",
-        ) from error
+        got = f"none, and the target {next(iter(ranks))}"
+        remedy = "install it: pip install 'amoeba-moe[lora]', or target the experts alone"
+        raise bad_value("targets", "the package peft for layers outside the experts", got, remedy) from error
     layers: dict[str, Any] = {}
     for name, (rank, scaling) in ranks.items():
         # Alone in a list, since in a model PEFT 0.21 takes every up_proj for an expert's

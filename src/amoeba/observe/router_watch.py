@@ -204,12 +204,9 @@ def check_balance(model: nn.Module, balance: str, z_loss_coefficient: float) -> 
     watch = RouterWatch(model)
     watch.close()
     if balance == "bias" and all(bias is None for bias in watch.selection_biases):
-        raise bad_value(
-            "balance",
-            "aux or none, since the routers of this model have no selection bias (e_score_correction_bias)",
-            "'bias'",
-            "use --balance aux, or an architecture that has one, such as deepseek_v3 or glm4_moe",
-        )
+        expected = "aux or none, since the routers of this model have no selection bias (e_score_correction_bias)"
+        remedy = "use --balance aux, or an architecture that has one, such as deepseek_v3 or glm4_moe"
+        raise bad_value("balance", expected, "'bias'", remedy)
     if (balance == "aux" or z_loss_coefficient) and not watch.has_routers:
         watch.refuse()
 

@@ -66,12 +66,9 @@ def read_run(folder: str | Path) -> Run:
     metrics = folder / "metrics.jsonl"
     config = _read_object(folder / "config.json")
     if not metrics.is_file() and RUN_FIELD not in (config or {}):  # a model's folder has a config.json too
-        raise bad_value(
-            str(folder),
-            "a training run (metrics.jsonl, config.json)",
-            f"a folder with {_contents(folder)}",
-            "give the folder that `amoeba train` wrote, not the one above or below it",
-        )
+        got = f"a folder with {_contents(folder)}"
+        remedy = "give the folder that `amoeba train` wrote, not the one above or below it"
+        raise bad_value(str(folder), "a training run (metrics.jsonl, config.json)", got, remedy)
     by_kind, torn_line, went_back_to, unknown_kinds = _read_metrics(metrics)
     final = by_kind["final"][-1] if by_kind["final"] else None
     if final is not None and by_kind["train"] and by_kind["train"][-1]["step"] > final["step"]:

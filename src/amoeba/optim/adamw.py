@@ -198,12 +198,9 @@ def restored_state(parameter: Tensor, saved: dict[str, Any], states_dtype: torch
         elif isinstance(value, Tensor) and value.shape == parameter.shape:
             empty.copy_(value)
         else:
-            raise bad_value(
-                name,
-                f"a state of AdamW of shape {tuple(parameter.shape)}",
-                tuple(value.shape) if isinstance(value, Tensor) else value,
-                "load the state of the same parameters, in the same order",
-            )
+            expected = f"a state of AdamW of shape {tuple(parameter.shape)}"
+            remedy = "load the state of the same parameters, in the same order"
+            raise bad_value(name, expected, tuple(value.shape) if isinstance(value, Tensor) else value, remedy)
     return state
 
 
@@ -219,12 +216,9 @@ def laid_like(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 def check_place(parameter: Tensor, state: dict[str, Any]) -> None:
     if state["exp_avg"].device != parameter.device:
-        raise bad_value(
-            "state of the optimizer",
-            f"it on {parameter.device}, where its parameter is",
-            state["exp_avg"].device,
-            "move the model before the first step, or load the optimizer's state anew",
-        )
+        expected = f"it on {parameter.device}, where its parameter is"
+        remedy = "move the model before the first step, or load the optimizer's state anew"
+        raise bad_value("state of the optimizer", expected, state["exp_avg"].device, remedy)
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -27,9 +27,8 @@ class KernelSteps:
             expected = (
                 "not to be captured in a CUDA graph: the number of the step and the learning rate are on the host"
             )
-            raise bad_value(
-                "step of the optimizer", expected, "a capture", "capture forward and backward, step outside"
-            )
+            remedy = "capture forward and backward, step outside"
+            raise bad_value("step of the optimizer", expected, "a capture", remedy)
         counts = [parameter.numel() for parameter in batch.parameters]
         columns = (batch.parameters, batch.remainders, batch.exp_avgs, batch.exp_avg_sqs, batch.gradients)
         addresses = [[tensor.data_ptr() for tensor in column] or [0] * len(counts) for column in columns]

@@ -187,9 +187,8 @@ def _read(path: Path) -> dict[str, Any]:
     allowed = {each.name for each in fields(Machine)} - own
     if not isinstance(found, dict) or not set(found) <= {*allowed, "card"}:
         got = ", ".join(sorted(set(found) - allowed)) if isinstance(found, dict) else type(found).__name__
-        raise bad_value(
-            f"--machine {path}", f"an object of {', '.join(sorted(allowed))}, card", got, "correct the file"
-        )
+        remedy = "correct the file"
+        raise bad_value(f"--machine {path}", f"an object of {', '.join(sorted(allowed))}, card", got, remedy)
     sized = {
         what: parse_size(f"{what} in {path}", value)
         for what, value in found.items()

@@ -59,9 +59,8 @@ class ForcedChoice(TorchFunctionMode):
         rows = input.numel() // width
         if width == self.num_experts and k == top_k:
             if rows != tokens:
-                raise bad_value(
-                    "replay", f"a pass of the {tokens} tokens that were loaded", rows, "load the records of this batch"
-                )
+                remedy = "load the records of this batch"
+                raise bad_value("replay", f"a pass of the {tokens} tokens that were loaded", rows, remedy)
             self.choices += 1
             forced = self.expert_TK.to(torch.int64).view(found[1].shape)
             chosen = torch.where(forced >= 0, forced, found[1])

@@ -57,23 +57,15 @@ class Routing:
                 "flatten batch and sequence into one dimension of tokens; an id outside [0, E) stands for no expert",
             )
         if weight_TK.shape != expert_TK.shape:
-            raise bad_value(
-                "weight_TK",
-                f"the shape of expert_TK, {tuple(expert_TK.shape)}",
-                f"shape {tuple(weight_TK.shape)}",
-                "pass one weight for each chosen expert",
-            )
+            got, remedy = f"shape {tuple(weight_TK.shape)}", "pass one weight for each chosen expert"
+            raise bad_value("weight_TK", f"the shape of expert_TK, {tuple(expert_TK.shape)}", got, remedy)
         if expert_TK.dtype not in (torch.int32, torch.int64):
             raise bad_value("expert_TK", "dtype int32 or int64", expert_TK.dtype, "convert it with .long()")
         if not weight_TK.dtype.is_floating_point:
             raise bad_value("weight_TK", "a floating dtype", weight_TK.dtype, "convert it with .float()")
         if weight_TK.device != expert_TK.device:
-            raise bad_value(
-                "weight_TK",
-                f"the device of expert_TK, {expert_TK.device}",
-                weight_TK.device,
-                "move one of them with .to(device)",
-            )
+            remedy = "move one of them with .to(device)"
+            raise bad_value("weight_TK", f"the device of expert_TK, {expert_TK.device}", weight_TK.device, remedy)
 
     @property
     def num_tokens(self) -> int:
@@ -146,12 +138,9 @@ def route(
 
 def _check_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None) -> None:
     if logits_TE.dim() != 2 or logits_TE.shape[1] != config.num_experts:
-        raise bad_value(
-            "logits_TE",
-            f"shape (tokens, num_experts={config.num_experts})",
-            f"shape {tuple(logits_TE.shape)}",
-            "flatten the tokens into one dimension, or set num_experts to the router's width",
-        )
+        got = f"shape {tuple(logits_TE.shape)}"
+        remedy = "flatten the tokens into one dimension, or set num_experts to the router's width"
+        raise bad_value("logits_TE", f"shape (tokens, num_experts={config.num_experts})", got, remedy)
     if not logits_TE.dtype.is_floating_point:
         raise bad_value("logits_TE", "a floating dtype", logits_TE.dtype, "convert it with .float()")
     if bias_E is None:
@@ -159,19 +148,11 @@ def _check_route(logits_TE: Tensor, config: RouterConfig, bias_E: Tensor | None)
             raise bad_value("bias_E", "a tensor, as selection_bias=True", None, "pass bias_E=torch.zeros(num_experts)")
         return
     if not config.selection_bias:
-        raise bad_value(
-            "bias_E",
-            "None, as selection_bias=False",
-            f"a tensor of shape {tuple(bias_E.shape)}",
-            "set selection_bias=True in the RouterConfig, or drop the bias",
-        )
+        remedy = "set selection_bias=True in the RouterConfig, or drop the bias"
+        raise bad_value("bias_E", "None, as selection_bias=False", f"a tensor of shape {tuple(bias_E.shape)}", remedy)
     if bias_E.shape != (config.num_experts,):
-        raise bad_value(
-            "bias_E",
-            f"shape ({config.num_experts},)",
-            f"shape {tuple(bias_E.shape)}",
-            "pass one number for each expert",
-        )
+        remedy = "pass one number for each expert"
+        raise bad_value("bias_E", f"shape ({config.num_experts},)", f"shape {tuple(bias_E.shape)}", remedy)
 
 
 def _score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
@@ -255,12 +236,8 @@ def load_balance_loss(routing: Routing, num_experts: int, attention_mask: Tensor
         num_tokens: int | Tensor = max(routing.num_tokens, 1)
     else:
         if attention_mask.shape != (routing.num_tokens,):
-            raise bad_value(
-                "attention_mask",
-                f"shape ({routing.num_tokens},), one value for each token",
-                f"shape {tuple(attention_mask.shape)}",
-                "flatten it as the tokens were flattened",
-            )
+            got, remedy = f"shape {tuple(attention_mask.shape)}", "flatten it as the tokens were flattened"
+            raise bad_value("attention_mask", f"shape ({routing.num_tokens},), one value for each token", got, remedy)
         keep_T1 = (attention_mask != 0).unsqueeze(1)
         probability_TE = probability_TE.masked_fill(~keep_T1, 0.0)
         chosen_TK = chosen_TK.masked_fill(~keep_T1, num_experts)
@@ -283,12 +260,9 @@ def sequence_balance_loss(routing: Routing, num_experts: int, sequence_length: i
     """
     probability_TE = probabilities(scores_of(routing, num_experts))
     if sequence_length < 1 or routing.num_tokens % sequence_length:
-        raise bad_value(
-            "sequence_length",
-            f"a positive divisor of the number of tokens ({routing.num_tokens})",
-            sequence_length,
-            "pad every sequence to one length, or use load_balance_loss",
-        )
+        expected = f"a positive divisor of the number of tokens ({routing.num_tokens})"
+        remedy = "pad every sequence to one length, or use load_balance_loss"
+        raise bad_value("sequence_length", expected, sequence_length, remedy)
     num_sequences = routing.num_tokens // sequence_length
     slots = sequence_length * routing.top_k
     count_BE = count_rows(_choice(routing).reshape(num_sequences, slots), num_experts).to(probability_TE.dtype)
@@ -302,19 +276,11 @@ def update_selection_bias_(bias_E: Tensor, load_E: Tensor, rate: float) -> Tenso
     load_E: rows per expert since the last update, summed over all ranks; counts of any dtype.
     """
     if bias_E.dtype not in (torch.float32, torch.float64):
-        raise bad_value(
-            "bias_E",
-            "dtype float32 or float64",
-            bias_E.dtype,
-            "keep the bias out of .to(dtype): half precision rounds the small steps away",
-        )
+        remedy = "keep the bias out of .to(dtype): half precision rounds the small steps away"
+        raise bad_value("bias_E", "dtype float32 or float64", bias_E.dtype, remedy)
     if bias_E.dim() != 1 or load_E.shape != bias_E.shape:
-        raise bad_value(
-            "load_E",
-            f"one count for each entry of bias_E, shape {tuple(bias_E.shape)}",
-            f"shape {tuple(load_E.shape)}",
-            "pass the load of all experts, gathered over the ranks",
-        )
+        got, remedy = f"shape {tuple(load_E.shape)}", "pass the load of all experts, gathered over the ranks"
+        raise bad_value("load_E", f"one count for each entry of bias_E, shape {tuple(bias_E.shape)}", got, remedy)
     with torch.no_grad():
         # sum - E·load has the sign of mean - load, and is exact for integers
         direction_E = (load_E.sum() - load_E * load_E.shape[0]).sign()

@@ -78,12 +78,9 @@ def features_override() -> Level | None:
     here = {level.name: level for level in levels_here()}
     if name not in here:
         named = [level.name for level in all_levels()]
-        raise bad_value(
-            "AMOEBA_CPU_FEATURES",
-            f"a kind of CPU that this one contains ({', '.join(here) or 'none is known here'})",
-            f"{name!r}, which this CPU does not have" if name in named else repr(name),
-            "unset it to use all features of the CPU",
-        )
+        expected = f"a kind of CPU that this one contains ({', '.join(here) or 'none is known here'})"
+        got = f"{name!r}, which this CPU does not have" if name in named else repr(name)
+        raise bad_value("AMOEBA_CPU_FEATURES", expected, got, "unset it to use all features of the CPU")
     return here[name]
 
 

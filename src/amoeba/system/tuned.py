@@ -90,10 +90,7 @@ def entries(device: torch.device) -> Entries:
         return {}
     if found:
         logger.info(
-            "%d configurations measured on this GPU are in use (%s); %s=off ignores them",
-            len(found),
-            path,
-            VARIABLE,
+            "%d configurations measured on this GPU are in use (%s); %s=off ignores them", len(found), path, VARIABLE
         )
     return found
 

@@ -25,12 +25,8 @@ def shapes_of(model: str, tokens: int) -> tuple[list[Shape], tuple[int, ...]]:
     top_k = next((getattr(config, name) for name in ("num_experts_per_tok", "moe_topk") if hasattr(config, name)), None)
     layouts = {layout for layout in layouts_of(built).values() if layout.gated and not layout.transposed}
     if top_k is None or not layouts:
-        raise bad_value(
-            "--model",
-            "one with gated experts, stored as (experts, out, in)",
-            f"{model!r}, in which none are found",
-            "give its sizes instead: --shape T,H,I,E,K",
-        )
+        got, remedy = f"{model!r}, in which none are found", "give its sizes instead: --shape T,H,I,E,K"
+        raise bad_value("--model", "one with gated experts, stored as (experts, out, in)", got, remedy)
     name = f"{Path(model).name}"
     shapes = [
         Shape(name, tokens, layout.hidden, layout.intermediate, layout.num_experts, top_k)
@@ -45,11 +41,7 @@ def _config(model: str) -> Any:
         return PRESETS[model].build(PRESETS[model].training.get("vocab_size", 1024), sequence_length=256)
     path = Path(model) / "config.json"
     if not path.is_file():
-        raise bad_value(
-            "--model",
-            f"a folder with a config.json, or one of {', '.join(PRESETS)}",
-            repr(model),
-            "correct the path, or give the sizes: --shape T,H,I,E,K",
-        )
+        remedy = "correct the path, or give the sizes: --shape T,H,I,E,K"
+        raise bad_value("--model", f"a folder with a config.json, or one of {', '.join(PRESETS)}", repr(model), remedy)
     check_json(path)
     return load_config(model)

@@ -87,9 +87,8 @@ def merge(
     transformers_logging.disable_progress_bar()
     target = Path(out).expanduser()
     if target.exists():
-        raise bad_value(
-            "--out", "a folder that does not exist yet", f"{str(out)!r}, which exists", "choose another name"
-        )
+        remedy = "choose another name"
+        raise bad_value("--out", "a folder that does not exist yet", f"{str(out)!r}, which exists", remedy)
     name, adapter = check_model(str(model_folder)), find_adapter(adapter)
     check_not_merged(name, adapter)
     with _opened(name, trust_remote_code) as store:
@@ -176,9 +175,8 @@ def _merge(
         note_merged(staging, name, adapter)
         os.rename(staging, target)
     except (OSError, SafetensorError) as error:
-        raise bad_value(
-            "--out", f"room to write {str(target)!r}", one_line(error), "free some space, or choose another folder"
-        ) from error
+        remedy = "free some space, or choose another folder"
+        raise bad_value("--out", f"room to write {str(target)!r}", one_line(error), remedy) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return MergeReport(
@@ -280,12 +278,9 @@ def check_not_merged(model: str, adapter: Path) -> None:
     digest = _digest(adapter)
     for entry in entries:
         if entry.get("sha256") == digest:
-            raise bad_value(
-                "--adapter",
-                "an adapter that is not merged into the model yet",
-                f"{str(adapter)!r}, which is already merged into {model!r} ({NAME})",
-                f"use that model without the adapter, or the base model {entry.get('base_model')!r} with it",
-            )
+            got = f"{str(adapter)!r}, which is already merged into {model!r} ({NAME})"
+            remedy = f"use that model without the adapter, or the base model {entry.get('base_model')!r} with it"
+            raise bad_value("--adapter", "an adapter that is not merged into the model yet", got, remedy)
 
 
 def _merged_into(model: str) -> list[dict[str, Any]]:

@@ -94,9 +94,8 @@ def quantise_folder(
         if isinstance(source, FolderStore) and source.rest_is_stored and source.format is None:
             return _Quantising(source, target, format, trust_remote_code, device, progress).run()
         if target.exists():
-            raise bad_value(
-                "--out", "a folder that does not exist yet", f"{str(out)!r}, which exists", "choose another"
-            )
+            remedy = "choose another"
+            raise bad_value("--out", "a folder that does not exist yet", f"{str(out)!r}, which exists", remedy)
         numbers, staging = (target.with_name(f".{target.name}.{part}") for part in ("numbers", "writing"))
         try:
             for folder in (numbers, staging):
@@ -368,9 +367,8 @@ class _Quantising:
         plain = all(len(piece.shape) == 2 and piece.stride == (piece.shape[1], 1) for piece in pieces)
         if not plain or any(len(piece.tensors) != entry.experts for piece in pieces):
             expected = "experts stored one by one as gate, up and down, or all in one tensor"
-            raise bad_value(
-                "MODEL", expected, f"another layout ({entry.name})", "convert the checkpoint to one of these"
-            )
+            remedy = "convert the checkpoint to one of these"
+            raise bad_value("MODEL", expected, f"another layout ({entry.name})", remedy)
 
     def _method(self) -> str:
         """quant_method of config.json: transformers' own where it reads what is written here as it was meant."""

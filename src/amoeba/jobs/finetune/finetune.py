@@ -42,13 +42,7 @@ from amoeba.jobs.sharded_model import count_parameters, load_share
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.jobs.train.fast_paths import why_not_by_documents
 from amoeba.jobs.train.manifest import WholeModel
-from amoeba.jobs.train.resume import (
-    Earlier,
-    began_with,
-    check_data,
-    data_facts,
-    weights_of,
-)
+from amoeba.jobs.train.resume import Earlier, began_with, check_data, data_facts, weights_of
 from amoeba.jobs.train.run import Run
 from amoeba.jobs.train.run_folder import Console, RunReport
 from amoeba.jobs.train.trainer import Rows
@@ -342,12 +336,9 @@ def _packed(
         return rows, False
     reason = why_not_by_documents(model)
     if reason is not None and began:
-        raise bad_value(
-            "--resume",
-            f"a machine that packs rows, as in the run in {earlier.folder if earlier else ''}",
-            f"one that does not: {reason}",
-            "resume it where it began, or start a new run with another --out",
-        )
+        expected = f"a machine that packs rows, as in the run in {earlier.folder if earlier else ''}"
+        remedy = "resume it where it began, or start a new run with another --out"
+        raise bad_value("--resume", expected, f"one that does not: {reason}", remedy)
     if reason is not None:
         logger.info("rows are not packed: %s", reason)
         return rows, False
@@ -358,9 +349,5 @@ def _packed(
 
 def _check_tokenizer(tokenizer: Any) -> None:
     if tokenizer.eos_token_id is None:
-        raise bad_value(
-            "MODEL",
-            "a tokenizer with an end-of-text token to end answers",
-            "one without eos_token",
-            "set eos_token in its tokenizer_config.json",
-        )
+        expected = "a tokenizer with an end-of-text token to end answers"
+        raise bad_value("MODEL", expected, "one without eos_token", "set eos_token in its tokenizer_config.json")

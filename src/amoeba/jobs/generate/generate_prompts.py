@@ -288,9 +288,5 @@ class Results:
         return done
 
     def _of_another_run(self, place: str) -> ValueError:
-        return bad_value(
-            place,
-            f"results of these prompts with {self.model}, to continue after them",
-            "something else",
-            "name another --out, or move the file away",
-        )
+        expected = f"results of these prompts with {self.model}, to continue after them"
+        return bad_value(place, expected, "something else", "name another --out, or move the file away")

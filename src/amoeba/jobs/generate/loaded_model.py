@@ -30,13 +30,7 @@ from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import ProductsOfModel, products_of, set_products
 from amoeba.jobs.convert.merge import check_not_merged
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
-from amoeba.jobs.generate.options import (
-    GenerationOptions,
-    in_words,
-    sampling_of,
-    seed_for,
-    set_generation_config,
-)
+from amoeba.jobs.generate.options import GenerationOptions, in_words, sampling_of, seed_for, set_generation_config
 from amoeba.jobs.generate.token_steps import Kind
 from amoeba.jobs.placed_model import attach_in, load_placed
 from amoeba.jobs.same_on_ranks import check_same_model
@@ -243,9 +237,8 @@ def _check_streaming(name: str, options: GenerationOptions) -> None:
         )
         raise bad_value("--exact", "experts that stay in memory", "streamed ones", remedy)
     if options.experts != "auto":
-        raise bad_value(
-            "experts", "no --experts with a store, which streams its experts", repr(options.experts), "leave it out"
-        )
+        got = repr(options.experts)
+        raise bad_value("experts", "no --experts with a store, which streams its experts", got, "leave it out")
     if options.device is not None and options.device.type != where:
         remedy = "leave --device out: --vram streams to the GPU, --ram alone to the CPU"
         raise bad_value("device", f"{where}, where the experts are streamed", options.device, remedy)

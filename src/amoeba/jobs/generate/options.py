@@ -52,9 +52,8 @@ class GenerationOptions:
         if self.max_new_tokens < 1:
             raise bad_value("max_new_tokens", "at least 1", self.max_new_tokens, "ask for one token or more")
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise bad_value(
-                "temperature", "a number from 0 (greedy) up", self.temperature, "0.7 is common, 1 is the model's own"
-            )
+            remedy = "0.7 is common, 1 is the model's own"
+            raise bad_value("temperature", "a number from 0 (greedy) up", self.temperature, remedy)
         if self.top_k is not None and self.top_k < 0:
             raise bad_value("top_k", "at least 0", self.top_k, "leave it out or set it to 0 to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -69,9 +68,8 @@ class GenerationOptions:
         if self.exact and self.dense != "auto":
             raise bad_value("dense", "the weights as they are, with exact mode", self.dense, "leave one of them out")
         if (self.ram is not None or self.vram is not None) and self.experts != "auto":
-            raise bad_value(
-                "experts", "no experts with ram or vram, which stream them", repr(self.experts), "leave one out"
-            )
+            remedy = "leave one out"
+            raise bad_value("experts", "no experts with ram or vram, which stream them", repr(self.experts), remedy)
         if self.miss != "move" and self.vram is None:
             raise bad_value("miss", "move, or vram as well", repr(self.miss), "leave it out, or stream with --vram")
         if self.seed is not None and not 0 <= self.seed < 2**63:

@@ -24,12 +24,8 @@ logger = logging.getLogger("amoeba")
 def tokenise(tokenizer: Any, prompt: str | Sequence[Message], chat: bool, name: str = "prompt") -> list[int]:
     """prompt: a text, which is a user's message where chat is true, or the messages of a conversation."""
     if chat and not getattr(tokenizer, "chat_template", None):
-        raise bad_value(
-            "--chat",
-            "a tokenizer with a chat template",
-            "one without",
-            "leave --chat out, or use the family's chat model (its name often ends in Instruct)",
-        )
+        remedy = "leave --chat out, or use the family's chat model (its name often ends in Instruct)"
+        raise bad_value("--chat", "a tokenizer with a chat template", "one without", remedy)
     messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
     for message in messages:
         _check_unicode(message.content, name)
@@ -41,12 +37,8 @@ def tokenise(tokenizer: Any, prompt: str | Sequence[Message], chat: bool, name: 
     if not ids:
         raise bad_value(name, "at least one token", f"none from {shown(prompt)}", "write some text to continue")
     if tokenizer.unk_token_id is not None and set(ids) <= {tokenizer.unk_token_id, *begin_tokens(tokenizer)}:
-        raise bad_value(
-            name,
-            "words that the tokenizer knows",
-            f"none in {shown(prompt)}",
-            "use the tokenizer that the model was trained with",
-        )
+        remedy = "use the tokenizer that the model was trained with"
+        raise bad_value(name, "words that the tokenizer knows", f"none in {shown(prompt)}", remedy)
     return ids
 
 
@@ -62,12 +54,9 @@ def _check_unicode(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise bad_value(
-            name,
-            "text in UTF-8",
-            f"{text[error.start : error.start + 1]!a} at character {error.start}",
-            "set the terminal to UTF-8, or convert the text, for example with iconv",
-        ) from error
+        got = f"{text[error.start : error.start + 1]!a} at character {error.start}"
+        remedy = "set the terminal to UTF-8, or convert the text, for example with iconv"
+        raise bad_value(name, "text in UTF-8", got, remedy) from error
 
 
 def most_new_tokens(config: Any, prompt_ids: list[int], asked: int, name: str = "prompt") -> int:
@@ -76,12 +65,8 @@ def most_new_tokens(config: Any, prompt_ids: list[int], asked: int, name: str = 
     if room is None:
         return asked
     if len(prompt_ids) > room:
-        raise bad_value(
-            name,
-            f"at most {room} tokens, the model's max_position_embeddings",
-            f"{len(prompt_ids)} tokens",
-            "shorten it, or use a model with a longer context",
-        )
+        expected = f"at most {room} tokens, the model's max_position_embeddings"
+        raise bad_value(name, expected, f"{len(prompt_ids)} tokens", "shorten it, or use a model with a longer context")
     most = min(asked, room - len(prompt_ids) + 1)  # the last token takes no position: it is not read again
     if most < asked:
         logger.info("at most %d new tokens instead of %d: the model has %d positions", most, asked, room)

@@ -40,13 +40,7 @@ class RunLog(TrainerCallback):
     evaluation and a checkpoint. Of several ranks the first writes, with the numbers of all."""
 
     def __init__(
-        self,
-        folder: Path,
-        settings: RunSettings,
-        console: Any,
-        model: Any,
-        tokens_per_row: float,
-        rank_zero: RankZero,
+        self, folder: Path, settings: RunSettings, console: Any, model: Any, tokens_per_row: float, rank_zero: RankZero
     ) -> None:
         self.settings, self.console, self.path = settings, console, folder / "metrics.jsonl"
         self.rank_zero = rank_zero

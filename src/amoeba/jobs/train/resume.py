@@ -108,18 +108,13 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
     if resume is None:
         return load_settings(config, given, kind)
     if not (Path(resume) / "config.json").is_file():
-        raise bad_value(
-            "--resume", "the folder of an earlier run", repr(resume), "check the path, or leave --resume out"
-        )
+        remedy = "check the path, or leave --resume out"
+        raise bad_value("--resume", "the folder of an earlier run", repr(resume), remedy)
     earlier = settings_of_run(Path(resume))
     unknown = sorted(set(earlier) - {entry.name for entry in fields(kind)})
     if "model_type" in unknown:
-        raise bad_value(
-            "--resume",
-            "the folder of an earlier run",
-            f"{resume!r}, a model folder",
-            "leave --resume out and pass the folder as the model",
-        )
+        remedy = "leave --resume out and pass the folder as the model"
+        raise bad_value("--resume", "the folder of an earlier run", f"{resume!r}, a model folder", remedy)
     if unknown:
         other = "amoeba finetune" if kind is TrainSettings else "amoeba train"
         raise bad_value("--resume", "a run of this command", f"one with {', '.join(unknown)}", f"use {other} --resume")
@@ -217,12 +212,8 @@ def check_data(earlier: Earlier, now: dict[str, Any]) -> None:
     if now["weights"] != then["weights"]:
         before, after = then["weights"] or {}, now["weights"] or {}
         names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-        raise bad_value(
-            "MODEL",
-            f"the weights that the run in {earlier.folder} started from",
-            f"different ones in {', '.join(names)}",
-            f"restore them, or {earlier.new_run}",
-        )
+        got, remedy = f"different ones in {', '.join(names)}", f"restore them, or {earlier.new_run}"
+        raise bad_value("MODEL", f"the weights that the run in {earlier.folder} started from", got, remedy)
 
 
 def _amount(side: dict[str, Any]) -> str:
@@ -234,12 +225,8 @@ def check_model_config(earlier: Earlier, config: Any) -> None:
     now = json.loads(json.dumps(config.to_dict(), default=str))
     for name, then in earlier.model_config.items():
         if name in now and name not in _NOT_COMPARED and now[name] != then:
-            raise bad_value(
-                "--resume",
-                f"the model of the run in {earlier.folder} ({name} {then!r})",
-                f"{name} {now[name]!r}",
-                "restore the model's config.json, and use the same --model",
-            )
+            got, remedy = f"{name} {now[name]!r}", "restore the model's config.json, and use the same --model"
+            raise bad_value("--resume", f"the model of the run in {earlier.folder} ({name} {then!r})", got, remedy)
 
 
 # --- the checkpoint

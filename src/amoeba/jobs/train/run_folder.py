@@ -98,9 +98,8 @@ def _check_shared(folder: Path, rank_zero: RankZero) -> None:
 @contextmanager
 def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator[None]:
     if resume and not (folder / "config.json").is_file():
-        raise bad_value(
-            "--resume", "the folder of an earlier run", repr(str(folder)), "check the path, or start a new run"
-        )
+        remedy = "check the path, or start a new run"
+        raise bad_value("--resume", "the folder of an earlier run", repr(str(folder)), remedy)
     made = not folder.exists()
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -111,12 +110,8 @@ def _checked(folder: Path, resume: bool, say: Callable[[str], None]) -> Iterator
         raise bad_value("--out", "a writable folder", f"{folder} ({error})", "choose another folder") from error
     with _locked(folder, "--resume" if resume else "--out", say):
         if not resume and holds_a_run(folder):
-            raise bad_value(
-                "--out",
-                "a folder without a run",
-                str(folder),
-                f"use {shell_words('--resume', folder)}, or another --out",
-            )
+            remedy = f"use {shell_words('--resume', folder)}, or another --out"
+            raise bad_value("--out", "a folder without a run", str(folder), remedy)
         try:
             yield
         finally:
@@ -149,9 +144,8 @@ def _locked(folder: Path, option: str, say: Callable[[str], None]) -> Iterator[N
         except BlockingIOError:
             file.seek(0)
             got = f"{folder}, which {file.read().strip() or 'another process'} is using"
-            raise bad_value(
-                option, "a folder that no other run writes to", got, "wait until it ends, or use another --out"
-            ) from None
+            remedy = "wait until it ends, or use another --out"
+            raise bad_value(option, "a folder that no other run writes to", got, remedy) from None
         except OSError as error:
             say(f"{folder} cannot be locked ({error.strerror}): make sure that no other run writes to it")
         with suppress(OSError):  # a full disk: the lock holds all the same

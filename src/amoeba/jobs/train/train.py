@@ -39,12 +39,7 @@ from amoeba.jobs.cpu_dtype import faster_dtype
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.settings import TrainSettings
-from amoeba.jobs.train.resume import (
-    Earlier,
-    began_with,
-    check_data,
-    data_facts,
-)
+from amoeba.jobs.train.resume import Earlier, began_with, check_data, data_facts
 from amoeba.jobs.train.run import Run
 from amoeba.jobs.train.run_folder import Console, RunReport
 from amoeba.observe.router_watch import check_balance

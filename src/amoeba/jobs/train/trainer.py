@@ -332,10 +332,7 @@ class CapturedStep:
         pool = torch.cuda.graph_pool_handle()
         try:
             # the outer one stays the current stream also where a capture fails to end
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                capture(self._graph, pool=pool, stream=stream),
-            ):
+            with torch.cuda.stream(torch.cuda.current_stream()), capture(self._graph, pool=pool, stream=stream):
                 self._loss = run(self._inputs, self._predicted)
         except Exception as error:
             end_failed_capture(pool)
