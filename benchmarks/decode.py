@@ -28,36 +28,29 @@ from amoeba.integrations.experts_module import experts_modules
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.generate.token_steps import Steps, choose_steps
 from amoeba.placements import all_placements
+from benchmarks.random_models import QWEN3_30B, TINY
 
 BF16, PLAIN = "bf16", "bf16, transformers' loop"
 FORMATS = (BF16, "fp8", "mxfp8", "mxfp4", "nvfp4", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
 DEFAULT = (BF16, "fp8", "mxfp4", "nvfp4")
 ROWS = (1, 8, 64)
 PLAIN_TOKENS = 16  # of transformers' loop, which is slow
-_QWEN3: dict[str, Any] = {
-    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "moe_intermediate_size": 768, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 8192,
-}  # fmt: skip
+_COMMON = {"norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 8192}
 _QWEN3_NEXT: dict[str, Any] = {
     "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "intermediate_size": 5120, "num_experts": 512, "num_experts_per_tok": 10,
-    "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 8192,
+    **_COMMON,
 }  # fmt: skip
-_TINY: dict[str, Any] = {
-    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
-    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "intermediate_size": 64, "vocab_size": 512,
-    "num_experts_per_tok": 2,
-}  # fmt: skip
+_TINY = TINY | {"shared_expert_intermediate_size": 64, "vocab_size": 512}
 _TINY_LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_30b": ("qwen3_moe", _QWEN3),
+    "qwen3_30b": ("qwen3_moe", QWEN3_30B | _COMMON),
     "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
-    "tiny": ("qwen3_moe", _QWEN3 | _TINY),
+    "tiny": ("qwen3_moe", QWEN3_30B | _COMMON | _TINY),
     "tiny_next": ("qwen3_next", _QWEN3_NEXT | _TINY | _TINY_LINEAR),
 }
 
@@ -109,7 +102,8 @@ def build(cell: Cell, device: torch.device) -> Any:
 
     kind, sizes = MODELS[cell.model]
     amoeba.register()
-    config = AutoConfig.for_model(kind, **sizes, num_hidden_layers=cell.layers, tie_word_embeddings=False)
+    sizes = sizes | {"num_hidden_layers": cell.layers, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="amoeba").eval()

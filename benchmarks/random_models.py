@@ -1,6 +1,6 @@
-"""Checkpoints of real sizes with random weights, written as fast as the file system takes them.
+"""Sizes of models, and checkpoints of such sizes with random weights, written as fast as the file system takes them.
 
-    write_checkpoint(folder, Qwen3MoeConfig(...))
+    write_checkpoint(folder, qwen3_moe(QWEN3_30B | {"num_hidden_layers": 4}, vocabulary=151_936))
 
 One tensor per expert and projection in one file, as published checkpoints have them. All numbers come from one pool,
 from another place for each tensor: drawing tens of gigabytes would take longer than a benchmark.
@@ -12,17 +12,46 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
+}  # fmt: skip
+QWEN3_30B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128,
+}  # fmt: skip
+
+# Words that made-up texts are of.
+KNOWN = ["expert", "router", "token", "gate", "layer", "sum", "row", "weight", "slot", "rank", "one", "many", "no"]
+
 _POOL, _DEVIATION, _THREADS = 1 << 25, 0.02, 12
 # Of the embedding. As small as the other weights it would vanish behind what the first layer adds, which is much the
 # same for all tokens, and all would ask for the same experts.
 _OF_TOKENS = 1.0
+
+
+def qwen3_moe(sizes: Mapping[str, int], vocabulary: int) -> Any:
+    """A configuration without tokens that end a text, so that every text gets all of its tokens."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **sizes,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
 
 
 def write_checkpoint(folder: Path, config: Any) -> None:

@@ -37,6 +37,7 @@ import torch
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
+from benchmarks.random_models import KNOWN, QWEN3_30B, TINY, qwen3_moe
 
 ROADS = ("generate", "8 rows", "prompts", "adapter", "finetune", "finetune resumed", "train")
 PLACES = ("resident", "streamed", "cpu", "ranks")
@@ -104,39 +105,10 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(
-        "tiny",
-        {
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 64,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        },
-        length=32,
-        batch=2,
-        steps=4,
-        new_tokens=6,
-        words=2,
-        texts=40,
-    ),
+    "tiny": Size("tiny", TINY, length=32, batch=2, steps=4, new_tokens=6, words=2, texts=40),
     "qwen3_30b": Size(
         "qwen3_30b",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-        },
+        QWEN3_30B | {"num_hidden_layers": 3},
         length=2048,
         batch=2,
         steps=12,
@@ -203,13 +175,10 @@ def choose_cells(roads: Sequence[str], places: Sequence[str], formats: Sequence[
 
 def write_texts(folder: Path, size: Size) -> Any:
     """Texts to train on, prompts, and a tokenizer; returns the configuration of a model with this tokenizer."""
-    from transformers import Qwen3MoeConfig
-
     from amoeba.data.tokenizer import train_tokenizer
 
     drawn = random.Random(0)
-    known = ["expert", "router", "token", "gate", "layer", "sum", "row", "weight", "slot", "rank", "one", "many", "no"]
-    texts = [" ".join(drawn.choices(known, k=40)) for _ in range(size.texts)]
+    texts = [" ".join(drawn.choices(KNOWN, k=40)) for _ in range(size.texts)]
     tokenizer = train_tokenizer(texts, 300)
     tokenizer.save_pretrained(folder / "bf16")
     pairs = [{"prompt": text[:40], "completion": text[40:]} for text in texts]
@@ -217,15 +186,7 @@ def write_texts(folder: Path, size: Size) -> Any:
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prompts = [" ".join(text.split()[: size.words]) for text in texts[:8]]
     (folder / "prompts.txt").write_text("\n".join(prompts) + "\n")
-    return Qwen3MoeConfig(
-        **size.config,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=4096,
-        eos_token_id=None,  # so that every prompt gets all of its tokens
-        bos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
+    return qwen3_moe(size.config, len(tokenizer))
 
 
 def prepare(folder: Path, size: Size, formats: Iterable[str], device: torch.device) -> None:

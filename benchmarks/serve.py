@@ -36,6 +36,7 @@ import torch
 
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
+from benchmarks.random_models import KNOWN, QWEN3_30B, TINY, qwen3_moe
 
 _AT_LEAST = 2.0  # times the throughput of transformers, with 8 clients or more on a GPU
 
@@ -53,40 +54,9 @@ class ServeSize:
 
 
 SIZES = {
-    "tiny": ServeSize(
-        "tiny",
-        {
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 64,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        },
-        words=12,
-        new_tokens=32,
-        answers=3,
-    ),
+    "tiny": ServeSize("tiny", TINY, words=12, new_tokens=32, answers=3),
     "qwen3_30b": ServeSize(
-        "qwen3_30b",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-        },
-        words=60,
-        new_tokens=64,
-        answers=2,
-        vocabulary=151_936,
+        "qwen3_30b", QWEN3_30B | {"num_hidden_layers": 6}, words=60, new_tokens=64, answers=2, vocabulary=151_936
     ),
 }
 
@@ -194,17 +164,9 @@ Targets = list[tuple[str, Callable[[], contextlib.AbstractContextManager[Ask]]]]
 
 
 def make_model(size: ServeSize, vocabulary: int, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM
 
-    config = Qwen3MoeConfig(
-        **size.config,
-        vocab_size=size.vocabulary or vocabulary,
-        max_position_embeddings=4096,
-        eos_token_id=None,  # so that every answer has all of its tokens
-        bos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
+    config = qwen3_moe(size.config, size.vocabulary or vocabulary)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(
@@ -334,15 +296,12 @@ def _in_process(
     return [("amoeba generate", by_decoder), ("amoeba", by_engine), ("transformers", by_transformers)]
 
 
-_KNOWN = ["expert", "router", "token", "gate", "layer", "sum", "row", "weight", "slot", "rank", "one", "many", "no"]
-
-
 def save_model(size: ServeSize, folder: Path, device: torch.device) -> None:
     """With a tokenizer and a chat template."""
     from amoeba.data.tokenizer import train_tokenizer
 
     drawn = random.Random(0)
-    tokenizer = train_tokenizer([" ".join(drawn.choices(_KNOWN, k=40)) for _ in range(900)], 300)
+    tokenizer = train_tokenizer([" ".join(drawn.choices(KNOWN, k=40)) for _ in range(900)], 300)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     make_model(size, len(tokenizer), device).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -368,7 +327,7 @@ def started(words: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen, 
 def _by_http(size: ServeSize, folder: Path, device: torch.device, most: int, told: Told) -> Targets:
     save_model(size, folder, device)
     drawn = random.Random(1)
-    prompts = [" ".join(drawn.choices(_KNOWN, k=size.words)) for _ in range(most * (size.answers + 1))]
+    prompts = [" ".join(drawn.choices(KNOWN, k=size.words)) for _ in range(most * (size.answers + 1))]
 
     @contextlib.contextmanager
     def served(words: list[str], name: str) -> Iterator[Ask]:
