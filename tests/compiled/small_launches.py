@@ -33,7 +33,8 @@ numbers = partial(empty, dtype=torch.float32)
 
 def _of_exact_mode(dtype: torch.dtype) -> Launches:
     from amoeba.kernels import exact, exact_linear, rotate
-    from amoeba.kernels.exact_attention import attention, attention_backward, seen_bounds
+    from amoeba.kernels.exact_attention import attention, seen_bounds
+    from amoeba.kernels.exact_attention_backward import attention_backward
 
     found: Launches = {"exact product": lambda: exact.product(empty(1, 7, H, dtype=dtype), empty(1, H, I, dtype=dtype))}
     found["exact sum"] = lambda: exact.row_sum(numbers(7, 151936))

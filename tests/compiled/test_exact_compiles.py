@@ -55,6 +55,7 @@ def main() -> None:
         tile_sizes,
         weight_only_gemm,
     )
+    from amoeba.kernels.exact_attention_backward import attention_backward
     from amoeba.kernels.lora.epilogue import Addend
     from amoeba.precision import MXFP4
     from amoeba.precision.quantised import QuantisedMatrix, block_counts
@@ -106,11 +107,11 @@ def main() -> None:
         seen = empty(1, 1, rows, rows + 7, dtype=torch.bool)
         bounds = exact_attention.seen_bounds(seen)
         y, logsumexp = exact_attention.attention(q, k, v, None, seen, bounds, 0.1, 0.0)
-        exact_attention.attention_backward(y, q, k, v, y, logsumexp, seen, bounds, 0.1, 0.0)
+        attention_backward(y, q, k, v, y, logsumexp, seen, bounds, 0.1, 0.0)
     name = "attention in fp32"
     q, k, v = q.float(), k.float(), v.float()
     y, logsumexp = exact_attention.attention(q, k, v, None, seen, bounds, 0.1, 0.0)
-    exact_attention.attention_backward(y, q, k, v, y, logsumexp, seen, bounds, 0.1, 0.0)
+    attention_backward(y, q, k, v, y, logsumexp, seen, bounds, 0.1, 0.0)
     print(json.dumps(found))
 
 

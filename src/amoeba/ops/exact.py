@@ -301,7 +301,7 @@ def _by_kernels(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor | None, ...]:
-    from amoeba.kernels.exact_attention import attention_backward
+    from amoeba.kernels.exact_attention_backward import attention_backward
 
     dq, dk, dv, delta = attention_backward(dy, q, k, v, y, logsumexp, seen, bounds, scale, softcap)
     dsink = None
