@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,7 +34,39 @@ Peers = Annotated[list[str] | None, typer.Option("--peer", help="Of the peers on
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for the JSON document.")]
 
 
-@app.command()
+def suite(needs: str | None = None, passive_waiting: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """A command that writes a document. The function looks at what the user gave, and returns what measures: it is
+    called with the document's path and the output, and gives the document and whether all is well.
+
+    needs: a package."""
+
+    def add(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def command(out: Path | None, json: bool, verbose: bool, **given: Any) -> None:
+            output = start(verbose, passive_waiting=passive_waiting)
+            with usage():
+                if needs is not None:
+                    need(needs)
+                from amoeba.commands.bench_run import free_path
+
+                measure = function(**given)
+                path = free_path(out)
+            document, ok = measure(path=path, output=output)
+            finish(output, document, ok, json)
+
+        added = (("out", Out, None), ("json", Json, False), ("verbose", Verbose, False))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        more = [inspect.Parameter(name, kind, default=default, annotation=hint) for name, hint, default in added]
+        signature = inspect.signature(function, eval_str=True)
+        parameters = [*(each.replace(kind=kind) for each in signature.parameters.values()), *more]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return app.command()(command)
+
+    return add
+
+
+@suite("transformers")
 def models(
     shape: Shapes = None,
     passes: Passes = None,
@@ -39,47 +74,27 @@ def models(
     repeats: Repeats = 20,
     ours: Ours = None,
     peer: Peers = None,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """Training steps, LoRA steps and decodes of whole models, compared with transformers and PEFT."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.models.problem import choose_problems
-        from benchmarks.models.run import choose_candidates, run
+    from benchmarks.models.problem import choose_problems
+    from benchmarks.models.run import choose_candidates, run
 
-        problems = choose_problems(shape or [], passes, parse_device(device))
-        chosen = choose_candidates(problems, ours or [], peer or [])
-        path = free_path(out)
-    finish(output, *run(problems, repeats, chosen, path, output), json)
+    problems = choose_problems(shape or [], passes, parse_device(device))
+    chosen = choose_candidates(problems, ours or [], peer or [])
+    return functools.partial(run, problems, repeats, chosen)
 
 
-@app.command()
-def stream(
-    shape: Shapes = None,
-    passes: Passes = None,
-    device: Device = "auto",
-    repeats: Repeats = 20,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+@suite()
+def stream(shape: Shapes = None, passes: Passes = None, device: Device = "auto", repeats: Repeats = 20) -> Any:
     """Streamed experts compared with resident ones: decode, disk and lora."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.stream.problem import choose_problem
-        from benchmarks.stream.run import run
+    from benchmarks.stream.problem import choose_problem
+    from benchmarks.stream.run import run
 
-        problem = choose_problem(shape or [], passes, parse_device(device))
-        path = free_path(out)
-    finish(output, *run(problem, repeats, path, output), json)
+    problem = choose_problem(shape or [], passes, parse_device(device))
+    return functools.partial(run, problem, repeats)
 
 
-@app.command()
+@suite()
 def ranks(
     shape: Shapes = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Processes of this machine.")] = 2,
@@ -89,44 +104,25 @@ def ranks(
     device: Device = "auto",
     repeats: Repeats = 20,
     ours: Annotated[list[str] | None, typer.Option("--ours", help="A recipe by which the experts train: fp8.")] = None,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """Experts over processes of this machine: what each exchange costs, and how much of it is hidden."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        from amoeba.commands.bench_layers import default_dtypes
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.ranks.run import choose_job, run
+    from amoeba.commands.bench_layers import default_dtypes
+    from benchmarks.ranks.run import choose_job, run
 
-        place = parse_device(device)
-        dtypes = parse_dtypes(dtype or [], default_dtypes(place))
-        job = choose_job(shape or [], ranks, place, dtypes, ours or [])
-        path = free_path(out)
-    finish(output, *run(job, repeats, path, output), json)
+    place = parse_device(device)
+    dtypes = parse_dtypes(dtype or [], default_dtypes(place))
+    job = choose_job(shape or [], ranks, place, dtypes, ours or [])
+    return functools.partial(run, job, repeats)
 
 
-@app.command()
-def products(
-    shape: Shapes = None,
-    device: Device = "auto",
-    repeats: Repeats = 20,
-    ours: Ours = None,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+@suite()
+def products(shape: Shapes = None, device: Device = "auto", repeats: Repeats = 20, ours: Ours = None) -> Any:
     """Each kernel of a training step by itself on a GPU, compared with torch's grouped products."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.products import choose_shapes, run
+    from benchmarks.products import choose_shapes, run
 
-        place = parse_device(device)
-        shapes = choose_shapes(shape or [], place)
-        path = free_path(out)
-    finish(output, *run(shapes, place, repeats, path, output, ours or []), json)
+    place = parse_device(device)
+    shapes = choose_shapes(shape or [], place)
+    return functools.partial(run, shapes, place, repeats, ours=ours or [])
 
 
 @app.command()
@@ -182,7 +178,7 @@ def cache(
     finish(output, document, True, json)
 
 
-@app.command()
+@suite("transformers")
 def roads(
     shape: Annotated[
         str | None, typer.Option("--shape", help="tiny, or qwen3_30b (default on a GPU): its sizes, three layers.")
@@ -192,28 +188,20 @@ def roads(
         list[str] | None, typer.Option("--place", help="Only experts resident, streamed, cpu or ranks.")
     ] = None,
     format: Annotated[list[str] | None, typer.Option("--format", help="Only bf16, fp8, mxfp8, mxfp4 or nvfp4.")] = None,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """Every command with every place and format of the experts: its speed and path, or why it is refused."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        import torch
+    import torch
 
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.roads import SIZES, choose_cells, run
+    from benchmarks.roads import SIZES, choose_cells, run
 
-        size = shape or ("qwen3_30b" if torch.cuda.is_available() else "tiny")
-        if size not in SIZES:
-            raise bad_value("--shape", f"one of {', '.join(SIZES)}", repr(size), "leave it out")
-        cells = choose_cells(road or [], place or [], format or [])
-        path = free_path(out)
-    finish(output, *run(cells, SIZES[size], path, output), json)
+    size = shape or ("qwen3_30b" if torch.cuda.is_available() else "tiny")
+    if size not in SIZES:
+        raise bad_value("--shape", f"one of {', '.join(SIZES)}", repr(size), "leave it out")
+    cells = choose_cells(road or [], place or [], format or [])
+    return functools.partial(run, cells, SIZES[size])
 
 
-@app.command()
+@suite("transformers")
 def plan(
     shape: Annotated[
         list[str] | None, typer.Option("--shape", help="tiny, middle, 1b or qwen3_30b (four layers).")
@@ -231,23 +219,15 @@ def plan(
         Path | None, typer.Option("--after", help="Only cells that this document did not measure.")
     ] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep the models here (default: nowhere).")] = None,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """What `amoeba plan` predicts, next to the memory and speed of the commands."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        import torch
+    import torch
 
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.plan import choose_cells, not_in, run
+    from benchmarks.plan import choose_cells, not_in, run
 
-        path = free_path(out)
-        cells = choose_cells(shape or [], passes or [], place or [], torch.cuda.is_available(), ranks or [])
-        cells = cells if after is None else not_in(after, cells)
-    finish(output, *run(cells, folder, seconds, path, output, cpu_time), json)
+    cells = choose_cells(shape or [], passes or [], place or [], torch.cuda.is_available(), ranks or [])
+    cells = cells if after is None else not_in(after, cells)
+    return functools.partial(run, cells, folder, seconds, cpu_time=cpu_time)
 
 
 @app.command()
@@ -296,7 +276,7 @@ def tasks(
     finish(output, *run(job, trace, picture, output), json)
 
 
-@app.command()
+@suite("transformers")
 def convert(
     size: Annotated[
         str | None, typer.Option("--size", help="Bytes of the model (default: 8GB with a GPU, else 1.5GB).")
@@ -305,69 +285,45 @@ def convert(
         Path, typer.Option("--folder", help="On the disk to measure; needs room for three such models.")
     ] = Path(),
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds after the first.")] = 3,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """quantise, pack and save, compared with what the disk copies."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        import torch
+    import torch
 
-        from amoeba.commands.bench_run import free_path
-        from amoeba.stream.sizes import parse_size
-        from benchmarks.convert import ConvertSize, run
+    from amoeba.stream.sizes import parse_size
+    from benchmarks.convert import ConvertSize, run
 
-        wanted = parse_size("--size", size or ("8GB" if torch.cuda.is_available() else "1.5GB"))
-        path = free_path(out)
-    finish(output, *run(ConvertSize(wanted), folder, repeats, path, output), json)
+    wanted = parse_size("--size", size or ("8GB" if torch.cuda.is_available() else "1.5GB"))
+    return functools.partial(run, ConvertSize(wanted), folder, repeats)
 
 
-@app.command()
+@suite("transformers")
 def quality(
     model: Annotated[Path, typer.Argument(help="A folder that amoeba train wrote.")],
     data: Annotated[str | None, typer.Option("--data", help="What it was trained on.")] = None,
     adapter: Annotated[str | None, typer.Option("--adapter", help="A run of amoeba finetune on it.")] = None,
     answers: Annotated[str | None, typer.Option("--answers", help="What that was trained on.")] = None,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """Loss and greedy tokens of a model with its experts in each format."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.quality import run
+    from benchmarks.quality import run
 
-        path = free_path(out)
-    finish(output, *run(model, data, adapter, answers, path, output), json)
+    return functools.partial(run, model, data, adapter, answers)
 
 
-@app.command()
+@suite("transformers")
 def exactness(
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Generated after each prompt.")] = 8,
     repeats: Annotated[int, typer.Option("--repeats", min=0, help="Rounds of the cost; 0 for none.")] = 5,
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no model after this many.")] = 1e9,
     device: Device = "auto",
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """How far generation and training are apart, with and without exact mode, and what it costs."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.exactness import run
+    from benchmarks.exactness import run
 
-        path = free_path(out)
-        place = parse_device(device)
-    finish(output, *run(new_tokens, repeats, path, output, place, seconds), json)
+    place = parse_device(device)
+    return functools.partial(run, new_tokens, repeats, device=place, seconds=seconds)
 
 
-@app.command()
+@suite("transformers")
 def decode(
     shape: Annotated[
         str | None, typer.Option("--shape", help="qwen3_30b (default on a GPU), qwen3_next, tiny or tiny_next.")
@@ -383,27 +339,19 @@ def decode(
     seconds: Annotated[float, typer.Option("--seconds", help="Begin no cell after this many.")] = 1e9,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds after the first.")] = 3,
     device: Device = "auto",
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """Steps of generate with experts in each format, next to the time in which their bytes can be read."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.decode import ROWS, choose_cells, run
+    from benchmarks.decode import ROWS, choose_cells, run
 
-        place = parse_device(device)
-        size = shape or ("qwen3_30b" if place.type == "cuda" else "tiny")
-        cells = choose_cells(
-            size, layers or (4 if size.startswith("tiny") else 6), format or [], rows or ROWS, prompt, plain
-        )
-        path = free_path(out)
-    finish(output, *run(cells, place, repeats, seconds, path, output), json)
+    place = parse_device(device)
+    size = shape or ("qwen3_30b" if place.type == "cuda" else "tiny")
+    cells = choose_cells(
+        size, layers or (4 if size.startswith("tiny") else 6), format or [], rows or ROWS, prompt, plain
+    )
+    return functools.partial(run, cells, place, repeats, seconds)
 
 
-@app.command()
+@suite("transformers")
 def serve(
     shape: Annotated[
         str | None, typer.Option("--shape", help="tiny, or qwen3_30b (default on a GPU): its sizes, six layers.")
@@ -413,42 +361,26 @@ def serve(
         bool, typer.Option("--in-process", help="Without HTTP: the engines alone, in this process.")
     ] = False,
     device: Device = "auto",
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """Concurrent clients of amoeba serve, compared with transformers serve: tokens/s and first tokens."""
-    output = start(verbose, passive_waiting=False)
-    with usage():
-        need("transformers")
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.serve import SIZES, run
+    from benchmarks.serve import SIZES, run
 
-        place = parse_device(device)
-        size = shape or ("qwen3_30b" if place.type == "cuda" else "tiny")
-        if size not in SIZES:
-            raise bad_value("--shape", f"one of {', '.join(SIZES)}", repr(size), "leave it out")
-        path = free_path(out)
-    finish(output, *run(SIZES[size], clients or [1, 8, 32], place, not in_process, path, output), json)
+    place = parse_device(device)
+    size = shape or ("qwen3_30b" if place.type == "cuda" else "tiny")
+    if size not in SIZES:
+        raise bad_value("--shape", f"one of {', '.join(SIZES)}", repr(size), "leave it out")
+    return functools.partial(run, SIZES[size], clients or [1, 8, 32], place, not in_process)
 
 
-@app.command()
+@suite("transformers", passive_waiting=True)
 def soak(
     minutes: Annotated[float, typer.Option("--minutes", help="How long.")] = 10.0,
     clients: Annotated[int, typer.Option("--clients", help="Clients at once.")] = 16,
-    out: Out = None,
-    json: Json = False,
-    verbose: Verbose = False,
-) -> None:
+) -> Any:
     """amoeba serve under clients that leave, send nonsense or are slow: statuses, texts, memory, SIGTERM."""
-    output = start(verbose)
-    with usage():
-        need("transformers")
-        from amoeba.commands.bench_run import free_path
-        from benchmarks.soak import run
+    from benchmarks.soak import run
 
-        path = free_path(out)
-    finish(output, *run(minutes, clients, path, output), json)
+    return functools.partial(run, minutes, clients)
 
 
 if __name__ == "__main__":

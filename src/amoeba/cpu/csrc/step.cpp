@@ -79,12 +79,7 @@ class Stepper {
   int64_t run(const StepCall& call) {
     stopped_ = call.last_layer;
     float* x = call.x ? call.x : x_.data();
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads_) if (threads_ > 1)
-    thread(call, x, omp_get_thread_num(), omp_get_num_threads());
-#else
-    thread(call, x, 0, 1);
-#endif
+    in_threads(threads_, [&](int self, int team) { thread(call, x, self, team); });
     if (stopped_ == call.last_layer) choose_largest(call, m.rows, m.vocabulary);
     return stopped_;
   }
@@ -152,14 +147,6 @@ class Stepper {
         });
       });
     }
-  }
-
-  // A thread's share of `count` results, in whole units.
-  template <class Visit>
-  void each_unit(int64_t count, int self, int team, const Visit& visit) const {
-    const int64_t units = ceil_div(count, UNIT), from = units * self / team * UNIT;
-    const int64_t to = std::min(count, units * (self + 1) / team * UNIT);
-    if (from < to) visit(from, to);
   }
 
   void embed(const StepCall& call, float* x, int self, int team) const {
@@ -245,12 +232,7 @@ class Stepper {
     prepare(normed, {parts[0], parts[1], parts[2]}, own);
     const int64_t stride = queries_ + 2 * keys_;
     const int64_t starts[3] = {0, queries_, queries_ + keys_};
-    int64_t units[4] = {0};
-    for (int i = 0; i < 3; ++i) units[i + 1] = units[i] + ceil_div(parts[i]->out, UNIT);
-    const int64_t begin = units[3] * self / team, end = units[3] * (self + 1) / team;
-    for (int i = 0; i < 3; ++i) {
-      const int64_t from = std::max(begin, units[i]) - units[i], to = std::min(end, units[i + 1]) - units[i];
-      if (from >= to) continue;
+    each_projected(parts, self, team, [&](int i, int64_t from, int64_t to) {
       const auto take = [&](int64_t j, int64_t r, float value) {
         if (low && i == 0) {
           low_[size_t(r * low_queries_ + j)] = value;
@@ -260,8 +242,8 @@ class Stepper {
         // behind a norm it is clipped there
         projected_[size_t(r * stride + starts[i] + j)] = i < 2 && layer.head_norm ? value : clipped;
       };
-      of_all_rows(*parts[i], from * UNIT, std::min(to * UNIT, parts[i]->out), normed, own, take);
-    }
+      of_all_rows(*parts[i], from, to, normed, own, take);
+    });
   }
 
   void project_low_queries(const StepLayer& layer, Private& own, int self, int team) {
@@ -316,30 +298,23 @@ class Stepper {
   }
 
   void attend(const StepLayer& layer, const StepCall& call, Private& own, int self, int team) {
-    const bool latent = layer.to_latents.data;
-    const int64_t of_group = m.query_heads / m.key_heads, groups = latent ? 1 : m.rows * m.key_heads;
-    int64_t at_once = std::min(of_group, MOST_HEADS);
-    while (at_once > 1 && groups * ceil_div(of_group, at_once) < 2 * team) --at_once;
-    if (latent) {
+    if (layer.to_latents.data) {
+      const int64_t at_once = heads_at_once(m.query_heads / m.key_heads, 1, team);
       layer.cache_bf16 ? attend_latent<uint16_t>(layer, call, own, at_once, self, team)
                        : attend_latent<float>(layer, call, own, at_once, self, team);
       return;
     }
-    const int64_t parts = ceil_div(of_group, at_once), tasks = groups * parts;
-    for (int64_t task = self; task < tasks; task += team) {
-      const int64_t r = task / parts / m.key_heads, g = task / parts % m.key_heads, part = task % parts;
-      const int64_t head = g * of_group + part * at_once, heads = std::min(at_once, of_group - part * at_once);
-      layer.cache_bf16 ? attend_heads<uint16_t>(layer, call, own, r, g, head, heads, part == 0)
-                       : attend_heads<float>(layer, call, own, r, g, head, heads, part == 0);
-    }
+    each_head_group(m, self, team, [&](auto... where) {
+      layer.cache_bf16 ? attend_heads<uint16_t>(layer, call, own, where...)
+                       : attend_heads<float>(layer, call, own, where...);
+    });
   }
 
   template <class Number>
   void attend_heads(const StepLayer& layer, const StepCall& call, Private& own, int64_t r, int64_t g, int64_t head,
                     int64_t heads, bool writes) {
     const int64_t size = m.head_size, stride = queries_ + 2 * keys_, slot = call.first[r] + call.position[r];
-    const int64_t oldest = layer.window ? std::max(call.first[r], slot - layer.window + 1) : call.first[r];
-    const int64_t seen = slot - oldest;  // before the token's own
+    const int64_t oldest = oldest_seen(layer, call, r), seen = slot - oldest;  // before the token's own
     const float* row = projected_.data() + r * stride;
     float* values = own.head_values.get(size_t((MOST_HEADS + 2) * size));
     const float* queries[MOST_HEADS];
@@ -373,34 +348,6 @@ class Stepper {
   static Number rounded(float number) {
     if constexpr (std::is_same_v<Number, float>) return number;
     else return round_to_bf16(number);
-  }
-
-  // <key, query> of the cached keys and the token's own, for each head, or added to what there is.
-  template <bool ADD, class Number>
-  static void score(const Number* keys, const Number* own_key, int64_t seen, int64_t size, const float* const* queries,
-                    int64_t heads, float* scores, int64_t room) {
-    float found[WEIGHT_ROWS][4];
-    with_count(heads, [&](auto count) {
-      const auto take = [&](int64_t s, int i) {
-        for (int h = 0; h < count; ++h) {
-          float& at = scores[h * room + s + i];
-          at = ADD ? at + found[i][h] : found[i][h];
-        }
-      };
-      int64_t s = 0;
-      const Number* from = keys;
-      for (; s + WEIGHT_ROWS <= seen; s += WEIGHT_ROWS) {
-        const Number* next = s + 2 * WEIGHT_ROWS <= seen ? from + WEIGHT_ROWS * size : from;
-        dots<WEIGHT_ROWS, count>(from, next, size, queries, size, found);
-        from = from + WEIGHT_ROWS * size;
-        for (int i = 0; i < WEIGHT_ROWS; ++i) take(s, i);
-      }
-      for (; s <= seen; ++s, from += size) {
-        const Number* each = s == seen ? own_key : from;
-        dots<1, count>(each, each, size, queries, size, found);
-        take(s, 0);
-      }
-    });
   }
 
   // exp(score - the largest), and by what that is to be multiplied.
@@ -459,9 +406,8 @@ class Stepper {
                  [&](int64_t j, int64_t r, float value) { queries[(r * at_once + h) * rank + j] = value; });
       }
       for (int64_t r = 0; r < m.rows; ++r) {
-        const int64_t slot = call.first[r] + call.position[r];
-        const int64_t oldest = layer.window ? std::max(call.first[r], slot - layer.window + 1) : call.first[r];
-        const int64_t seen = slot - oldest, room = round_up(seen + 1, 16), at = r * (rank + turned);
+        const int64_t oldest = oldest_seen(layer, call, r), seen = call.first[r] + call.position[r] - oldest;
+        const int64_t room = round_up(seen + 1, 16), at = r * (rank + turned);
         const float *to_latents[MOST_HEADS], *to_turned[MOST_HEADS];
         for (int64_t h = 0; h < heads; ++h) {
           to_latents[h] = queries + (r * at_once + h) * rank;
@@ -628,38 +574,13 @@ class Stepper {
       if (router.n_group > 1 && router.score == SOFTMAX) rank[e] = score[e];
       if (router.selection_bias) rank[e] = score[e] + router.selection_bias[e];
     }
-    constexpr float NEVER = -std::numeric_limits<float>::infinity();
-    if (router.n_group > 1) {
-      const int64_t size = experts / router.n_group;
-      for (int64_t n = 0; n < router.n_group; ++n) {
-        float first = NEVER, second = NEVER;
-        for (int64_t e = n * size; e < (n + 1) * size; ++e) {
-          if (rank[e] > first) second = first, first = rank[e];
-          else second = std::max(second, rank[e]);
-        }
-        group[n] = router.group_score == TOP2_SUM ? first + second : first;
-      }
-      std::vector<bool> kept(size_t(router.n_group), false);
-      for (int64_t i = 0; i < router.topk_group; ++i) {
-        int64_t best = -1;
-        for (int64_t n = 0; n < router.n_group; ++n)
-          if (!kept[size_t(n)] && (best < 0 || group[n] > group[best])) best = n;
-        kept[size_t(best)] = true;
-      }
-      for (int64_t e = 0; e < experts; ++e)
-        if (!kept[size_t(e / size)]) rank[e] = NEVER;
-    }
+    keep_best_groups(router, rank, group);
+    std::vector<bool> taken(size_t(experts), false);
     const size_t begin = slots.size();
     float chosen = 0;
     for (int64_t k = 0; k < router.top_k; ++k) {
-      int64_t best = -1;
-      for (int64_t e = 0; e < experts; ++e) {
-        bool taken = false;
-        if (best < 0 || rank[e] > rank[best]) {
-          for (size_t i = begin; i < slots.size(); ++i) taken |= slots[i].expert == e;
-          if (!taken) best = e;
-        }
-      }
+      const int64_t best = largest_left(rank, experts, taken);
+      taken[size_t(best)] = true;
       slots.push_back({best, row, score[best], best});
       chosen += score[best];
     }
@@ -669,30 +590,12 @@ class Stepper {
     for (size_t i = begin; i < slots.size(); ++i) slots[i].weight *= factor;
   }
 
-  // Calls visit(first slot, how many have the same expert, that one's matrices, where their activations begin).
-  template <class Visit>
-  void each_expert(const StepLayer& layer, const Private& own, const Visit& visit) const {
-    int64_t start = 0;
-    for (size_t i = 0, next; i < own.slots.size(); i = next) {
-      for (next = i + 1; next < own.slots.size() && own.slots[next].expert == own.slots[i].expert;) ++next;
-      const StepExperts& experts = own.slots[i].expert < 0 ? layer.shared : layer.experts;
-      visit(i, int64_t(next - i), experts, start);
-      start += int64_t(next - i) * padded(experts.intermediate);
-    }
-  }
+  static int64_t width_of(const StepExperts& experts) { return padded(experts.intermediate); }
 
   void up(const StepLayer& layer, const StepRows& normed, Private& own, int self, int team) {
-    int64_t units = 0, passed = 0;
-    each_expert(layer, own, [&](size_t, int64_t, const StepExperts& experts, int64_t) {
-      units += ceil_div(experts.intermediate, UNIT);
-    });
-    const int64_t begin = units * self / team, end = units * (self + 1) / team;
-    each_expert(layer, own, [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
-      const int64_t mine = ceil_div(experts.intermediate, UNIT), e = std::max<int64_t>(0, own.slots[first].expert);
-      const int64_t place = own.slots[first].place;
-      const int64_t from = std::max(begin, passed) - passed, to = std::min(end, passed + mine) - passed;
-      passed += mine;
-      if (from >= to) return;
+    const auto share = [&](size_t first, int64_t count, const StepExperts& experts, int64_t start, int64_t from,
+                           int64_t to) {
+      const int64_t e = std::max<int64_t>(0, own.slots[first].expert), place = own.slots[first].place;
       own.which.resize(size_t(count));
       for (int64_t r = 0; r < count; ++r) own.which[size_t(r)] = own.slots[first + size_t(r)].row;
       const float* low = low_rank(experts.gate_up, e, normed, own.which.data(), count, own.low);
@@ -700,7 +603,8 @@ class Stepper {
       for (int64_t unit = from; unit < to; ++unit)
         activate_unit(experts, place, e, unit * UNIT, std::min(experts.intermediate, (unit + 1) * UNIT), normed, own, count,
                       low, activations_.data() + start);
-    });
+    };
+    each_expert_unit(layer, own.slots, width_of, self, team, share);
   }
 
   void activate_unit(const StepExperts& experts, int64_t place, int64_t e, int64_t from, int64_t to,
@@ -748,20 +652,18 @@ class Stepper {
   // Calls take(slot, j, value) with each result.
   template <class Take>
   void down(const StepLayer& layer, Private& own, int self, int team, const Take& take) {
-    const int64_t units = ceil_div(m.hidden, UNIT), from = units * self / team * UNIT;
-    const int64_t to = std::min(m.hidden, units * (self + 1) / team * UNIT);
-    if (from >= to) return;
-    each_expert(layer, own, [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
+    const auto of_expert = [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
       StepRows rows = rows_of(activations_.data() + start, padded(experts.intermediate), count, experts.intermediate);
       prepare(rows, {&experts.down}, own);
       each_row_list(own, count);
       const int64_t e = std::max<int64_t>(0, own.slots[first].expert), *which = own.which.data();
       const float* low = low_rank(experts.down, e, rows, which, count, own.low);
-      const int64_t place = own.slots[first].place;
-      adapted_products(experts.down, place, e, from, to, rows, which, count, low, [&](int64_t j, int64_t r, float value) {
-        take(own.slots[first + size_t(r)], j, value);
+      each_unit(m.hidden, self, team, [&](int64_t from, int64_t to) {
+        adapted_products(experts.down, own.slots[first].place, e, from, to, rows, which, count, low,
+                         [&](int64_t j, int64_t r, float value) { take(own.slots[first + size_t(r)], j, value); });
       });
-    });
+    };
+    each_expert(layer, own.slots, width_of, of_expert);
   }
 
   const StepModel m;

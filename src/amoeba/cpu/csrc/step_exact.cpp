@@ -58,12 +58,7 @@ class ExactStepper {
 
   void run(const StepCall& call) {
     float* x = call.x ? call.x : x_.data();
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads_) if (threads_ > 1)
-    thread(call, x, omp_get_thread_num(), omp_get_num_threads());
-#else
-    thread(call, x, 0, 1);
-#endif
+    in_threads(threads_, [&](int self, int team) { thread(call, x, self, team); });
     choose_largest(call, m.rows, m.vocabulary);
   }
 
@@ -111,14 +106,6 @@ class ExactStepper {
                [&](int64_t j, int64_t r, float value) { call.logits[r * m.vocabulary + j] = value; });
       });
     }
-  }
-
-  // A thread's share of `count` results, in whole units.
-  template <class Visit>
-  static void each_unit(int64_t count, int self, int team, const Visit& visit) {
-    const int64_t units = ceil_div(count, UNIT), from = units * self / team * UNIT;
-    const int64_t to = std::min(count, units * (self + 1) / team * UNIT);
-    if (from < to) visit(from, to);
   }
 
   void embed(const StepCall& call, float* x, int self, int team) const {
@@ -302,15 +289,10 @@ class ExactStepper {
     norm_rows(x, layer.before_attention, own);
     const StepMatrix* parts[3] = {&layer.queries, &layer.keys, &layer.values};
     const int64_t stride = queries_ + 2 * keys_, starts[3] = {0, queries_, queries_ + keys_};
-    int64_t units[4] = {0};
-    for (int i = 0; i < 3; ++i) units[i + 1] = units[i] + ceil_div(parts[i]->out, UNIT);
-    const int64_t begin = units[3] * self / team, end = units[3] * (self + 1) / team;
-    for (int i = 0; i < 3; ++i) {
-      const int64_t from = std::max(begin, units[i]) - units[i], to = std::min(end, units[i + 1]) - units[i];
-      if (from >= to) continue;
-      linear(*parts[i], from * UNIT, std::min(to * UNIT, parts[i]->out), m.rows, own,
+    each_projected(parts, self, team, [&](int i, int64_t from, int64_t to) {
+      linear(*parts[i], from, to, m.rows, own,
              [&](int64_t j, int64_t r, float value) { projected_[size_t(r * stride + starts[i] + j)] = value; });
-    }
+    });
   }
 
   // One head: normed, rotated. all: of the row, for a norm over it.
@@ -337,16 +319,10 @@ class ExactStepper {
   }
 
   void attend(const StepLayer& layer, const StepCall& call, ExactPrivate& own, int self, int team) {
-    const int64_t of_group = m.query_heads / m.key_heads, groups = m.rows * m.key_heads;
-    int64_t at_once = std::min(of_group, MOST_HEADS);
-    while (at_once > 1 && groups * ceil_div(of_group, at_once) < 2 * team) --at_once;
-    const int64_t parts = ceil_div(of_group, at_once), tasks = groups * parts;
-    for (int64_t task = self; task < tasks; task += team) {
-      const int64_t r = task / parts / m.key_heads, g = task / parts % m.key_heads, part = task % parts;
-      const int64_t head = g * of_group + part * at_once, heads = std::min(at_once, of_group - part * at_once);
-      layer.cache_bf16 ? attend_heads<uint16_t>(layer, call, own, r, g, head, heads, part == 0)
-                       : attend_heads<float>(layer, call, own, r, g, head, heads, part == 0);
-    }
+    each_head_group(m, self, team, [&](auto... where) {
+      layer.cache_bf16 ? attend_heads<uint16_t>(layer, call, own, where...)
+                       : attend_heads<float>(layer, call, own, where...);
+    });
   }
 
   static void keep(float value, float& place) { place = value; }
@@ -356,8 +332,8 @@ class ExactStepper {
   void attend_heads(const StepLayer& layer, const StepCall& call, ExactPrivate& own, int64_t r, int64_t g, int64_t head,
                     int64_t heads, bool writes) {
     const int64_t size = m.head_size, stride = queries_ + 2 * keys_, slot = call.first[r] + call.position[r];
-    const int64_t oldest = layer.window ? std::max(call.first[r], slot - layer.window + 1) : call.first[r];
-    const int64_t seen = slot - oldest, room = round_up(seen + 1, 16);  // seen: before the token's own
+    const int64_t oldest = oldest_seen(layer, call, r), seen = slot - oldest;  // before the token's own
+    const int64_t room = round_up(seen + 1, 16);
     const float* row = projected_.data() + r * stride;
     float* values = own.head_values.get(size_t((MOST_HEADS + 3) * size));
     const float* queries[MOST_HEADS];
@@ -377,7 +353,7 @@ class ExactStepper {
       std::copy_n(own_value, size, cached + slot * size);
     }
     float* scores = own.scores.get(size_t(MOST_HEADS * room));
-    score(keys + oldest * size, own_key, seen, size, queries, heads, scores, room);
+    score<false>(keys + oldest * size, own_key, seen, size, queries, heads, scores, room);
     for (int64_t h = 0; h < heads; ++h) {
       float* mine = scores + h * room;
       const float sink = layer.sinks ? layer.sinks[head + h] : 0;
@@ -393,26 +369,6 @@ class ExactStepper {
       weigh(mine, layer.sinks ? of_sink : nullptr, cached + oldest * size, own_value, seen, size,
             attended_.data() + r * queries_ + (head + h) * size);
     }
-  }
-
-  template <class Number>
-  static void score(const Number* keys, const Number* own_key, int64_t seen, int64_t size, const float* const* queries,
-                    int64_t heads, float* scores, int64_t room) {
-    float found[WEIGHT_ROWS][4];
-    with_count(heads, [&](auto count) {
-      int64_t s = 0;
-      for (; s + WEIGHT_ROWS <= seen; s += WEIGHT_ROWS) {
-        const Number *from = keys + s * size, *next = s + 2 * WEIGHT_ROWS <= seen ? from + WEIGHT_ROWS * size : from;
-        dots<WEIGHT_ROWS, count>(from, next, size, queries, size, found);
-        for (int i = 0; i < WEIGHT_ROWS; ++i)
-          for (int h = 0; h < count; ++h) scores[h * room + s + i] = found[i][h];
-      }
-      for (; s <= seen; ++s) {
-        const Number* each = s == seen ? own_key : keys + s * size;
-        dots<1, count>(each, each, size, queries, size, found);
-        for (int h = 0; h < count; ++h) scores[h * room + s] = found[0][h];
-      }
-    });
   }
 
   // out = (sum of share . value, one key after the other) / (sum of the shares)
@@ -465,32 +421,17 @@ class ExactStepper {
 
   void choose_of(const StepRouter& router, const float* logits, int64_t row, ExactPrivate& own) const {
     const int64_t experts = router.weight.out, top_k = router.top_k;
-    constexpr float NEVER = -std::numeric_limits<float>::infinity();
     float *score = own.choice.get(size_t(3 * experts + 2 * top_k)), *rank = score + experts, *group = rank + experts;
     float* weight = group + experts;
     if (router.score == SIGMOID) exact_values(EXACT_SIGMOID, logits, experts, score);
     else if (router.score == SOFTMAX) softmax(logits, experts, score);
     else std::copy_n(logits, experts, score);
     for (int64_t e = 0; e < experts; ++e) rank[e] = router.selection_bias ? score[e] + router.selection_bias[e] : score[e];
-    if (router.n_group > 1) {
-      const int64_t size = experts / router.n_group;
-      for (int64_t n = 0; n < router.n_group; ++n) {
-        float first = NEVER, second = NEVER;
-        for (int64_t e = n * size; e < (n + 1) * size; ++e) {
-          if (rank[e] > first) second = first, first = rank[e];
-          else second = std::max(second, rank[e]);
-        }
-        group[n] = router.group_score == TOP2_SUM ? first + second : first;
-      }
-      std::vector<bool> kept(size_t(router.n_group), false);
-      for (int64_t i = 0; i < router.topk_group; ++i) kept[size_t(largest(group, router.n_group, kept))] = true;
-      for (int64_t e = 0; e < experts; ++e)
-        if (!kept[size_t(e / size)]) rank[e] = NEVER;
-    }
+    keep_best_groups(router, rank, group);
     std::vector<bool> taken(size_t(experts), false);
     const size_t begin = own.slots.size();
     for (int64_t k = 0; k < top_k; ++k) {
-      const int64_t best = largest(rank, experts, taken);
+      const int64_t best = largest_left(rank, experts, taken);
       taken[size_t(best)] = true;
       own.slots.push_back({best, row, k, 0});
       weight[k] = score[best];
@@ -507,14 +448,6 @@ class ExactStepper {
     }
   }
 
-  // The first of the largest that are not taken.
-  static int64_t largest(const float* rank, int64_t count, const std::vector<bool>& taken) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < count; ++i)
-      if (!taken[size_t(i)] && (best < 0 || rank[i] > rank[best])) best = i;
-    return best;
-  }
-
   // In place, too.
   static void softmax(const float* x, int64_t count, float* out) {
     const float most = *std::max_element(x, x + count);
@@ -524,30 +457,13 @@ class ExactStepper {
     for (int64_t i = 0; i < count; ++i) out[i] /= all;
   }
 
-  // Calls visit(first slot, how many have the same expert, its matrices, where their activations begin).
-  template <class Visit>
-  static void each_expert(const StepLayer& layer, const ExactPrivate& own, const Visit& visit) {
-    int64_t start = 0;
-    for (size_t i = 0, next; i < own.slots.size(); i = next) {
-      for (next = i + 1; next < own.slots.size() && own.slots[next].expert == own.slots[i].expert;) ++next;
-      const StepExperts& experts = own.slots[i].expert < 0 ? layer.shared : layer.experts;
-      visit(i, int64_t(next - i), experts, start);
-      start += int64_t(next - i) * experts.intermediate;
-    }
-  }
+  static int64_t width_of(const StepExperts& experts) { return experts.intermediate; }
 
   // Behind `norm_rows`, whose rows it reads.
   void up(const StepLayer& layer, ExactPrivate& own, int self, int team) {
-    int64_t units = 0, passed = 0;
-    each_expert(layer, own, [&](size_t, int64_t, const StepExperts& experts, int64_t) {
-      units += ceil_div(experts.intermediate, UNIT);
-    });
-    const int64_t begin = units * self / team, end = units * (self + 1) / team;
-    each_expert(layer, own, [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
-      const int64_t mine = ceil_div(experts.intermediate, UNIT), e = std::max<int64_t>(0, own.slots[first].expert);
-      const int64_t from = std::max(begin, passed) - passed, to = std::min(end, passed + mine) - passed;
-      passed += mine;
-      if (from >= to) return;
+    const auto share = [&](size_t first, int64_t count, const StepExperts& experts, int64_t start, int64_t from,
+                           int64_t to) {
+      const int64_t e = std::max<int64_t>(0, own.slots[first].expert);
       own.rows.resize(size_t(count));
       for (int64_t r = 0; r < count; ++r)
         own.rows[size_t(r)] = own.normed.data + own.slots[first + size_t(r)].row * m.hidden;
@@ -555,7 +471,8 @@ class ExactStepper {
       for (int64_t unit = from; unit < to; ++unit)
         activate(experts, e, unit * UNIT, std::min(experts.intermediate, (unit + 1) * UNIT), own, first, count, low,
                  activations_.data() + start);
-    });
+    };
+    each_expert_unit(layer, own.slots, width_of, self, team, share);
   }
 
   void activate(const StepExperts& experts, int64_t e, int64_t from, int64_t to, ExactPrivate& own, size_t slot,
@@ -605,7 +522,7 @@ class ExactStepper {
     const int64_t units = ceil_div(m.hidden, UNIT), from = units * self / team * UNIT;
     const int64_t to = std::min(m.hidden, units * (self + 1) / team * UNIT);
     if (from >= to) return;
-    each_expert(layer, own, [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
+    const auto of_expert = [&](size_t first, int64_t count, const StepExperts& experts, int64_t start) {
       const StepMatrix& w = experts.down;
       const ExactSlot* slots = own.slots.data() + first;
       const int64_t e = std::max<int64_t>(0, slots->expert);
@@ -624,7 +541,8 @@ class ExactStepper {
         if (w.bias) value = of_model(value + apart(of_model(of_model(slots[r].weight) * bias_of(w, e, j))));
         result(j, r) = value;
       });
-    });
+    };
+    each_expert(layer, own.slots, width_of, of_expert);
     for (int64_t r = 0; r < m.rows; ++r)
       for (int64_t j = from; j < to; ++j) {
         const float* mine = results_.data() + r * each * m.hidden + j;
