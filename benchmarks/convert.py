@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import resource
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ from amoeba.jobs.convert.quantise import FORMATS, quantise_folder
 from amoeba.jobs.train.manifest import WholeModel, seal
 from amoeba.stream.store.packing import pack
 from amoeba.stream.store.tensor_files import SHARDS, save_tensors
+from benchmarks import command
 
 _CHUNK = 16 * 2**20
 _AT_LEAST = 0.8  # of the speed of `cp, synced`, for pack and save
@@ -196,8 +196,7 @@ def run_convert(
 
 def run(size: ConvertSize, folder: Path, rounds: int, path: Path | None, output: Output) -> tuple[dict[str, Any], bool]:
     """Prints one table; returns the document, and False if pack or save are slower than they have to be."""
-    words = ["python", "-m", "benchmarks", "convert", "--size", str(size.bytes), "--repeats", str(rounds)]
-    measured = BenchRun(shlex.join(words), "conversions", path, output)
+    measured = BenchRun(command("convert", size=size.bytes, repeats=rounds), "conversions", path, output)
     report = run_convert(size, folder, rounds, told=measured.progress)
     measured.keep(report)
     reference = report.of("cp, synced").gb_per_second

@@ -9,7 +9,6 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from amoeba.kernels.combine import combine
 from amoeba.kernels.quantise import empty_rows, quantise_rows
 from amoeba.kernels.sort import sort_rows
 from amoeba.precision.quantised import QuantisedMatrix
+from benchmarks import command
 
 TOLERANCE, FP8_TOLERANCE = 1e-2, 1e-1
 _DEFAULT = ("qwen3_30b",)
@@ -259,13 +259,6 @@ def choose_shapes(shapes: Sequence[str], device: torch.device) -> list[Shape]:
     return found
 
 
-def command_line(shapes: Sequence[Shape], repeats: int, ours: Sequence[str]) -> str:
-    """The command that measures the same again."""
-    named = [word for shape in shapes for word in ("--shape", shape.name)]
-    named += [word for part in ours for word in ("--ours", part)]
-    return shlex.join(["python", "-m", "benchmarks", "products", *named, "--repeats", str(repeats)])
-
-
 def chosen(roles: Sequence[Role], ours: Sequence[str]) -> list[Role]:
     """Those that have one of these in their names; all of them, unless something is named."""
     found = [role for role in roles if not ours or any(part in role.name for part in ours)]
@@ -288,7 +281,8 @@ def run(
     """Prints a table per shape; returns the document, and False if a kernel of ours raised or was wrong.
 
     ours: parts of the names of those that are measured; all are without any."""
-    measured, reports = BenchRun(command_line(shapes, repeats, ours), "products", path, output), list[ProductsReport]()
+    again = command("products", shape=[shape.name for shape in shapes], ours=list(ours), repeats=repeats)
+    measured, reports = BenchRun(again, "products", path, output), list[ProductsReport]()
     limits = measured.measure_ceilings(device, [torch.bfloat16], ceilings)
     for shape in shapes:
         measured.progress(f"{shape.name}: checking and timing its kernels")

@@ -9,7 +9,6 @@ adapter: the same on the answers that it was trained for.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from amoeba.integrations.model_folder import find_adapter, load_model, load_toke
 from amoeba.jobs.convert.quantise import FORMATS
 from amoeba.placements import placement_named
 from amoeba.precision.quantised_experts import dequantise_experts, quantise_experts
+from benchmarks import command
 
 _AT_ONCE = 16  # rows
 
@@ -109,9 +109,8 @@ def run(
     """data: what the model was trained on by `amoeba train` with its defaults, whose held-out part is taken; answers:
     the same of `amoeba finetune --held-out 0.1`."""
     ways = ["float32", "bfloat16", "cpu-int8", "fp8", "mxfp8", "mxfp4-weights", "mxfp4", "nvfp4-weights", "nvfp4"]
-    words = ["python", "-m", "benchmarks", "quality", str(model), *(["--data", data] if data else [])]
-    words += ["--adapter", adapter, "--answers", answers] if adapter and answers else []
-    measured = BenchRun(shlex.join(words), "qualities", path, output)
+    again = command("quality", str(model), data=data, adapter=adapter, answers=answers)
+    measured = BenchRun(again, "qualities", path, output)
     tokenizer = load_tokenizer(str(model))
     packed = PackedDataset(load_corpus(data, held_out=0.05, seed=0).held_out, tokenizer, 128)
     rows = [packed[number] for number in range(len(packed))]

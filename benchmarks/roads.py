@@ -19,7 +19,6 @@ import json
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -37,6 +36,7 @@ import torch
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
+from benchmarks import command
 from benchmarks.random_models import KNOWN, QWEN3_30B, TINY, qwen3_moe
 
 ROADS = ("generate", "8 rows", "prompts", "adapter", "finetune", "finetune resumed", "train")
@@ -413,13 +413,12 @@ def _environment() -> dict[str, str]:
 
 def run(cells: Sequence[Cell], size: Size, path: Path | None, output: Output) -> tuple[dict[str, Any], bool]:
     """Prints one table; returns the document, and False if a cell is red."""
-    named = [("--road", ROADS, "road"), ("--place", PLACES, "place"), ("--format", FORMATS, "format")]
-    words = ["python", "-m", "benchmarks", "roads", "--shape", size.name]
-    for option, known, name in named:
+    options: dict[str, object] = {"shape": size.name}
+    for name, known in (("road", ROADS), ("place", PLACES), ("format", FORMATS)):
         given = [each for each in known if any(getattr(cell, name) == each for cell in cells)]
-        words += [word for each in given for word in (option, each)] if len(given) < len(known) else []
+        options[name] = given if len(given) < len(known) else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measured = BenchRun(shlex.join(words), "roads", path, output)
+    measured = BenchRun(command("roads", **options), "roads", path, output)
     report = RoadsReport(size, str(device))
     with tempfile.TemporaryDirectory() as folder:
         measured.progress(f"{size.name}: writing the model in {len({cell.format for cell in cells})} formats")

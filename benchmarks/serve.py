@@ -19,7 +19,6 @@ import http.client
 import json
 import os
 import random
-import shlex
 import socket
 import statistics
 import subprocess
@@ -36,6 +35,7 @@ import torch
 
 from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
+from benchmarks import command
 from benchmarks.random_models import KNOWN, QWEN3_30B, TINY, qwen3_moe
 
 _AT_LEAST = 2.0  # times the throughput of transformers, with 8 clients or more on a GPU
@@ -393,9 +393,8 @@ def run(
     size: ServeSize, clients: Sequence[int], device: torch.device, over_http: bool, path: Path | None, output: Output
 ) -> tuple[dict[str, Any], bool]:
     """Prints one table; returns the document, and False if a GPU is below the throughput that we promise."""
-    words = ["python", "-m", "benchmarks", "serve", "--shape", size.name, "--device", device.type]
-    words += [] if over_http else ["--in-process"]
-    measured = BenchRun(shlex.join(words), "servers", path, output)
+    how = () if over_http else ("--in-process",)
+    measured = BenchRun(command("serve", *how, shape=size.name, device=device.type), "servers", path, output)
     report = run_serve(size, clients, device, over_http, measured.progress, measured.keep)
     measured.keep(report)
     rows = [

@@ -95,8 +95,6 @@ def soak(target: Target, seconds: float, clients: int, kinds: dict[str, float] =
     answers = [choice["message"]["content"] for choice in call(target, "/v1/chat/completions", chat)[1]["choices"]]
     until = time.monotonic() + seconds
 
-    until = time.monotonic() + seconds
-
     def wrong(kind: str, what: object) -> None:
         found.wrong.append(f"{kind}: {str(what)[:200]}")
 

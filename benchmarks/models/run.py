@@ -13,7 +13,6 @@ the rest of its family gets a new process. On a CPU, whose peak memory is that o
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from amoeba.commands.bench_run import BenchRun, three_digits
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value, counted
 from amoeba.system.machine import available_memory
+from benchmarks import command
 from benchmarks.models.candidates import Candidate, candidates_for
 from benchmarks.models.decoding import Agreement, Difference
 from benchmarks.models.measure import DecodeTime, ModelMeasurement, without_figures
@@ -232,15 +232,18 @@ def choose_candidates(problems: Sequence[Problem], ours: Sequence[str], peers: S
 
 def command_line(problems: Sequence[Problem], repeats: int, chosen: Chosen) -> str:
     """The command that measures the same again."""
-    words = ["python", "-m", "benchmarks", "models", "--device", problems[0].device.type]
-    for name in dict.fromkeys(problem.size.name for problem in problems):
-        words += ["--shape", name]
     kinds = {problem.kind for problem in problems}
-    words += ["--pass", kinds.pop()] if len(kinds) == 1 else []
-    words += ["--repeats", str(repeats)]
-    for option, names in (("--ours", chosen.ours), ("--peer", chosen.peers)):
-        words += [word for name in (names or [NONE_OF_THEM] if names is not None else []) for word in (option, name)]
-    return shlex.join(words)
+    return command(
+        "models",
+        device=problems[0].device.type,
+        shape=list(dict.fromkeys(problem.size.name for problem in problems)),
+        pass_=kinds.pop() if len(kinds) == 1 else None,
+        repeats=repeats,
+        **{
+            option: None if names is None else list(names or [NONE_OF_THEM])
+            for option, names in (("ours", chosen.ours), ("peer", chosen.peers))
+        },
+    )
 
 
 def run(

@@ -11,7 +11,6 @@ of the multiprocessors, unless CUDA_MPS_ACTIVE_THREAD_PERCENTAGE says otherwise.
 from __future__ import annotations
 
 import os
-import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 from amoeba.parallel.processes import LocalRanks, RankFailed
 from amoeba.precision.recipes import OF_ALL_TOKENS, SUMMARIES, UNCHANGED
+from benchmarks import command
 from benchmarks.ranks import worker
 from benchmarks.ranks.worker import ALONE, BARE, EXCHANGES, HIDING, IN_STEP, RECEIVED, RankJob
 
@@ -280,10 +280,9 @@ def choose_job(
 
 def command_line(job: RankJob, repeats: int) -> str:
     """The command that measures the same again."""
-    shape = ",".join(map(str, job[1:6]))
-    words = ["python", "-m", "benchmarks", "ranks", "--ranks", str(job.ranks), "--device", job.device]
-    words += ["--shape", shape, "--dtype", dtype_name(job.dtype), "--repeats", str(repeats)]
-    return shlex.join([*words, *(() if job.precision == UNCHANGED else ("--ours", job.precision))])
+    shape, dtype = ",".join(map(str, job[1:6])), dtype_name(job.dtype)
+    recipe = None if job.precision == UNCHANGED else job.precision
+    return command("ranks", ranks=job.ranks, device=job.device, shape=shape, dtype=dtype, repeats=repeats, ours=recipe)
 
 
 def run(job: RankJob, repeats: int, path: Path | None, output: Output) -> tuple[dict[str, Any], bool]:

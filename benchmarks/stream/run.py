@@ -8,7 +8,6 @@ report.decodes[0].us
 from __future__ import annotations
 
 import gc
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from amoeba.commands.output import Output
 from amoeba.stream.report import read_rate
 from amoeba.stream.store.layers import StoredExperts
 from amoeba.stream.store.store import Store
+from benchmarks import command
 from benchmarks.stream import lora
 from benchmarks.stream.decode import (
     BAR_BYTES_PER_SECOND,
@@ -204,13 +204,6 @@ def _files(problem: StreamProblem, resident: list[StoredExperts], folder: Path |
             store.end()
 
 
-def command_line(problem: StreamProblem, repeats: int) -> str:
-    """The command that measures the same again."""
-    words = ["python", "-m", "benchmarks", "stream", "--device", problem.device.type, "--shape", problem.size.name]
-    words += [] if problem.parts == PARTS else ["--pass", problem.parts[0]]
-    return shlex.join([*words, "--repeats", str(repeats)])
-
-
 def run(
     problem: StreamProblem,
     repeats: int,
@@ -219,7 +212,9 @@ def run(
     make_place: Callable[[], Place] | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Prints the table; returns the document, and False if a setting did not give the numbers of resident experts."""
-    measured, said = BenchRun(command_line(problem, repeats), "streams", path, output), list[str]()
+    part = None if problem.parts == PARTS else problem.parts[0]
+    again = command("stream", device=problem.device.type, shape=problem.size.name, pass_=part, repeats=repeats)
+    measured, said = BenchRun(again, "streams", path, output), list[str]()
 
     def keep(report: StreamSuiteReport) -> None:
         """After each setting: what is measured is not lost where the rest is stopped, and can be seen."""
