@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from amoeba.bench.timing import Ceilings, Product
 from amoeba.bench.workload import Shape
 from amoeba.cli import app
 from amoeba.commands import bench_layers as bench_command
-from amoeba.commands import finetune as finetune_command
 from amoeba.commands.options import FROZEN_PRECISIONS, experts_in
 from amoeba.commands.output import Output
 from amoeba.commands.over_ranks import over_ranks
@@ -74,7 +73,11 @@ def test_precisions_of_frozen_experts_are_the_placements_in_codes():
 
 def test_finetune_takes_a_precision_of_its_frozen_experts(monkeypatch):
     seen = []
-    monkeypatch.setattr(finetune_command, "run", lambda told, *rest: seen.append(told.experts) or {"exit_code": 0})
+    ended = make_dataclass("Ended", [("exit_code", int, 0)])
+    monkeypatch.setattr(
+        "amoeba.commands.over_ranks.job_over_ranks",
+        lambda job, told, *_, **__: (seen.append(told.experts) or ended(), False),
+    )
     for words, experts in ((("--precision", "fp8"), "fp8-weights"), ((), "auto")):
         assert invoke("finetune", "model", "--data", "x.jsonl", *words).exit_code == 0
         assert seen.pop() == experts

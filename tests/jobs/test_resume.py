@@ -350,38 +350,6 @@ def test_each_damaged_file_is_named_and_the_checkpoint_before_offered(damage, ru
     assert "No earlier checkpoint is complete" in refusal(told)
 
 
-def older(run: Path) -> None:
-    """As a version without manifests left it."""
-    for path in (run / "checkpoints").glob("*/manifest.json"):
-        path.unlink()
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in ("digest", "began_with")}))
-
-
-@once
-def test_a_run_of_an_older_version_goes_on_and_says_what_it_lacks(run, command, whole):
-    older(run)
-    _, console = resume(run, command)
-    assert any("older version without hashes" in said for said in console.said)
-    assert kept_weights(run, command) == kept_weights(whole[0], command)
-
-
-@once
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
-def test_without_a_manifest_files_that_cannot_be_read_are_named(damage: str, run: Path, command: str) -> None:
-    older(run)
-    told = settings_of(KINDS[command], str(run), None, {})
-    names = ["optimizer.json", "scheduler.pt", "rng_state.pth", "trainer_state.json", Path(WEIGHTS[command]).name]
-    for path in (run / "checkpoints" / "checkpoint-9" / name for name in names):
-        content = path.read_bytes()
-        path.unlink()
-        if DAMAGES[damage] is not None:
-            path.write_bytes(DAMAGES[damage](content))
-        said = refusal(told)
-        assert path.suffix in said and "--from checkpoint-8" in said
-        path.write_bytes(content)
-
-
 @once
 def test_a_lost_log_loses_no_training(run: Path, command: str, whole: tuple[Path, Any]) -> None:
     (run / "metrics.jsonl").unlink()

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ def read(folder: Path, text: str, kind: type = TrainSettings, **given: Any) -> A
 @pytest.mark.parametrize("command", KINDS)
 def test_every_flag_reaches_the_setting_of_its_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
+    ended = make_dataclass("Ended", [("exit_code", int, 0)])
     monkeypatch.setattr(
-        f"amoeba.commands.{command}.run", lambda settings, *_: told.append(settings) or {"exit_code": 0}
+        "amoeba.commands.over_ranks.job_over_ranks",
+        lambda job, settings, *_, **__: (told.append(settings) or ended(), False),
     )
     known = {field.name for field in fields(KINDS[command])}
     seen = 0

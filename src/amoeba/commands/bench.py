@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.options import Device, Dtypes, Json, Verbose, parse_device, parse_dtypes
@@ -14,33 +14,31 @@ from amoeba.commands.start import start
 
 def bench(
     shape: Annotated[
-        list[str] | None,
-        typer.Option(help="Layer shape: a name (small, qwen3_30b, ...) or T,H,I,E,K. Can be repeated."),
+        list[str] | None, Option(help="Layer shape: a name (small, qwen3_30b, ...) or T,H,I,E,K. Can be repeated.")
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="A set of shapes: small, cpu or gpu.")] = None,
+    suite: Annotated[str | None, Option(help="A set of shapes: small, cpu or gpu.")] = None,
     dtype: Dtypes = None,
     device: Device = "auto",
-    passes: Annotated[str, typer.Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
-    repeats: Annotated[int, typer.Option(min=1, help="Minimum number of timed rounds.")] = 20,
+    passes: Annotated[str, Option("--pass", help="forward, training (forward and backward) or both.")] = "both",
+    repeats: Annotated[int, Option(min=1, help="Minimum number of timed rounds.")] = 20,
     peer: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Compare with eager, batched_mm, grouped_mm, sonicmoe, liger, loop or kt_kernel (default: all). "
             "Can be repeated."
         ),
     ] = None,
     ours: Annotated[
         list[str] | None,
-        typer.Option(help='Measure only this amoeba backend, by its name in the table ("cpu-bf16"). Can be repeated.'),
+        Option(help='Measure only this amoeba backend, by its name in the table ("cpu-bf16"). Can be repeated.'),
     ] = None,
     sustained: Annotated[
-        float | None,
-        typer.Option(help="On a GPU, also run back to back for this many seconds; shows clocks and joules."),
+        float | None, Option(help="On a GPU, also run back to back for this many seconds; shows clocks and joules.")
     ] = None,
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="On a GPU, also measure our backends in CUDA graphs, with host time.")
+        bool, Option("--graphs", help="On a GPU, also measure our backends in CUDA graphs, with host time.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON document.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the JSON document.")] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:

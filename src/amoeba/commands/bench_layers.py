@@ -24,7 +24,6 @@ _MOST_SUSTAINED_SECONDS = 600.0
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises for what cannot be measured here, before anything is."""
     check_memory(plan.problems(), plan.device, "training" in plan.passes)
     check_sustained(plan.sustained, plan.device)
     if plan.graphs and "training" not in plan.passes:
@@ -41,7 +40,6 @@ def choose_shapes(shapes: Sequence[str], suite: str | None, device: torch.device
 
 
 def choose_peers(names: Sequence[str]) -> Sequence[str]:
-    """All of them, unless some are named."""
     for name in names:
         if name not in PEERS:
             remedy = "see docs/reference/bench.md for what they are"
@@ -50,7 +48,6 @@ def choose_peers(names: Sequence[str]) -> Sequence[str]:
 
 
 def choose_ours(names: Sequence[str]) -> Sequence[str] | None:
-    """None, for all of them, unless some are named."""
     for name in names:
         if name not in names_of_ours():
             wanted = "; ".join(names_of_ours())  # some have a comma in them
@@ -145,7 +142,6 @@ def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
 
 
 def _untimed(measurements: Sequence[Measurement]) -> dict[tuple[str, str | None], list[str]]:
-    """Names by what became of them: many share one reason."""
     found: dict[tuple[str, str | None], list[str]] = {}
     for each in measurements:
         if each.status != "timed":
@@ -197,7 +193,6 @@ def _sustained_row(
 
 
 def _print_captured(title: str, timed: Sequence[Measurement], output: Output) -> None:
-    """Forward and backward in CUDA graphs, and the host time of a backward, where that was measured."""
     found = [each for each in timed if each.backward_host is not None]
     if not found:
         return
@@ -235,7 +230,6 @@ def _captured_row(measurement: Measurement, names: Sequence[str]) -> dict[str, s
 def _row(
     measurement: Measurement, report: Report, peers: Sequence[str], unit: str, limits: Ceilings | None
 ) -> dict[str, str]:
-    """Cells by the names of their columns, the same for all that were timed on one problem."""
     assert measurement.median_ms is not None
     assert measurement.min_ms is not None
     assert measurement.flops_per_second is not None

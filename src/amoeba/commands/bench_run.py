@@ -1,11 +1,9 @@
 """What every benchmark suite shares: how a run begins, how its document is kept up to date, how it ends.
 
-    run = BenchRun("amoeba bench --shape small", "results", path, output)
-    limits = run.measure_ceilings(device, [torch.bfloat16])
-    run.progress("checking"); run.keep(report)
-    document = run.finish()
-
-The layer suite is `amoeba bench`; those for models, streams, ranks and products are in the repository's benchmarks/.
+run = BenchRun("amoeba bench --shape small", "results", path, output)
+limits = run.measure_ceilings(device, [torch.bfloat16])
+run.progress("checking"); run.keep(report)
+document = run.finish()
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ class BenchRun:
 
 
 def warn_if_busy(output: Output) -> float | None:
-    """The machine's load, which goes into the document."""
     load = load_average()
     if load is not None and load > _BUSY * usable_cores():
         output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are unreliable")
@@ -147,7 +144,6 @@ def make_document(
 
 
 def _peer_versions() -> dict[str, str]:
-    """Of those that are installed."""
     found = {}
     for name in PEER_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from amoeba.commands.exits import finish, go_on, interrupted, need, usage
 from amoeba.commands.generate import Computing, Sampling, write
@@ -37,13 +37,13 @@ def chat(
     model: Annotated[str, ModelArgument],
     *,
     adapter: Annotated[
-        str | None, typer.Option(help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
+        str | None, Option(help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message that begins every conversation.")] = None,
+    system: Annotated[str | None, Option(help="System message that begins every conversation.")] = None,
     context: Annotated[
-        int | None, typer.Option(help="Maximum tokens of a conversation (default: 4096, or what the model allows).")
+        int | None, Option(help="Maximum tokens of a conversation (default: 4096, or what the model allows).")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 1024,
+    max_new_tokens: Annotated[int, Option(help="Maximum number of tokens of an answer.")] = 1024,
     sampling: Sampling,
     computing: Computing,
     json: Json = False,
@@ -57,19 +57,16 @@ def chat(
             from amoeba.jobs.generate.chat import DEFAULT_CONTEXT, open_chat
             from amoeba.jobs.generate.options import GenerationOptions
 
-        def say(text: str) -> None:
-            output.progress(f"amoeba: {text}")
-
         hide_loading_bars(model, output)
         options = GenerationOptions(max_new_tokens, **vars(sampling), chat=True, **computing.told())
         taken = computing.take_plan(model, context or DEFAULT_CONTEXT, batch=1)
         options = replace(options, **taken.options)
         if taken.words is not None:
-            say(taken.words)
+            output.say(taken.words)
         if output.on_terminal:
-            say(f"loading {model}")
+            output.say(f"loading {model}")
         try:
-            opened = open_chat(model, options, adapter, context, system, say)
+            opened = open_chat(model, options, adapter, context, system, output.say)
         except KeyboardInterrupt:
             raise interrupted("before the first message") from None
         with closing(opened):
@@ -81,14 +78,10 @@ def chat(
                 "seed": opened.seed,
                 **opened.loaded.facts(),
             }
-            document["plan"] = taken.compared(_as_measured(answers) | document)
+            longest = max(answers, key=lambda answer: answer.generated_tokens, default=None)
+            speed = {} if longest is None else {"generation_tokens_per_second": longest.tokens_per_second}
+            document["plan"] = taken.compared(speed | document)
     finish(output, document, True, json)
-
-
-def _as_measured(answers: list[Answer]) -> dict[str, Any]:
-    """The speed of the longest answer."""
-    longest = max(answers, key=lambda answer: answer.generated_tokens, default=None)
-    return {} if longest is None else {"generation_tokens_per_second": longest.tokens_per_second}
 
 
 def _talk(chat: Chat, output: Output) -> list[Answer]:
@@ -96,7 +89,7 @@ def _talk(chat: Chat, output: Output) -> list[Answer]:
     if in_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  # input() then edits lines and remembers them
-        output.progress("amoeba: /help lists the commands, Ctrl-D leaves")
+        output.say("/help lists the commands, Ctrl-D leaves")
     while (text := _read(in_terminal)) is not None:
         if not text.strip():
             continue
@@ -118,7 +111,6 @@ def _talk(chat: Chat, output: Output) -> list[Answer]:
 
 
 def _read(in_terminal: bool) -> str | None:
-    """What was typed; None at the end of it."""
     lines: list[str] = []
     while True:
         try:

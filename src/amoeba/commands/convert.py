@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from amoeba.commands.exits import finish, interrupted, need, usage
 from amoeba.commands.generate import parse_dtype
@@ -30,13 +30,9 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def pack(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face model folder or a GGUF file; with --check, also a store.")
-    ],
-    out: Annotated[str | None, typer.Option(help="Store to write or to resume (default: MODEL.store).")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only read the model's store and verify every checksum.")
-    ] = False,
+    model: Annotated[str, Argument(help="A Hugging Face model folder or a GGUF file; with --check, also a store.")],
+    out: Annotated[str | None, Option(help="Store to write or to resume (default: MODEL.store).")] = None,
+    check: Annotated[bool, Option("--check", help="Only read the model's store and verify every checksum.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
@@ -112,8 +108,6 @@ def _check(store: Path, output: Output) -> list[str]:
 
 
 class _Lines:
-    """One line every two seconds."""
-
     def __init__(self, output: Output) -> None:
         self._output, self._shown = output, 0.0
 
@@ -130,11 +124,9 @@ class _Lines:
 
 
 def quantise(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face model folder, a store or a GGUF file, quantised or not.")
-    ],
-    format: Annotated[str, typer.Option(help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")] = "fp8",
-    out: Annotated[str | None, typer.Option(help="Folder to write or to resume (default: MODEL-FORMAT).")] = None,
+    model: Annotated[str, Argument(help="A Hugging Face model folder, a store or a GGUF file, quantised or not.")],
+    format: Annotated[str, Option(help="Expert format: fp8 (128 x 128 blocks), mxfp8, mxfp4 or nvfp4.")] = "fp8",
+    out: Annotated[str | None, Option(help="Folder to write or to resume (default: MODEL-FORMAT).")] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,
@@ -171,12 +163,10 @@ def _quantise(folder: Path, out: Path, format: str, trust_remote_code: bool, out
 
 
 def merge(
-    model: Annotated[
-        str, typer.Argument(help="Base model: a Hugging Face folder, a store, a GGUF file or a hub name.")
-    ],
-    adapter: Annotated[str | None, typer.Option(help="PEFT adapter: its folder, or a run of amoeba finetune.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder to write. It must not exist yet.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
+    model: Annotated[str, Argument(help="Base model: a Hugging Face folder, a store, a GGUF file or a hub name.")],
+    adapter: Annotated[str | None, Option(help="PEFT adapter: its folder, or a run of amoeba finetune.")] = None,
+    out: Annotated[str | None, Option(help="Folder to write. It must not exist yet.")] = None,
+    dtype: Annotated[str, Option(help=f"auto (the base model's), {', '.join(DTYPES)}.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,

@@ -31,28 +31,23 @@ _TOKENS, _TOP_K, _EXPERTS, _HIDDEN, _INTERMEDIATE = 4, 2, 4, 128, 128
 
 
 def run(output: Output) -> dict[str, Any]:
-    """Prints what it finds and returns it as a document."""
-    document = {
+    document: dict[str, Any] = {
         "document": "amoeba doctor",
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
-        "untried_versions": _untried_versions(),
+        "untried_versions": {name: why for name, version in versions().items() if (why := untried(name, version))},
         "waiting_threads": _waiting_threads(),
         "bfloat16_on_cpu": _bfloat16_on_cpu(),
         "placements": _placements(),
         "backends": [row for device in _devices() for row in _backends_on(device)],
         "precisions": [row for device in _devices() for row in _precisions_on(device)],
-        "compiled_libraries": _compiled_libraries(),  # after those that were just asked for
         "rates": measured_machine().rates,
     }
+    folder, states = library_states()  # after those that were just asked for
+    document["compiled_libraries"] = {"folder": folder, "libraries": [asdict(state) for state in states]}
     _print(document, output)
     return document
-
-
-def _untried_versions() -> dict[str, str]:
-    """Package -> why its version is none that aMoEba was tested with."""
-    return {name: told for name, version in versions().items() if (told := untried(name, version)) is not None}
 
 
 def _devices() -> list[torch.device]:
@@ -60,7 +55,6 @@ def _devices() -> list[torch.device]:
 
 
 def _waiting_threads() -> dict[str, str | None]:
-    """What torch's OpenMP threads do while they wait for each other."""
     policy = os.environ.get("OMP_WAIT_POLICY")
     if torch.get_num_threads() == 1 or not torch.backends.openmp.is_available():
         what = "torch has one thread here"
@@ -95,13 +89,7 @@ def _placements() -> list[dict[str, str | None]]:
     return rows
 
 
-def _compiled_libraries() -> dict[str, Any]:
-    folder, states = library_states()
-    return {"folder": folder, "libraries": [asdict(state) for state in states]}
-
-
 def _backends_on(device: torch.device) -> list[dict[str, Any]]:
-    """One row per backend: for each dtype, None if it runs, or the reason why it does not."""
     rows: list[dict[str, Any]] = []
     requests = {name: _request(device, getattr(torch, name)) for name in DTYPES}
     chosen = backends_of(ExpertWeights, device)
@@ -144,7 +132,6 @@ def _precisions_on(device: torch.device) -> list[dict[str, str]]:
 
 
 def _by_auto(device: torch.device) -> str:
-    """What computes experts that train in the precision "auto"."""
     request = _request(device, torch.bfloat16)
     in_fp8 = replace(request, weights=with_precision(request.weights, fp8_choice.RECIPE))
     if (reason := fp8_choice.BACKEND.why_not(in_fp8)) is not None:

@@ -5,10 +5,8 @@ with usage():
 finish(output, document, ok=True, json=json)
 run(app)                      # the whole command line; a bug of ours ends here, with exit code 70
 
-With --json the last line of stdout is a document however the command ends. One that failed before it had a result
-prints {"document": "amoeba error", "ok": false, "exit_code": 2, "error": "...", "remedy": "..."}.
-
-AMOEBA_TRACEBACK=1 shows where any of these errors came from.
+With --json the last line of stdout is a document however the command ends: {"document": "amoeba error", "ok": false,
+"exit_code": 2, "error": "...", "remedy": "..."}. AMOEBA_TRACEBACK=1 shows where an error came from.
 """
 
 from __future__ import annotations

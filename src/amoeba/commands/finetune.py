@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from amoeba.commands.exits import TRAINER, finish, need, usage
+from amoeba.commands.exits import TRAINER, need, usage
 from amoeba.commands.options import (
     FrozenExperts,
     FrozenPrecision,
@@ -19,16 +19,16 @@ from amoeba.commands.options import (
     Vram,
     experts_in,
     launched_processes,
-    speaks,
 )
 from amoeba.commands.output import Output
-from amoeba.commands.run_plan import compared, with_plan
+from amoeba.commands.run_plan import finish_run, with_plan
 from amoeba.commands.start import start
 from amoeba.jobs.compile_beside import Work, compiling_beside
 from amoeba.system.fast_imports import loading
 from amoeba.system.files import shell_command
 
 if TYPE_CHECKING:
+    from amoeba.jobs.finetune.finetune import FinetuneReport
     from amoeba.jobs.settings import FinetuneSettings
 
 
@@ -38,35 +38,31 @@ class FinetuneOptions:
 
     model: Annotated[str | None, ModelArgument] = None
     data: Annotated[
-        str | None, typer.Option(help="JSONL with `messages`, `prompt` and `completion`, or `text`; or a folder.")
+        str | None, Option(help="JSONL with `messages`, `prompt` and `completion`, or `text`; or a folder.")
     ] = None
-    out: Annotated[str | None, typer.Option(help="Run folder; the adapter goes to OUT/adapter.")] = None
+    out: Annotated[str | None, Option(help="Run folder; the adapter goes to OUT/adapter.")] = None
     r: Annotated[
-        int | None, typer.Option("--r", "--lora-rank", help="LoRA rank (default: 16). Use --lora-rank with torchrun.")
+        int | None, Option("--r", "--lora-rank", help="LoRA rank (default: 16). Use --lora-rank with torchrun.")
     ] = None
-    alpha: Annotated[float | None, typer.Option(help="LoRA alpha; the scaling is alpha / r (default: 32).")] = None
+    alpha: Annotated[float | None, Option(help="LoRA alpha; the scaling is alpha / r (default: 32).")] = None
     targets: Annotated[
-        str | None, typer.Option(help="What to adapt: experts (default), all-linear, or names: experts,q_proj.")
+        str | None, Option(help="What to adapt: experts (default), all-linear, or names: experts,q_proj.")
     ] = None
-    train_router: Annotated[bool, typer.Option("--train-router", help="Also train the routers in full.")] = False
+    train_router: Annotated[bool, Option("--train-router", help="Also train the routers in full.")] = False
     experts: Annotated[str | None, FrozenExperts] = None
     precision: FrozenPrecision = None
     ram: Ram = None
     vram: Vram = None
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data (default: 3).")] = None
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of --epochs.")] = None
-    batch_size: Annotated[
-        int | None, typer.Option(help="Rows per batch, in total over all ranks; packed on a GPU.")
-    ] = None
-    sequence_length: Annotated[int | None, typer.Option(help="Maximum tokens per row (default: 1024).")] = None
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate (default: 2e-4).")] = None
+    epochs: Annotated[float | None, Option(help="Passes over the data (default: 3).")] = None
+    steps: Annotated[int | None, Option(help="Optimizer steps, instead of --epochs.")] = None
+    batch_size: Annotated[int | None, Option(help="Rows per batch, in total over all ranks; packed on a GPU.")] = None
+    sequence_length: Annotated[int | None, Option(help="Maximum tokens per row (default: 1024).")] = None
+    learning_rate: Annotated[float | None, Option(help="Peak learning rate (default: 2e-4).")] = None
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="auto (the checkpoint's, or float32 on a CPU without bf16 instructions), float32 or bfloat16."
-        ),
+        Option(help="auto (the checkpoint's, or float32 on a CPU without bf16 instructions), float32 or bfloat16."),
     ] = None
-    log_every: Annotated[int | None, typer.Option(help="Steps between log lines (default: 5).")] = None
+    log_every: Annotated[int | None, Option(help="Steps between log lines (default: 5).")] = None
 
     def given(self) -> dict[str, Any]:
         """By the names of the settings; ValueError where --precision and --experts do not go together."""
@@ -89,26 +85,21 @@ def finetune(own: FinetuneOptions, shared: RunOptions, json: Json = False, verbo
         settings, taken = with_plan("finetune", settings, shared, output)
         streamed = settings.ram is not None or settings.vram is not None
         compiler.begin(None if streamed else Work.of_run("finetune", settings))
-        document = run(settings, shared, output)
-        if taken is not None:
-            document["plan"] = compared(taken, document, output)
-    finish(output, document, True, json and speaks())
-    if document["exit_code"]:
-        raise typer.Exit(document["exit_code"])
+        need(*TRAINER)
+        with loading():
+            from amoeba.commands.over_ranks import job_over_ranks
+            from amoeba.jobs.finetune.finetune import finetune as finetune_model
+
+        report, first = job_over_ranks(finetune_model, settings, output, **shared.of_the_job())
+        if first:
+            _show(report, settings, output)
+        finish_run(report, taken, output, json)
 
 
-def run(settings: FinetuneSettings, shared: RunOptions, output: Output) -> dict[str, Any]:
-    need(*TRAINER)
-    with loading():
-        from amoeba.commands.over_ranks import job_over_ranks
-        from amoeba.jobs.finetune.finetune import finetune as finetune_model
-
-    report, first = job_over_ranks(finetune_model, settings, output, **shared.of_the_job())
-    if not first:
-        return asdict(report)
+def _show(report: FinetuneReport, settings: FinetuneSettings, output: Output) -> None:
     output.heading("fine-tuned" if not report.interrupted else "stopped")
     budgets = {"--vram": settings.vram, "--ram": settings.ram}
-    more = [*(["--chat"] if report.chat else [])]
+    more = ["--chat"] if report.chat else []
     more += [word for option, size in budgets.items() if size is not None for word in (option, size)]
     output.facts(
         [
@@ -120,4 +111,3 @@ def run(settings: FinetuneSettings, shared: RunOptions, output: Output) -> dict[
             ("run", f"{report.folder}    report: {shell_command('report', report.folder)}"),
         ]
     )
-    return asdict(report)

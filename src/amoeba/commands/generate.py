@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from amoeba.commands.exits import INTERRUPTED, finish, interrupted, need, usage
 from amoeba.commands.options import (
@@ -56,14 +57,12 @@ _SECONDS_BETWEEN_LINES = 5.0  # of progress, where it is not shown in place
 @dataclass(frozen=True)
 class ManyPrompts:
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts file: one per line, or JSONL with `prompt` (`messages` with --chat).")
+        Path | None, Option(help="Prompts file: one per line, or JSONL with `prompt` (`messages` with --chat).")
     ] = None
-    out: Annotated[Path | None, typer.Option(help="Results file for --prompts. Prompts already in it are skipped.")] = (
+    out: Annotated[Path | None, Option(help="Results file for --prompts. Prompts already in it are skipped.")] = None
+    batch_size: Annotated[int | None, Option(help="Prompts answered at once (default: 32 on a GPU, 8 on a CPU).")] = (
         None
     )
-    batch_size: Annotated[
-        int | None, typer.Option(help="Prompts answered at once (default: 32 on a GPU, 8 on a CPU).")
-    ] = None
 
     def check(self, prompt: str | None, has_images: bool) -> None:
         if (prompt is None) == (self.prompts is None):
@@ -81,14 +80,14 @@ class Sampling:
     """Fields are named as those of `GenerationOptions`."""
 
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy (default: the model's generation_config).")
+        float | None, Option(help="Sampling temperature; 0 is greedy (default: the model's generation_config).")
     ] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0 keeps all of them.")] = None
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most likely tokens with this total probability.")
-    ] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="Values above 1 discourage repetition.")] = None
-    seed: Annotated[int | None, typer.Option(help="Random seed. The same seed gives the same text.")] = None
+    top_k: Annotated[int | None, Option(help="Sample from the k most likely tokens; 0 keeps all of them.")] = None
+    top_p: Annotated[float | None, Option(help="Sample from the most likely tokens with this total probability.")] = (
+        None
+    )
+    repetition_penalty: Annotated[float | None, Option(help="Values above 1 discourage repetition.")] = None
+    seed: Annotated[int | None, Option(help="Random seed. The same seed gives the same text.")] = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,7 @@ class Computing:
     device: Device = "auto"
     dtype: Annotated[
         str,
-        typer.Option(
-            help=f"auto (the checkpoint's, or float32 on a CPU without bf16 instructions), {', '.join(DTYPES)}."
-        ),
+        Option(help=f"auto (the checkpoint's, or float32 on a CPU without bf16 instructions), {', '.join(DTYPES)}."),
     ] = "auto"
     experts: Annotated[str, FrozenExperts] = "auto"
     precision: FrozenPrecision = None
@@ -109,34 +106,27 @@ class Computing:
     plan: PlanFile = None
     miss: Annotated[
         str,
-        typer.Option(
-            help="With --vram, on a cache miss: move (copy it to the GPU), cpu (compute it on the CPU) or auto."
-        ),
+        Option(help="With --vram, on a cache miss: move (copy it to the GPU), cpu (compute it on the CPU) or auto."),
     ] = "move"
     record: Annotated[
-        Path | None, typer.Option(help="With --ram or --vram: save the routing, for `python -m benchmarks cache`.")
+        Path | None, Option(help="With --ram or --vram: save the routing, for `python -m benchmarks cache`.")
     ] = None
     trace: Annotated[
-        Path | None, typer.Option(help="With --ram or --vram: save a timeline of loads and waits for ui.perfetto.dev.")
+        Path | None, Option(help="With --ram or --vram: save a timeline of loads and waits for ui.perfetto.dev.")
     ] = None
     dense: Annotated[
         str,
-        typer.Option(
-            help="On a CPU: format of the other weights while decoding: auto (as loaded) or int8 (half the size)."
-        ),
+        Option(help="On a CPU: format of the other weights while decoding: auto (as loaded) or int8 (half the size)."),
     ] = "auto"
     exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Compute bitwise the same numbers as a training pass, for any batch. Slower."),
+        bool, Option("--exact", help="Compute bitwise the same numbers as a training pass, for any batch. Slower.")
     ] = False
     compile: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the layers on a GPU (default: where it is faster)."),
+        bool | None, Option("--compile/--no-compile", help="Compile the layers on a GPU (default: where it is faster).")
     ] = None
     trust_remote_code: TrustRemoteCode = False
 
     def told(self) -> dict[str, Any]:
-        """By the names of the options."""
         given = vars(self) | {
             "experts": experts_in(self.precision, self.experts) or self.experts,
             "products": "bf16" if self.precision == "bf16" else "auto",
@@ -149,7 +139,6 @@ class Computing:
         return given
 
     def at_once(self) -> int:
-        """Texts that are generated at once where nothing is said."""
         import torch
 
         from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
@@ -184,21 +173,18 @@ class Computing:
 def generate(
     model: Annotated[str, ModelArgument],
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="Text to continue; - reads it from stdin. For several prompts, use --prompts FILE."),
+        str | None, Argument(help="Text to continue; - reads it from stdin. For several prompts, use --prompts FILE.")
     ] = None,
     *,
     many: ManyPrompts,
     adapter: Annotated[
-        str | None, typer.Option(help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
+        str | None, Option(help="PEFT adapter to load: its folder, or a run of amoeba finetune.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 200,
+    max_new_tokens: Annotated[int, Option(help="Maximum number of new tokens.")] = 200,
     sampling: Sampling,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the chat template: the prompt is a user message.")
-    ] = False,
+    chat: Annotated[bool, Option("--chat", help="Apply the chat template: the prompt is a user message.")] = False,
     image: Annotated[
-        list[Path] | None, typer.Option(help="Image that the prompt is about (repeatable); applies the chat template.")
+        list[Path] | None, Option(help="Image that the prompt is about (repeatable); applies the chat template.")
     ] = None,
     computing: Computing,
     json: Json = False,
@@ -222,9 +208,9 @@ def generate(
         taken = _taken(model, prompt, many, max_new_tokens, computing)
         options = replace(options, **taken.options)
         if taken.words is not None:
-            output.progress(f"amoeba: {taken.words}")
+            output.say(taken.words)
         if output.on_terminal and speaks():
-            output.progress(f"amoeba: loading {model}")
+            output.say(f"loading {model}")
         with loading():
             from amoeba.commands.over_ranks import over_ranks
             from amoeba.jobs.same_on_ranks import check_same_job
@@ -234,7 +220,11 @@ def generate(
             with over_ranks(options.experts, output) as rank_zero:
                 told = {"--prompts": many.prompts is not None, "--batch-size": many.batch_size}
                 check_same_job(rank_zero, "amoeba generate", options, told, model=model, adapter=adapter)
-                _check_ranks(options.experts, rank_zero)
+                if rank_zero.count > 1 and options.experts != "ranks":
+                    remedy = "start it without torchrun, or add --experts ranks"
+                    raise bad_value(
+                        "generate", "one process, or --experts ranks", f"{rank_zero.count} processes", remedy
+                    )
                 if many.prompts is None:
                     assert prompt is not None
                     report = _one(model, prompt, options, adapter, output, rank_zero, taken)
@@ -258,19 +248,12 @@ def _taken(model: str, prompt: str | None, many: ManyPrompts, max_new_tokens: in
 
 
 def _compared(taken: Taken, report: Any) -> dict[str, Any] | None:
-    """What was planned, next to what one prompt took."""
     from amoeba.jobs.generate.generate import GenerationReport
 
     if not isinstance(report, GenerationReport) or report.generated_tokens < 1:
         return None
     tokens = report.prompt_tokens + report.generated_tokens
     return taken.compared(asdict(report), prompt=report.prompt_tokens, context=tokens)
-
-
-def _check_ranks(experts: str, rank_zero: RankZero) -> None:
-    if rank_zero.count > 1 and experts != "ranks":
-        remedy = "start it without torchrun, or add --experts ranks"
-        raise bad_value("generate", "one process, or --experts ranks", f"{rank_zero.count} processes", remedy)
 
 
 def _one(
@@ -288,12 +271,10 @@ def _one(
     text = rank_zero.tell(lambda: read_prompt(prompt), "the prompt")
     if not rank_zero.here:
         return generate_text(model, text, options, _nowhere, adapter, rank_zero=rank_zero)
-    report = generate_text(
-        model, text, options, write, adapter, say=lambda text: output.progress(f"amoeba: {text}"), rank_zero=rank_zero
-    )
+    report = generate_text(model, text, options, write, adapter, say=output.say, rank_zero=rank_zero)
     if not report.text.endswith("\n"):
         write("\n")
-    output.progress(summary(report) + planned_words(_compared(taken, report)))
+    output.say(summary(report) + planned_words(_compared(taken, report)))
     _say_streaming(report, output)
     return report
 
@@ -322,12 +303,9 @@ def _many(
     def progress(text: str) -> None:
         output.at_times(f"amoeba: {text}", _SECONDS_BETWEEN_LINES)
 
-    def say(text: str) -> None:
-        output.progress(f"amoeba: {text}")
-
     with output.working():
-        report = generate_prompts(model, results, options, many.batch_size, adapter, say, progress, rank_zero)
-    output.progress(summary_of_prompts(report))
+        report = generate_prompts(model, results, options, many.batch_size, adapter, output.say, progress, rank_zero)
+    output.say(summary_of_prompts(report))
     _say_streaming(report, output)
     return report
 
@@ -363,7 +341,7 @@ def summary(report: GenerationReport) -> str:
     parts.append(f"{report.generated_tokens} generated{_rate(report.generation_tokens_per_second)}")
     if report.peak_memory_bytes is not None:
         parts.append(f"peak {report.peak_memory_bytes / 2**20:.0f} MiB")
-    return f"amoeba: {', '.join(parts)}; stopped: {report.stopped}"
+    return f"{', '.join(parts)}; stopped: {report.stopped}"
 
 
 def planned_words(compared: dict[str, Any] | None) -> str:
@@ -383,13 +361,13 @@ def summary_of_prompts(report: PromptsReport) -> str:
         parts.append(f"batching {report.batching}")
     if report.peak_memory_bytes is not None:
         parts.append(f"peak {report.peak_memory_bytes / 2**20:.0f} MiB")
-    return f"amoeba: {', '.join(parts)}; {report.stopped}"
+    return f"{', '.join(parts)}; {report.stopped}"
 
 
 def _say_streaming(report: GenerationReport | PromptsReport, output: Output) -> None:
     if report.streaming is not None:
         for line in report.streaming.lines():
-            output.progress(f"amoeba: {line}")
+            output.say(line)
 
 
 def _rate(tokens_per_second: float | None) -> str:

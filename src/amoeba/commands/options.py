@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from amoeba.core.errors import bad_value
 
@@ -25,46 +25,44 @@ _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 # Of experts that stay as they are; those that train have recipes, see `amoeba train --precision`.
 FROZEN_PRECISIONS = ("bf16", "fp8", "w8a8", "mxfp8", "mxfp4", "nvfp4")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON document as the last line of stdout.")]
 Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Explain every decision, and show warnings from other packages.")
+    bool, Option("-v", "--verbose", help="Explain every decision, and show warnings from other packages.")
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}. Can be repeated.")]
+Device = Annotated[str, Option("--device", help="auto, cpu or cuda.")]
+Dtypes = Annotated[list[str] | None, Option("--dtype", help=f"{', '.join(DTYPES)}. Can be repeated.")]
 
 # For every command that loads a model.
-ModelArgument = typer.Argument(help="A Hugging Face model folder, an expert store, a GGUF file, or a hub name.")
+ModelArgument = Argument(help="A Hugging Face model folder, an expert store, a GGUF file, or a hub name.")
 # On the command line alone: neither a YAML file nor a run's folder may set it.
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder or hub page.")
+    bool, Option("--trust-remote-code", help="Run Python code from the model's folder or hub page.")
 ]
 # For models whose experts are frozen.
-FrozenExperts = typer.Option(
+FrozenExperts = Option(
     "--experts",
     help="Expert placement: resident, cpu-bf16, cpu-int8, cpu-int8-bf16, ranks or auto; or a quantised format: "
     "mxfp4-weights, ...",
 )
 FrozenPrecision = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--precision",
         help="Expert format: bf16 (unchanged; bf16 products with an fp8 checkpoint), fp8, w8a8 (fp8 activations, too), "
         "mxfp8, mxfp4 or nvfp4; fp8 means --experts fp8-weights.",
     ),
 ]
 Ram = Annotated[
-    str | None, typer.Option("--ram", help="Stream the experts. Memory budget for the whole model: 8GiB, ... or auto.")
+    str | None, Option("--ram", help="Stream the experts. Memory budget for the whole model: 8GiB, ... or auto.")
 ]
 Vram = Annotated[
     str | None,
-    typer.Option(
-        "--vram", help="Stream to a GPU. GPU memory budget for the whole model; --ram then limits pinned memory."
-    ),
+    Option("--vram", help="Stream to a GPU. GPU memory budget for the whole model; --ram then limits pinned memory."),
 ]
 
 
 PlanFile = Annotated[
-    Path | None, typer.Option("--plan", help="Use the best of this plan, from `amoeba plan --out` (default: plan now).")
+    Path | None, Option("--plan", help="Use the best of this plan, from `amoeba plan --out` (default: plan now).")
 ]
 
 
@@ -73,38 +71,34 @@ class RunOptions:
     """What `train` and `finetune` have in common. Fields are named as those of `RunSettings`. None: the default."""
 
     plan: PlanFile = None
-    config: Annotated[str | None, typer.Option(help="YAML file with any of these settings. Options override it.")] = (
+    config: Annotated[str | None, Option(help="YAML file with any of these settings. Options override it.")] = None
+    resume: Annotated[str | None, Option(help="Resume the run in this folder.")] = None
+    start_from: Annotated[
+        str | None, Option("--from", help="With --resume: start from this checkpoint instead of the last one.")
+    ] = None
+    held_out: Annotated[str | None, Option(help="Evaluation data: a share of the data such as 0.05, or a file.")] = None
+    minutes: Annotated[float | None, Option(help="Stop after this many minutes.")] = None
+    accumulation: Annotated[int | None, Option(help="Batches per optimizer step.")] = None
+    gradient_checkpointing: Annotated[
+        bool, Option("--gradient-checkpointing", help="Save memory by recomputing activations in backward.")
+    ] = False
+    expert_ranks: Annotated[int | None, Option(help="Expert-parallel group size (default: all ranks).")] = None
+    dense: Annotated[
+        str | None, Option(help="Other parameters with --experts ranks: ddp (replicated) or fsdp (sharded).")
+    ] = None
+    compile: Annotated[str | None, Option(help="Compile the decoder layers: auto (long runs on a GPU), on or off.")] = (
         None
     )
-    resume: Annotated[str | None, typer.Option(help="Resume the run in this folder.")] = None
-    start_from: Annotated[
-        str | None, typer.Option("--from", help="With --resume: start from this checkpoint instead of the last one.")
-    ] = None
-    held_out: Annotated[
-        str | None, typer.Option(help="Evaluation data: a share of the data such as 0.05, or a file.")
-    ] = None
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes.")] = None
-    accumulation: Annotated[int | None, typer.Option(help="Batches per optimizer step.")] = None
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Save memory by recomputing activations in backward.")
-    ] = False
-    expert_ranks: Annotated[int | None, typer.Option(help="Expert-parallel group size (default: all ranks).")] = None
-    dense: Annotated[
-        str | None, typer.Option(help="Other parameters with --experts ranks: ddp (replicated) or fsdp (sharded).")
-    ] = None
-    compile: Annotated[
-        str | None, typer.Option(help="Compile the decoder layers: auto (long runs on a GPU), on or off.")
-    ] = None
     exact: Annotated[
-        bool, typer.Option("--exact", help="Make the forward pass bitwise identical to `generate --exact`. Slower.")
+        bool, Option("--exact", help="Make the forward pass bitwise identical to `generate --exact`. Slower.")
     ] = False
     optimizer_states: Annotated[
-        str | None, typer.Option(help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory.")
+        str | None, Option(help="Dtype of AdamW's moments on a GPU: float32, or bfloat16 to save memory.")
     ] = None
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations (default: 100).")] = None
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: 100).")] = None
+    eval_every: Annotated[int | None, Option(help="Steps between evaluations (default: 100).")] = None
+    save_every: Annotated[int | None, Option(help="Steps between checkpoints (default: 100).")] = None
     seed: Annotated[
-        int | None, typer.Option(help="Random seed for new weights, the held-out share and data order (default: 0).")
+        int | None, Option(help="Random seed for new weights, the held-out share and data order (default: 0).")
     ] = None
     trust_remote_code: TrustRemoteCode = False
 
@@ -133,13 +127,11 @@ def speaks() -> bool:
 
 
 def launched_processes() -> int:
-    """How many a launcher started for this command; 1 without one."""
     count = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
     return int(count) if count.isdecimal() else 1
 
 
 def share_or_file(text: str | None) -> float | str | None:
-    """What is written after --held-out."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -203,10 +195,6 @@ def parse_dtypes(names: Sequence[str], default: Sequence[torch.dtype]) -> list[t
             raise bad_value("--dtype", f"one of {', '.join((*DTYPES, *_SHORT))}", repr(name), "repeat it for several")
         found.append(getattr(torch, full))
     return list(dict.fromkeys(found)) or list(default)
-
-
-def all_dtypes() -> list[torch.dtype]:
-    return parse_dtypes(DTYPES, [])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,8 +3,6 @@
 output = Output(verbose)
 output.table("experts", ["backend", "error"], [["eager", "1e-7"]])
 output.document({"ok": True})      # the last line of stdout, for --json
-
-On a terminal there are colours, a spinner and wide tables; in a pipe plain lines.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class Output:
         self.line(text, style="bold")
 
     def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Aligned `name  value` lines."""
         found = list(pairs)
         width = max((len(name) for name, _ in found), default=0)
         for name, value in found:
@@ -108,6 +105,10 @@ class Output:
             self._status.update(Text(text if len(text) <= room else f"{text[: room - 1]}…"))
         else:
             self.progress_console.print(text, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """What the library tells."""
+        self.progress(f"amoeba: {text}")
 
     def at_times(self, text: str, pause: float) -> None:
         """Frequent progress: all of it on a terminal, in a pipe a line every `pause` seconds."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import typer
+from typer import Option
 
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.options import Json, ModelArgument, TrustRemoteCode, Verbose, check_file_to_write
@@ -29,37 +29,29 @@ _TOKENS = {"generate": 4096, "serve": 4096, "finetune": 1024, "train": 256}
 
 @dataclass(frozen=True)
 class PlanOptions:
-    purpose: Annotated[str, typer.Option("--for", help="What to plan: generate, serve, finetune or train.")] = (
-        "generate"
-    )
-    vram: Annotated[
-        str | None, typer.Option(help="GPU memory to use: 24GiB, ... (default: what is free); 0: no GPU.")
-    ] = None
-    ram: Annotated[str | None, typer.Option(help="Host memory to use (default: what is free).")] = None
-    disk: Annotated[str | None, typer.Option(help="Disk space for a converted checkpoint (default: what is free).")] = (
-        None
-    )
+    purpose: Annotated[str, Option("--for", help="What to plan: generate, serve, finetune or train.")] = "generate"
+    vram: Annotated[str | None, Option(help="GPU memory to use: 24GiB, ... (default: what is free); 0: no GPU.")] = None
+    ram: Annotated[str | None, Option(help="Host memory to use (default: what is free).")] = None
+    disk: Annotated[str | None, Option(help="Disk space for a converted checkpoint (default: what is free).")] = None
     context: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Tokens per row: prompt and answer (default: 4096), or a training row (default: 1024 for finetune, "
             "256 for train)."
         ),
     ] = None
     batch: Annotated[
         int | None,
-        typer.Option(
-            help="Rows that each rank processes together (default: 1; 8 to train or serve; 32 to serve on a GPU)."
-        ),
+        Option(help="Rows that each rank processes together (default: 1; 8 to train or serve; 32 to serve on a GPU)."),
     ] = None
-    lora_rank: Annotated[int, typer.Option(help="With --for finetune: LoRA rank.")] = 16
-    ranks: Annotated[int, typer.Option(help="GPUs that share the experts (expert parallelism).")] = 1
-    nodes: Annotated[int, typer.Option(help="Machines that the GPUs are in.")] = 1
+    lora_rank: Annotated[int, Option(help="With --for finetune: LoRA rank.")] = 16
+    ranks: Annotated[int, Option(help="GPUs that share the experts (expert parallelism).")] = 1
+    nodes: Annotated[int, Option(help="Machines that the GPUs are in.")] = 1
     machine: Annotated[
         str | None,
-        typer.Option(help="Plan for another machine: a card (4090, h100, ...) by its public figures, or a JSON file."),
+        Option(help="Plan for another machine: a card (4090, h100, ...) by its public figures, or a JSON file."),
     ] = None
-    out: Annotated[Path | None, typer.Option(help="Save the plan. Other commands read it with --plan.")] = None
+    out: Annotated[Path | None, Option(help="Save the plan. Other commands read it with --plan.")] = None
 
 
 def plan(

@@ -1,8 +1,6 @@
 """How a training run reports: a progress bar on a terminal, plain lines in a pipe.
 
-    step 120/400  loss 4.632  dead experts 3  4 min left  2,390 tok/s  MaxVio 3.59
-
-A line holds as much of this as the terminal is wide (80 columns in a pipe), the most important first.
+step 120/400  loss 4.632  dead experts 3  4 min left  2,390 tok/s  MaxVio 3.59
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""How `train` and `finetune` take a plan, and compare what it predicted with what the run took."""
+"""How `train` and `finetune` take a plan, and end with what it predicted next to what the run took."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from amoeba.commands.options import RunOptions, launched_processes
+import typer
+
+from amoeba.commands.exits import finish
+from amoeba.commands.options import RunOptions, launched_processes, speaks
 from amoeba.commands.output import Output
 from amoeba.core.errors import bad_value
 from amoeba.system.fast_imports import loading
 
 if TYPE_CHECKING:
     from amoeba.jobs.settings import RunSettings
+    from amoeba.jobs.train.run_folder import RunReport
     from amoeba.plan.memory import Purpose
     from amoeba.plan.taking import Taken
 
@@ -59,7 +63,7 @@ def with_plan(
         trust_remote_code=shared.trust_remote_code,
     )
     if taken.words is not None:
-        output.progress(f"amoeba: {taken.words}")
+        output.say(taken.words)
     options = dict(taken.options)
     if "accumulation" in options:
         options["accumulation"] *= settings.accumulation
@@ -74,7 +78,16 @@ def _config_of(settings: RunSettings) -> Any:
     return None if preset is None else preset.build(settings.vocab_size, settings.sequence_length)  # type: ignore[attr-defined]
 
 
-def compared(taken: Taken, document: dict[str, Any], output: Output) -> dict[str, Any] | None:
+def finish_run(report: RunReport, taken: Taken | None, output: Output, json: bool) -> None:
+    document = asdict(report)
+    if taken is not None:
+        document["plan"] = _compared(taken, document, output)
+    finish(output, document, True, json and speaks())
+    if document["exit_code"]:
+        raise typer.Exit(document["exit_code"])
+
+
+def _compared(taken: Taken, document: dict[str, Any], output: Output) -> dict[str, Any] | None:
     """What was predicted next to what was measured, for people too where the machine's speeds are known."""
     found = None if not document.get("steps") else taken.compared(document)
     if found is not None and "tokens_per_second" in found["predicted"]:

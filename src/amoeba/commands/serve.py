@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from amoeba.commands.exits import finish, interrupted, need, usage
 from amoeba.commands.generate import Computing, Sampling
@@ -22,26 +22,24 @@ _KEY = "AMOEBA_API_KEY"
 def serve(
     model: Annotated[str, ModelArgument],
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 8000,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0 for any free port.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(help=f"Bearer key that clients must send (default: ${_KEY}, or none).")
+        str | None, Option(help=f"Bearer key that clients must send (default: ${_KEY}, or none).")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model in requests (default: its folder's).")] = None,
+    name: Annotated[str | None, Option(help="Name of the model in requests (default: its folder's).")] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option(help="name=folder: a PEFT adapter, chosen by its name. Can be repeated.")
+        list[str] | None, Option(help="name=folder: a PEFT adapter, chosen by its name. Can be repeated.")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(help="Answers generated at once, per adapter (default: 32 on a GPU, 8 on a CPU).")
+        int | None, Option(help="Answers generated at once, per adapter (default: 32 on a GPU, 8 on a CPU).")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Maximum tokens of prompt and answer (default: 4096, or what the model allows).")
+        int | None, Option(help="Maximum tokens of prompt and answer (default: 4096, or what the model allows).")
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens of an answer, unless the request sets it.")
-    ] = 1024,
-    queue: Annotated[int, typer.Option(help="Requests that can wait for a slot. Further ones get status 429.")] = 64,
-    max_body: Annotated[int, typer.Option(help="Maximum bytes of a request. Longer ones get status 413.")] = 4 * 2**20,
+    max_new_tokens: Annotated[int, Option(help="Maximum tokens of an answer, unless the request sets it.")] = 1024,
+    queue: Annotated[int, Option(help="Requests that can wait for a slot. Further ones get status 429.")] = 64,
+    max_body: Annotated[int, Option(help="Maximum bytes of a request. Longer ones get status 413.")] = 4 * 2**20,
     sampling: Sampling,
     computing: Computing,
     json: Json = False,
@@ -58,9 +56,6 @@ def serve(
             from amoeba.serve.served_model import DEFAULT_CONTEXT, open_model, parse_adapters
             from amoeba.serve.server import Limits, bound, make_app, run
 
-        def say(text: str) -> None:
-            output.progress(f"amoeba: {text}")
-
         if not 0 <= port < 2**16 or queue < 0 or max_body < 1:
             expected, got = "--port 0 to 65535, --queue from 0, --max-body from 1", f"{port}, {queue}, {max_body}"
             raise bad_value("serve", expected, got, "leave them out")
@@ -75,19 +70,26 @@ def serve(
         if computing.plan is not None and taken.work is not None and taken.work.purpose == "serve":
             slots, context = slots or taken.work.batch, context or taken.work.context
         if taken.words is not None:
-            say(taken.words)
+            output.say(taken.words)
         if output.on_terminal:
-            say(f"loading {model}")
+            output.say(f"loading {model}")
         try:
-            served = open_model(model, options, name=name, adapters=adapters, slots=slots, context=context, say=say)
+            served = open_model(
+                model, options, name=name, adapters=adapters, slots=slots, context=context, say=output.say
+            )
         except KeyboardInterrupt:
             raise interrupted("before the first request") from None
         with closing(served), closing(address):
             engine = served.engine
-            say(f"steps {engine.kind}: {engine.reason}; {engine.slots} slots of {served.context} tokens")
+            output.say(f"steps {engine.kind}: {engine.reason}; {engine.slots} slots of {served.context} tokens")
             app = make_app(served, Limits(queue, max_body), api_key or os.environ.get(_KEY) or None, taken.chosen)
             shown = f"[{host}]" if ":" in host else host
-            run(app, served, address, lambda chosen: say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"))
+            run(
+                app,
+                served,
+                address,
+                lambda chosen: output.say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"),
+            )
             document = {"document": "amoeba serve", **served.status(), **served.loaded.facts()}
             document["plan"] = taken.compared(document)
     finish(output, document, True, json)

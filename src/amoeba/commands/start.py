@@ -23,7 +23,6 @@ _verbose_everywhere = False
 
 
 def speak_up(wanted: bool) -> None:
-    """Takes the -v that stands before the command's name."""
     global _verbose_everywhere
     _verbose_everywhere = wanted
 
@@ -71,7 +70,6 @@ def hide_loading_bars(model: str, output: Output) -> None:
 
 
 def _show_log(verbose: bool) -> None:
-    """The library's warnings on stderr, and with -v its decisions too."""
     logger = logging.getLogger("amoeba")
     for handler in [handler for handler in logger.handlers if handler.get_name() == "command"]:
         logger.removeHandler(handler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from amoeba.commands.exits import finish, need, usage
 from amoeba.commands.options import (
@@ -32,17 +32,15 @@ GPU_SHAPE, INTERPRETED_SHAPE = "1024,1536,256,128,8", "40,16,24,3,2"
 
 
 def trace(
-    out: Annotated[Path, typer.Option(help="Trace file, for ui.perfetto.dev.")] = Path("amoeba-trace.json"),
-    picture: Annotated[Path | None, typer.Option(help="SVG picture to write (default: next to --out).")] = None,
+    out: Annotated[Path, Option(help="Trace file, for ui.perfetto.dev.")] = Path("amoeba-trace.json"),
+    picture: Annotated[Path | None, Option(help="SVG picture to write (default: next to --out).")] = None,
     shape: Annotated[
         str | None,
-        typer.Option(
-            help=f"A name (sonic_a, ...) or T,H,I,E,K (default: {GPU_SHAPE}; {INTERPRETED_SHAPE} without a GPU)."
-        ),
+        Option(help=f"A name (sonic_a, ...) or T,H,I,E,K (default: {GPU_SHAPE}; {INTERPRETED_SHAPE} without a GPU)."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 (default), float16, float32.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu (TRITON_INTERPRET=1) or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Random seed for weights, tokens and routing.")] = 0,
+    dtype: Annotated[str | None, Option(help="bfloat16 (default), float16, float32.")] = None,
+    device: Annotated[str, Option(help="auto, cpu (TRITON_INTERPRET=1) or cuda.")] = "auto",
+    seed: Annotated[int, Option(help="Random seed for weights, tokens and routing.")] = 0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -50,12 +48,14 @@ def trace(
     output = start(verbose)
     with usage():
         need("torch", "triton")
+        import torch
+
         from amoeba.bench.workload import check_memory, parse_shape
 
         place = parse_device(device)
         default = INTERPRETED_SHAPE if place.type == "cpu" else GPU_SHAPE
         found = parse_shape(shape or default)
-        (kind,) = parse_dtypes([dtype] if dtype else [], [_default_dtype(place)])
+        (kind,) = parse_dtypes([dtype] if dtype else [], [torch.float32 if place.type == "cpu" else torch.bfloat16])
         drawn = picture or out.with_suffix(".svg")
         check_seed(seed)
         for option, file, name in (("--out", out, "trace.json"), ("--picture", drawn, "trace.svg")):
@@ -147,12 +147,6 @@ def _flops(problem: Problem, rows: int) -> int:
 
     _, hidden, intermediate = problem.weights.down_EHI.shape
     return backward_flops(rows=rows, hidden=hidden, intermediate=intermediate, gated=problem.weights.activation.gated)
-
-
-def _default_dtype(device: torch.device) -> torch.dtype:
-    import torch
-
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _problem(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Problem, torch.Tensor]:

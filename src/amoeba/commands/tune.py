@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from amoeba.commands.exits import INTERRUPTED, finish, need, usage
 from amoeba.commands.options import Json, Verbose, dtype_name, parse_dtypes
@@ -26,16 +27,14 @@ MOST_MINUTES = 24 * 60.0
 
 def tune(
     shape: Annotated[
-        list[str] | None, typer.Option(help="Shape: a name (qwen3_30b, ...) or T,H,I,E,K. Can be repeated.")
+        list[str] | None, Option(help="Shape: a name (qwen3_30b, ...) or T,H,I,E,K. Can be repeated.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Tune for a preset (120m, ...) or a folder with config.json.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="With --model: tokens per pass.")] = 8192,
+    model: Annotated[str | None, Option(help="Tune for a preset (120m, ...) or a folder with config.json.")] = None,
+    tokens: Annotated[int, Option(min=1, help="With --model: tokens per pass.")] = 8192,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SERVED)} (default: bfloat16). Can be repeated.")
+        list[str] | None, Option(help=f"{', '.join(SERVED)} (default: bfloat16). Can be repeated.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Total time budget for all kernels.")] = 5.0,
+    minutes: Annotated[float, Option(help="Total time budget for all kernels.")] = 5.0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -92,7 +91,6 @@ def check_minutes(minutes: float) -> None:
 def choose_shapes(
     names: Sequence[str], model: str | None, tokens: int, device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> tuple[list[Shape], tuple[int, ...]]:
-    """Layers, and sizes of the attention's heads."""
     from amoeba.bench.workload import check_memory, parse_shape
     from amoeba.kernels.attention.tile import HEAD_SIZES
 

@@ -1,7 +1,5 @@
 """A Typer with two additions: groups of options, and no option with an empty value.
 
-    app = Typer(name="amoeba", help="...")
-
     @dataclass(frozen=True)
     class Sampling:
         top_k: Annotated[int, typer.Option(help="...")] = 0
@@ -9,10 +7,8 @@
     @app.command()
     def generate(sampling: Sampling, json: Json = False) -> None: ...     # amoeba generate --top-k 4
 
-A parameter whose type is a dataclass stands for its fields, each of which is an option.
-
-`--ram "$BUDGET"` with a variable that is not set is a mistake: treated as an option that was left out, it would run
-something other than what was asked for. An argument may be empty, since a prompt is any text.
+A parameter whose type is a dataclass stands for its fields, each of which is an option. `--ram "$BUDGET"` with a
+variable that is not set is refused: treated as an option that was left out, it would run something else.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from amoeba.commands.exits import finish, usage
-from amoeba.commands.options import Device, Dtypes, Json, Verbose, all_dtypes, parse_device, parse_dtypes
+from amoeba.commands.options import DTYPES, Device, Dtypes, Json, Verbose, parse_device, parse_dtypes
 from amoeba.commands.start import start
 from amoeba.jobs.compile_beside import process_beside
 
@@ -15,10 +15,10 @@ from amoeba.jobs.compile_beside import process_beside
 def verify(
     device: Device = "auto",
     dtype: Dtypes = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Check only this backend. Can be repeated.")] = None,
-    thorough: Annotated[bool, typer.Option("--thorough", help="Check every case, with no time limit.")] = False,
+    backend: Annotated[list[str] | None, Option(help="Check only this backend. Can be repeated.")] = None,
+    thorough: Annotated[bool, Option("--thorough", help="Check every case, with no time limit.")] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=2, help="Check expert parallelism instead, over this many CPU processes.")
+        int | None, Option(min=2, help="Check expert parallelism instead, over this many CPU processes.")
     ] = None,
     json: Json = False,
     verbose: Verbose = False,
@@ -33,7 +33,7 @@ def verify(
         from amoeba.proof.compiled_checks import order_of
 
         with usage():
-            dtypes = parse_dtypes(dtype or [], all_dtypes())
+            dtypes = parse_dtypes(dtype or DTYPES, [])
             if ranks is not None:
                 verify_run.check_ranks(ranks, device, backend or [], thorough)
         if ranks is not None:

@@ -106,7 +106,6 @@ def run(
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """At most as many threads of torch's."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(count, before))
     try:
@@ -116,7 +115,6 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def check_ranks(ranks: int, device: str, backends: Sequence[str], thorough: bool) -> None:
-    """What goes together with --ranks."""
     if ranks > _MOST_RANKS:
         raise bad_value("--ranks", f"at most {_MOST_RANKS}", ranks, "each rank is a process on this machine")
     for option, given in (("--device", device == "cuda"), ("--backend", backends), ("--thorough", thorough)):
@@ -189,7 +187,6 @@ def _document(results: Sequence[Result], device: torch.device, thorough: bool) -
 
 
 def _refusals(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One entry per backend and reason, with the number of cases in each dtype."""
     found: dict[tuple[str, str], Counter[str]] = {}
     for result in results:
         if result.refused is not None:

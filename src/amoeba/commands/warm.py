@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from amoeba.commands.exits import finish, interrupted, need, usage
 from amoeba.commands.options import Json, TrustRemoteCode, Verbose
@@ -17,20 +17,18 @@ _COMMANDS = ("generate", "finetune", "train")
 
 
 def warm(
-    model: Annotated[str, typer.Argument(help="A model folder (config.json is enough) or a preset of train.")],
+    model: Annotated[str, Argument(help="A model folder (config.json is enough) or a preset of train.")],
     wanted: Annotated[
         list[str] | None,
-        typer.Option("--for", help="The command to prepare: generate (default), finetune or train. Can be repeated."),
+        Option("--for", help="The command to prepare: generate (default), finetune or train. Can be repeated."),
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Compile for this GPU, for example sm_90, on a machine without it.")
-    ] = None,
+    gpu: Annotated[str | None, Option(help="Compile for this GPU, for example sm_90, on a machine without it.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Batch size that the command will use (default: the command's).")
+        int | None, Option(min=1, help="Batch size that the command will use (default: the command's).")
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Sequence length for train and finetune.")] = None,
-    precision: Annotated[str, typer.Option(help="Precision for train.")] = "bf16",
-    r: Annotated[int, typer.Option("--r", "--lora-rank", min=1, help="LoRA rank for finetune.")] = 16,
+    sequence_length: Annotated[int | None, Option(min=1, help="Sequence length for train and finetune.")] = None,
+    precision: Annotated[str, Option(help="Precision for train.")] = "bf16",
+    r: Annotated[int, Option("--r", "--lora-rank", min=1, help="LoRA rank for finetune.")] = 16,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     verbose: Verbose = False,

@@ -3,8 +3,7 @@
     corpus = load_corpus("notes/")          # or None: the Python language reference that comes with Python
     render(corpus.train[0], tokenizer)      # one string
 
-Nothing is left out silently: what cannot be read raises, and what is left out on purpose (blank documents, and in a
-folder hidden and binary files, fields of messages that nothing reads) is counted in `Corpus.description`.
+What cannot be read raises, and what is left out on purpose is counted in `Corpus.description`.
 """
 
 from __future__ import annotations

@@ -188,14 +188,12 @@ def _part(part: object, where: str, place: str, role: str, images: list[object] 
 
 
 def messages_of(document: Conversation) -> list[dict[str, Any]]:
-    """As chat templates take them."""
     if not isinstance(document, IllustratedConversation):
         return [message._asdict() for message in document.messages]
     return [with_parts(message) for message in document.messages]
 
 
 def with_parts(message: Message) -> dict[str, Any]:
-    """A message whose content has an IMAGE where one is."""
     if IMAGE not in message.content:
         return message._asdict()
     parts: list[dict[str, str]] = []

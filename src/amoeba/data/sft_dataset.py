@@ -1,17 +1,14 @@
 """Rows to fine-tune on: a document as tokens, with a label on the answers and none on what they answer.
 
+S tokens of a row
+
     rows = SftDataset(corpus.train, tokenizer, most_tokens=1024)
     rows[0]["input_ids"], rows[0]["labels"]      # [S], int64, of any length; NO_LABEL on what is not an answer
     pad_rows([rows[0], rows[1]], padding=0)      # a batch, with its attention_mask
 
 Answers are the assistant's turns, the completion of a prompt, or all of a text, each with the token that ends it. The
-text is tokenised as a whole, or, where a token would lie across the border of an answer, in pieces: in generation the
-prompt ends there too.
-
-A conversation with images needs what reads them, `integrations.images.ImageReader`: its rows have the images' inputs
-too, read again for each batch.
-
-S tokens of a row
+text is tokenised as a whole, or, where a token would lie across the border of an answer, in pieces. Rows of a
+conversation with images have the images' inputs too, read again for each batch.
 """
 
 from __future__ import annotations
@@ -209,7 +206,6 @@ def _pieces_by_template(document: Conversation, tokenizer: PreTrainedTokenizerBa
 
 
 def _turns(document: Conversation) -> list[int]:
-    """The messages that are learnt."""
     found = enumerate(document.messages)
     return [number for number, message in found if message.role == "assistant" and number >= document.given]
 

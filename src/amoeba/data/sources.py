@@ -297,8 +297,6 @@ _RECORD = "an object with `prompt`, or `messages` (with --chat)"
 
 
 class Prompt(NamedTuple):
-    """line: its number in the file, from 1."""
-
     line: int
     place: str
     content: str | tuple[Message, ...]

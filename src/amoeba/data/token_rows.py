@@ -1,14 +1,13 @@
 """Documents as rows of tokens of one length: tokenised, joined with the end-of-text token, cut.
 
-    train = PackedDataset(corpus.train, tokenizer, sequence_length=512)
-    held_out = PackedDataset(corpus.held_out, tokenizer, sequence_length=512, keep_last=True)
-    train[0]["input_ids"]  # [512], int64
-    batch = stack([train[0], train[1]])
-
 S tokens of a row · B rows of a batch
 
-Positions begin at 0 in every document, by which a model knows documents apart that share a row: they do not attend to
-each other. `document_arguments` says the same in the way of attention that takes documents of any length.
+    held_out = PackedDataset(corpus.held_out, tokenizer, sequence_length=512, keep_last=True)
+    held_out[0]["input_ids"]  # [512], int64
+    batch = stack([held_out[0], held_out[1]])
+
+Positions begin at 0 in every document, by which a model knows documents apart that share a row. `document_arguments`
+says the same in the way of attention that takes documents of any length.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return int(self.tokens.max())
 
     def digest(self) -> str:
-        """Of all tokens, to tell whether another process has the same."""
         return hashlib.blake2b(self.tokens.numpy().tobytes(), digest_size=16).hexdigest()
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
@@ -98,13 +96,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return place_S - start_S.cummax(0).values
 
     def documents_per_row(self) -> int:
-        """At most."""
         starts_in = torch.bincount(self.starts // self.sequence_length, minlength=self.rows)
         return int(starts_in.max()) + 1  # and one that began before
 
 
 def stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch of rows of one length."""
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -154,7 +150,6 @@ def _tokens_and_lengths(documents: Sequence[Document], tokenizer: PreTrainedToke
 
 
 def _described(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """All that its tokens follow from; None for one with code of its own."""
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         return None
     return {

@@ -1,18 +1,12 @@
 """A tokenizer for a corpus: the checkpoint's own, or byte-level BPE trained on the text.
 
     tokenizer = load_or_train_tokenizer(None, corpus, vocab_size=4096)
-
-Bytes are the alphabet, so every text can be encoded and decode(encode(text)) is the text itself. A checkpoint's own has
-to understand the text too: one that loses most of it is refused.
-
-What was made of a large text, a tokenizer or tokens, is kept for the next run on it:
-
     content = kept(key, make)       # what make() gave when a run had that key, else what it gives now
 
-A key is a hash of everything that the content follows from: the texts themselves, the tokenizer, the versions of the
-packages and the code of this folder. So nothing kept is ever out of date, and nothing has to be cleared by hand. Files
-appear whole or not at all, begin with a hash of the rest, and can be read by their owner alone: they are the user's
-text. The ones not used for longest go when all together are too large.
+Bytes are the alphabet, so every text can be encoded and decode(encode(text)) is the text itself. What was made of a
+large text, a tokenizer or tokens, is kept for the next run. A key is a hash of everything that the content follows
+from, the code of this folder included, so nothing kept is ever out of date. Files can be read by their owner alone; the
+ones not used for longest go when all together are too large.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ O out · I in
     found = layers_in_blocks(model, {"lm_head.weight": "q6_k"})     # model: on the meta device
     put_blocks(model, "lm_head.weight", "q6_k", rows)                # rows: uint8 (O, bytes of a row)
 
-They are for generating, not for training: their weight is no parameter. Where something else reads it, it is
-dequantised then.
+They are for generating, not for training. Where something else reads their weight, it is dequantised then.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ def layers_in_blocks(model: Any, kinds: Mapping[str, str]) -> dict[str, str]:
 
 
 def put_blocks(model: nn.Module, name: str, kind: str, rows: Tensor) -> None:
-    """In place of the module whose weight has this name."""
     path = name.rpartition(".")[0]
     parent, _, own = path.rpartition(".")
     module: Any = model.get_submodule(path)

@@ -5,13 +5,8 @@
     loss = model(...).loss          # the first call compiles one layer, not the whole model
     layers.end()
 
-Linear attention and state spaces go through a text in chunks, or token by token, where no kernels of their own are
-installed. The compiler would unroll such a loop, for minutes; these parts of a layer stay as they are.
-
-What torch.compile makes is kept, so that the next run only has to load it:
-
-    keep_compiled_code()        # before the first thing is compiled
-    folder()                    # $TORCHINDUCTOR_CACHE_DIR, else a part of our cache
+Parts that go through a text in chunks, or token by token, stay as they are: the compiler would unroll such a loop, for
+minutes. What torch.compile makes is kept in `folder()`: $TORCHINDUCTOR_CACHE_DIR, else a part of our cache.
 """
 
 from __future__ import annotations
@@ -83,7 +78,6 @@ class _Operators(TorchDispatchMode):
 
 
 def _operators(model: Any, layers: list[Any], tokens: int) -> dict[nn.Module, int]:
-    """Of each child of a layer."""
     found: dict[nn.Module, int] = {}
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=next(model.parameters()).device)
     with ExitStack() as hooks, torch.no_grad(), _Operators() as watched:
@@ -99,7 +93,6 @@ def _operators(model: Any, layers: list[Any], tokens: int) -> dict[nn.Module, in
 
 
 def graph_passes() -> dict[str, Any]:
-    """What we change in the compiler's graphs, as its options."""
     from amoeba.integrations.inductor_passes import (
         JoinedLinears,  # which imports the compiler
         KeptSums,
@@ -114,7 +107,6 @@ def graph_passes() -> dict[str, Any]:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The stack that the tokens go through."""
     return list(model.get_submodule(name_of_stack(model)))
 
 

@@ -3,13 +3,10 @@
     covered = coverage(model)
     covered.ours                 # names of the modules that go through transformers' experts interface
     covered.others               # {"model.layers.0.feed_forward.experts": "Llama4TextExperts", ...}
-    print(f"experts by {covered}")
 
 transformers hands experts over where their class is decorated with `use_experts_implementation`. Where it is not,
-experts_implementation="amoeba" changes nothing there, and transformers does not say so.
-
-Whether the host has to do something within a pass of a model's experts, so that no CUDA graph can hold it, is asked
-here too (`why_waits`): the backend answers that computes them.
+experts_implementation="amoeba" changes nothing there, and transformers does not say so. `why_waits` asks the backends
+whether the host has to do something within a pass, so that no CUDA graph can hold it.
 """
 
 from __future__ import annotations

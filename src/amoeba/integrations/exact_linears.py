@@ -1,14 +1,13 @@
 """Linear layers of a Hugging Face model in exact mode on a GPU, in few launches.
 
+M rows · K summed · N columns · R LoRA rank
+
     with few_launches(model):       # while `ExactOperators` looks on; elsewhere modules are what they were
         model(...)
 
-The projections of queries, keys and values, which read the same rows, are one launch: the first that is called computes
-all three. PEFT's layers add their factors' part in the launch of the large product: in fp32, rounded once, where PEFT's
-own code rounds the layer's result before. What is not as simple (biases, dropout, several adapters, fp32) stays with
-the layer's own code.
-
-M rows · K summed · N columns · R LoRA rank
+The projections of queries, keys and values are one launch: the first that is called computes all three. PEFT's layers
+add their factors' part in the launch of the large product, in fp32 and rounded once. What is not as simple (biases,
+dropout, several adapters, fp32) stays with the layer's own code.
 """
 
 from __future__ import annotations
@@ -66,15 +65,12 @@ def _is_plain(module: Any) -> bool:
 
 
 def _kernels(x: Tensor, weights: list[Tensor], rank: int = 0) -> Any:
-    """Those that take such rows here, or None."""
     from amoeba.kernels import exact_linear
 
     return exact_linear if looks_on() and exact_linear.why_not(x, weights, rank) is None else None
 
 
 class _First:
-    """Mixed in before nn.Linear."""
-
     def forward(self, input: Tensor) -> Tensor:
         others = self.__dict__[_OTHERS]
         weights = [self.weight, *(each.weight for each in others)]  # type: ignore[attr-defined]
@@ -136,8 +132,6 @@ def _factors(layer: Any) -> tuple[Tensor, Tensor, float] | None:
 
 
 class _WithFactors:
-    """Mixed in before PEFT's class."""
-
     def forward(self, x: Tensor, *more: Any, **others: Any) -> Tensor:
         found = None if more or others else _factors(self)
         if found is not None:

@@ -58,8 +58,6 @@ def is_exact(model: nn.Module) -> bool:
 
 
 class Exact:
-    """Made by `exact`."""
-
     def __init__(self, model: nn.Module) -> None:
         models = _checked(model)
         self._thread = threading.local()
@@ -123,7 +121,6 @@ class Exact:
             self._thread.mode.__exit__(None, None, None)
 
     def _inside(self) -> list[nn.Module]:
-        """The passes that are under way in this thread, the outermost first."""
         if not hasattr(self._thread, "inside"):
             self._thread.inside = []
         return self._thread.inside
@@ -190,7 +187,6 @@ def _with_positions(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
-    """Each once."""
     found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 

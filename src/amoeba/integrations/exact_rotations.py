@@ -44,7 +44,6 @@ def fused_rotations(model: nn.Module) -> Iterator[None]:
 
 
 def _is_usual(function: Any) -> bool:
-    """Whether it turns the halves of whole heads."""
     generator = torch.Generator("cpu").manual_seed(0)
     shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
     q, k, cos, sin = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)

@@ -7,9 +7,8 @@ E experts · H hidden · I intermediate · J = 2I or I
     described(module)                     # the same with its activation, found out in the first call
     place(module, placement)              # its experts elsewhere; described(module).placed is where
 
-transformers' decorator `use_experts_implementation` marks such modules. What is found out about one is kept on it, in
-one attribute. A later change of its act_fn, limit or alpha is noticed; after a change of `_apply_gate` or of a flag,
-call `forget(module)`.
+What is found out about a module is kept on it, in one attribute. A later change of its act_fn, limit or alpha is
+noticed; after a change of `_apply_gate` or of a flag, call `forget(module)`.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ def experts_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def routers_in(block: nn.Module | None) -> list[Any]:
-    """The routers in a block that holds experts."""
     found = [getattr(block, child, None) for child in ROUTER_NAMES]
     return [router for router in found if isinstance(router, nn.Module)]
 
@@ -168,13 +166,11 @@ def layouts_of(model: nn.Module) -> dict[str, ExpertsLayout]:
 
 
 def described(module: Any) -> ExpertsModule:
-    """What is known about an experts module, found out now if it was not called yet."""
     known = module.__dict__.get(ATTRIBUTE)
     return known if known is not None and known.holds(module) else find_out(module)
 
 
 def is_described(module: Any) -> bool:
-    """Whether it was called, or its experts placed."""
     return ATTRIBUTE in module.__dict__
 
 

@@ -5,19 +5,15 @@ Q query heads · G key and value heads · D of a head
     with fused_attention(model) as found:       # how many layers, of how many, and why not the others
         model(...)                              # with our attention, and told the documents
 
-Taken are layers that norm queries and keys head by head and rotate all of a head, as Qwen3's do. A layer is recognised
-by evaluating it: what it hands to attention, for a few random tokens, norm weights and rotations, is what these
-formulas give, and what it returns is its output projection of attention's result. Parameters stay where they are, so
-the model is saved as ever. Where a call wants something else (a mask, a cache, another attention) the layer's own code
-runs.
-
-Other layers train with the implementation "amoeba" of attention, which keeps packed documents apart:
+Taken are layers that norm queries and keys head by head and rotate all of a head, as Qwen3's do, recognised by
+evaluating them. Where a call wants something else (a mask, a cache, another attention) the layer's own code runs. Other
+layers train with the implementation "amoeba" of attention, which keeps packed documents apart:
 
     model.set_attn_implementation(NAME)
     model(input_ids=ids_BS, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=S, max_length_k=S, ...)
 
-The names are those by which transformers hands documents to flash attention; rows of a batch are documents of their
-own. What an architecture wants beyond causal attention (sinks, capped scores, masks) is refused with a sentence.
+The names are those by which transformers hands documents to flash attention. What an architecture wants beyond causal
+attention (sinks, capped scores, masks) is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -157,7 +153,6 @@ def _evaluated(module: Any, linears: list[nn.Linear], size: int, eps: float, gat
 
 @contextmanager
 def _attention(config: Any, function: Any) -> Iterator[None]:
-    """`function` in place of ours."""
     own = config._attn_implementation
     AttentionInterface.register(NAME, function)
     try:
@@ -185,8 +180,6 @@ def _hooks(module: nn.Module) -> bool:
 
 
 class _FusedAttention:
-    """Mixed in before the layer's own class."""
-
     form: Form
 
     def forward(

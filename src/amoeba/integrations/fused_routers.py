@@ -6,9 +6,8 @@ T tokens · K experts per token · E experts · H hidden
         model(...)
 
 A router is recognised by evaluating it: its choices and weights for a few random tokens are those of one of our own
-routers, or it stays as it is. Experts with equal logits are chosen by their number; torch.topk says nothing of those.
-
-Where experts are streamed to a GPU, the router of a captured step requests them in the same launch.
+routers, or it stays as it is. Where experts are streamed to a GPU, the router of a captured step requests them in the
+same launch.
 """
 
 from __future__ import annotations
@@ -119,8 +118,6 @@ def rehearse(router: Any) -> None:
 
 
 class _FusedRouter:
-    """Mixed in before the router's own class."""
-
     found: _Found
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:

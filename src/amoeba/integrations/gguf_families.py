@@ -114,7 +114,6 @@ def _rope(facts: _Facts) -> dict[str, Any]:
 
 
 def _key_heads(facts: _Facts) -> int:
-    """Of layers with attention; the others of a hybrid model have none."""
     found = facts.get("attention.head_count_kv")
     if isinstance(found, list) and found and all(isinstance(each, int) for each in found):
         return max(found)

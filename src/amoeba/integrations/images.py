@@ -39,7 +39,6 @@ class ImageReader:
             raise bad_value("images", "a model with a chat template", f"{name!r}, which has none", remedy)
 
     def read(self, text: str, images: Sequence[str | bytes]) -> dict[str, Tensor]:
-        """Numbers of tokens (1, S), and of all images end to end."""
         opened = [self._image(image) for image in images]
         try:
             found = self._processor(text=[text], images=opened, return_tensors="pt", add_special_tokens=False)

@@ -44,8 +44,6 @@ class KeptSums(custom_graph_pass()):  # type: ignore[misc]
 
 
 class SumsIntoExperts(custom_graph_pass()):  # type: ignore[misc]
-    """Over each pass's own graph."""
-
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
             if _is_sum(node):
@@ -152,7 +150,6 @@ class JoinedLinears(custom_graph_pass()):  # type: ignore[misc]
 
 
 def _of_one_input(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Linear layers that may be joined, in the order of the graph."""
     groups = defaultdict(list)
     stretch = 0
     for node in graph.nodes:
@@ -175,7 +172,6 @@ def _changes_something(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node) -> tuple[Any, Any, Any]:
-    """input, weight and bias, whether given by place or by name."""
     values = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
     return values["input"], values["weight"], values.get("bias")
 

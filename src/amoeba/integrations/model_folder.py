@@ -5,8 +5,7 @@ tokenizer, config = load_tokenizer_and_config(name)
 model = load_model(name, dtype=None)                   # its experts computed by aMoEba
 adapter = find_adapter("runs/mine")                    # the adapter's folder, here or in a run of `amoeba finetune`
 
-A folder is somebody else's: Python code in it (auto_map) runs only where `trust_remote_code` was asked for on the
-command line, weights are read as safetensors and never unpickled, and what is damaged or missing is named.
+Python code in a folder (auto_map) runs only with `trust_remote_code`, and weights are never unpickled.
 """
 
 from __future__ import annotations
@@ -150,7 +149,6 @@ def _check_choice(name: str, config: Any) -> None:
 
 
 def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
-    """dtype: None for the checkpoint's own."""
     from amoeba.integrations.transformers import register
 
     register()
@@ -190,8 +188,6 @@ def _one_after_another() -> Iterator[None]:
 
 
 class UnreadTensor:
-    """A tensor that is read when it is sliced, as those of safetensors' `get_slice` are."""
-
     def __init__(self, read: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
         self._read, self.dtype = read, dtype
 
@@ -250,7 +246,6 @@ def _check_weights_fit(name: str, found: Any) -> None:
 
 
 def load_without_weights(config: Any, name: str, *, trust_remote_code: bool = False) -> Any:
-    """The model on the meta device: its modules and their shapes, in no memory."""
     with _reading(name, "model"), torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=trust_remote_code).eval()
 

@@ -41,7 +41,6 @@ class Nf4State(NamedTuple):
 
 
 def read_state(name: str, stored: Tensor) -> Nf4State:
-    """ValueError where blocks are not parts of rows."""
     try:
         found = json.loads(bytes(stored.view(torch.uint8).tolist()))
         state = Nf4State(
@@ -109,7 +108,6 @@ def state_of(name: str, names: Container[str], read: Callable[[str], Tensor]) ->
 def nested_of(
     name: str, state: Nf4State, names: Container[str], read: Callable[[str], Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """The table and the numbers of double quantisation."""
     if not state.nested:
         return None
     _check_there(name, (NESTED_TABLE, NESTED_ABSMAX), names)

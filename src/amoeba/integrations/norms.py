@@ -106,8 +106,6 @@ class _CoreNorm:
 
 
 class _FusedNorm:
-    """Mixed in before the norm's own class."""
-
     form: Norm
 
     def forward(self, hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:

@@ -3,9 +3,7 @@
 E experts
 
     own = own_tensors(model)["model.layers.0.mlp.experts.placed_0"]
-    own.name            # model.layers.0.mlp.experts.gate_up_proj, as a process with all experts has it
-    own.experts, own.of # [4, 5, 6, 7], 8
-    plain_names(model)  # all parameters, named and ordered as in that process
+    own.name, own.experts, own.of       # model.layers.0.mlp.experts.gate_up_proj, [4, 5, 6, 7], 8
 """
 
 from __future__ import annotations
@@ -60,22 +58,6 @@ def _here(share: list[int], tensor: Any) -> list[int]:
     """Of the experts of a share those that FSDP2 has left on this rank."""
     rows = rows_here(tensor)
     return share if rows is None else share[rows.start : rows.stop]
-
-
-def plain_names(model: nn.Module) -> dict[str, str]:
-    """The name here by the name in a process with all experts, in the order that the parameters have there."""
-    own = {mine: tensor.name for mine, tensor in own_tensors(model).items()}
-    here = {theirs: mine for mine, theirs in own.items()}
-    ordered: dict[str, str] = {}
-    for name, _ in model.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        if name in own and leaf.startswith("placed_"):
-            # the shapes that were left of a module's parameters are in their order
-            kept = model.get_submodule(module).__dict__
-            ordered |= {f"{module}.{each}": here[f"{module}.{each}"] for each in kept if f"{module}.{each}" in here}
-        else:
-            ordered[name] = name
-    return ordered
 
 
 def _leaves(module: Any) -> list[str]:

@@ -3,18 +3,17 @@
 E experts · H hidden · I intermediate · J = 2I or I
 
     place_experts(model, "cpu-int8")        # the rest of the model may go to a GPU afterwards
-    place_experts(model, "auto")
     place_experts(model, "auto", trains=False, device=torch.device("cuda"))     # to generate with, the rest on that GPU
 
-Placed experts take no gradient, unless their kind of weights trains; x, the routing weights and LoRA factors do. Which
-placements there are is for `amoeba.placements` to say.
+Placed experts take no gradient, unless their kind of weights trains; x, the routing weights and LoRA factors do.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +41,9 @@ logger = logging.getLogger("amoeba")
 
 
 class Placed(NamedTuple):
-    """Where the experts are now, and why there."""
-
     placement: str
     reason: str
     plans: tuple[Any, ...] = ()  # of their memory, where that was asked for
-
-
-class ExpertsOnDisk(Protocol):
-    """Experts that were not read yet: of their parameters a model has the shapes alone (see `leave_shapes`)."""
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """In the checkpoint."""
-        ...
-
-    def read(self, name: str, module: Any, dtype: torch.dtype) -> None:
-        """Gives a module its parameters."""
-        ...
 
 
 def place_experts(
@@ -69,7 +54,7 @@ def place_experts(
     trains: bool = True,
     device: torch.device | None = None,
     stored_dtype: torch.dtype | None = None,
-    on_disk: ExpertsOnDisk | None = None,
+    read: Callable[[str, Any, Placement | None], None] | None = None,
 ) -> Placed:
     """Places the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing.
 
@@ -81,7 +66,8 @@ def place_experts(
     device: for "auto", where the rest of the model will be; None for a GPU, if there is one.
     stored_dtype: for "auto", the checkpoint's dtype where the model has another one only because it is faster here: a
     placement that keeps numbers of this dtype rounds nothing. None: the model's.
-    on_disk: reads the experts of a model that was made without them, each layer just before it is placed.
+    read: gives a module of this name its parameters, where the model was made without them (see `leave_shapes`), just
+    before it is placed so; None for experts that stay resident.
     """
     check_placement(placement)
     modules = experts_modules(model)
@@ -97,9 +83,9 @@ def place_experts(
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         placed = _choose(model, list(modules.values()), trains, device, stored_dtype)
     if placed.placement == RESIDENT:
-        if on_disk is not None:
+        if read is not None:
             for name, module in modules.items():
-                on_disk.read(name, module, module.down_proj.dtype)
+                read(name, module, None)
         return placed
     chosen = placement_named(placed.placement)
     for name, module in modules.items():
@@ -117,8 +103,8 @@ def place_experts(
 
     model.set_experts_implementation("amoeba")  # type: ignore[operator]  # nothing else finds them there
     for name, module in modules.items():
-        if on_disk is not None:
-            on_disk.read(name, module, _dtype_to_read(module, chosen, on_disk.dtype_of(name)))
+        if read is not None:
+            read(name, module, chosen)
         place(module, chosen)
         if isinstance(placed_in(module), PackedExperts):
             overlap_shared_experts(model.get_submodule(name.rpartition(".")[0]), module)
@@ -142,7 +128,6 @@ def _already_placed(model: nn.Module, modules: dict[str, Any], asked: str) -> Pl
 
 
 def check_placement(name: str) -> None:
-    """ValueError unless there is such a placement on this machine."""
     if name not in (RESIDENT, AUTO):
         placement_named(name)
 
@@ -174,15 +159,7 @@ def _choose(
 
 
 def _tensors(module: Any) -> list[Tensor]:
-    """Its parameters, or the shapes that were left of them."""
     return [*module.parameters()] or [each for each in vars(module).values() if isinstance(each, Tensor)]
-
-
-def _dtype_to_read(module: Any, chosen: Placement, stored_dtype: torch.dtype) -> torch.dtype:
-    """The model's; or bf16 where the checkpoint has that and these experts do not compute in the model's anyway, since
-    a layer then takes half the memory while it is placed."""
-    dtype: torch.dtype = module.down_proj.dtype
-    return dtype if dtype in chosen.tolerances or stored_dtype != torch.bfloat16 else stored_dtype
 
 
 def _sizes(module: Any) -> LayerSizes:

@@ -3,8 +3,7 @@
     amoeba.set_precision(model, "fp8")
     products_of(model)              # of experts in fp8-128: quantised rows or not, why, and how far each is from fp64
 
-The modules keep their parameters: optimizers, checkpoints and `save_pretrained` see nothing of it, and a saved model is
-the one that plain transformers loads. Of experts over ranks each rank computes its own so. See
+The modules keep their parameters: a saved model is the one that plain transformers loads. See
 `amoeba.precision.recipes`, and for frozen experts `QuantisedExperts.products`.
 """
 

@@ -60,7 +60,6 @@ AGAIN = "download it again, or take its unquantised checkpoint"
 
 
 def format_of(facts: Mapping[str, Any]) -> Format | None:
-    """The format of a checkpoint's experts by its quantization_config; None where it is not known here."""
     method = facts.get("quant_method")
     if method == "mxfp4":
         return MXFP4
@@ -152,7 +151,6 @@ class QuantisedFiles:
         return found
 
     def plain_experts(self) -> dict[str, Tensor]:
-        """Of experts that are no codes."""
         found = self._names.of_experts.values()
         return {name: self._read(name) for sources in found for names in sources.values() for name in names}
 
@@ -236,7 +234,6 @@ class QuantisedFiles:
         return tuple(self._header(name).get_shape())
 
     def _header(self, name: str) -> Any:
-        """Of a tensor, its shape and dtype without its data."""
         return self._file(name).get_slice(self._name_in_file[name])
 
     def _file(self, name: str) -> Any:
@@ -288,7 +285,6 @@ def check_no_codes(folder: Path) -> None:
 
 
 def is_quantised(name: str, names: Container[str]) -> bool:
-    """Whether a weight has scales among these."""
     return any(name + suffix in names for suffix in (BLOCKS, SCALE_INV, ABSMAX))
 
 
@@ -475,7 +471,6 @@ def _dtypes_in(path: Path) -> dict[str, str]:
 
 
 def weight_of(name: str) -> str:
-    """Of a weight's own name, of its scales' or of its blocks'."""
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     return name.removesuffix(suffix)
 

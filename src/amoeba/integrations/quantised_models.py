@@ -2,9 +2,8 @@
 
     take_over_quantised("amoeba")        # once: from_pretrained(..., experts_implementation="amoeba") then does so
 
-transformers' quantizers would dequantise the experts where there is no GPU, or put modules in their place whose weights
-no adapter can be trained on them. Here the rest of the model is loaded as an unquantised one, and its experts are
-handed quantised ones, frozen. The model counts as unquantised afterwards: any trainer takes it.
+The rest of the model is loaded as an unquantised one, and its experts are handed quantised ones, frozen. The model
+counts as unquantised afterwards: any trainer takes it.
 """
 
 from __future__ import annotations
@@ -82,13 +81,11 @@ def _quantised(kind: Any, model: Any, options: dict[str, Any], implementation: s
 
 
 def facts_of(config: Any) -> dict[str, Any] | None:
-    """quantization_config, as config.json has it."""
     found = getattr(config, "quantization_config", None)
     return found if found is None or isinstance(found, dict) else dict(found.to_dict())
 
 
 def unquantised(config: Any) -> Any:
-    """The configuration of the same model without its quantisation."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -2,8 +2,7 @@
 
     activation = recognise_by_trial(module, has_gate=True)     # an Activation, or None: call the module's function
 
-Values and slopes are compared in fp64 with those of every `Activation`. A function that learns, draws random numbers,
-depends on the mode or reads any other tensor is never taken for one of them.
+A function that learns, draws random numbers, depends on the mode or reads any other tensor is never taken for one.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ _PROBE_TOLERANCE = 1e-6
 
 
 def numbers_of(module: Any) -> tuple[tuple[str, float], ...]:
-    """The numbers on the module that its activation may use."""
     found = ((name, module.__dict__.get(name)) for name in (*_LIMIT_NAMES, *_ALPHA_NAMES))
     return tuple((name, number) for name, number in found if isinstance(number, int | float))
 
@@ -155,8 +153,6 @@ def _probe_points(limits: list[float]) -> Tensor:
 
 
 class _Watch(TorchDispatchMode):
-    """Detects whether a function uses tensors other than its argument and those it creates."""
-
     def __init__(self, argument: Tensor) -> None:
         super().__init__()
         self.foreign = False

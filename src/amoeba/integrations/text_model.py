@@ -1,15 +1,10 @@
-"""The text part of a configuration, and the class that computes text with it.
+"""The text part of a configuration, the class that computes text with it, and what a model can take.
 
     text_config(config).vocab_size        # of Qwen3_5MoeConfig too, which has its sizes in text_config
     auto_class(config).from_pretrained(folder)
+    draws_random_numbers(model)           # False for most models of today: their dropout is 0
 
-A composite configuration holds one configuration per part (text, vision, audio) and has no sizes of its own. Code
-that needs a size of the language model asks `text_config`.
-
-It also says what a model can take (ids below its vocabulary, rows no longer than its positions), and whether it draws
-random numbers in training: activation checkpointing then has to draw the same ones again.
-
-    draws_random_numbers(model)      # False for most models of today: their dropout is 0
+A composite configuration holds one configuration per part (text, vision, audio) and has no sizes of its own.
 """
 
 from __future__ import annotations

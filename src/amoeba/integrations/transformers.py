@@ -6,10 +6,8 @@ T tokens · K experts per token · E experts · H hidden · I intermediate · J 
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="amoeba")
 
 The modules keep their parameters and their checkpoints. How a module's experts are stored (transposed, interleaved,
-biased, ungated) is read from its flags and served by strides. Its activation is recognised by evaluating it on a few
-numbers; one that is not recognised, and a norm after the expert, are called as they are.
-
-What the first call finds out about a module is kept on it, see `experts_module`.
+biased, ungated) is read from its flags; an activation that is not recognised, and a norm after the expert, are called
+as they are. What the first call finds out about a module is kept on it, see `experts_module`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """A second process that compiles, next to a command, the kernels it will need, started before torch is imported.
 
     with compiling_beside() as compiler:
-        ...                                         # imports, settings
         compiler.begin(Work("train", "models/qwen3", batch_size=8, sequence_length=2048))
         ...                                         # weights are read, and the first step finds its kernels
 
-It ends with the command, whatever ends that. Where there is no GPU, or no process can be started, nothing happens, and
-the command compiles its kernels when it comes to them.
+It ends with the command, whatever ends that. Where there is no GPU, or no process can be started, nothing happens.
 """
 
 from __future__ import annotations
@@ -122,7 +120,6 @@ def process_beside(
 
 
 def has_gpu() -> bool:
-    """Found out without torch."""
     return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
 
 

@@ -4,8 +4,7 @@
     dtype = faster_dtype(model, rows, batch_size=8, passes=2000, say=print)         # train
 
 A CPU without bf16 instructions takes fp32. On others a model that is not trained is computed in the dtype of its
-checkpoint. To train one, whose parameters are fp32 in both while bf16 is autocast's, a pass of the model is timed
-in each, since which is faster depends on the CPU, on torch and on the sizes; the figures are kept for the next run.
+checkpoint; to train one, a pass is timed in each, and the figures are kept for the next run.
 """
 
 from __future__ import annotations
@@ -82,10 +81,11 @@ def faster_dtype(
     if passes * batch_size * flops_per_row < WORTH_MEASURING:
         return torch.float32
     count = max(1, min(batch_size, len(rows), int(_MOST_FLOPS / flops_per_row)))
+    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     about = {
         "device": f"{cpu_model()}, {torch.get_num_threads()} threads",
         "torch": str(torch.__version__),
-        "model": _hash_of(model.config.to_dict()),
+        "model": hashlib.sha256(config.encode()).hexdigest()[:12],
         "rows": count,
         "length": length,
     }
@@ -140,7 +140,3 @@ def seconds_of_a_pass(model: Any, batch: dict[str, Tensor], dtype: torch.dtype) 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _hash_of(config: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]

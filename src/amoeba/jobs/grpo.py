@@ -1,8 +1,5 @@
 """GRPO with TRL where the model that is trained generates its own rollouts, in the same process, by our Decoder.
 
-    from trl import GRPOConfig
-    from amoeba.jobs.grpo import GRPOTrainer
-
     lora.attach(model, r=16, targets=["experts", "q_proj"])  # over frozen experts in bf16 or quantised
     arguments = GRPOConfig("runs/mine", bf16=False, max_completion_length=64)
     GRPOTrainer(model, reward, arguments, prompts, processing_class=tokenizer, replay_routing=True).train()

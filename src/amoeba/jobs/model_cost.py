@@ -1,8 +1,6 @@
 """What a token of a whole language model costs in training, and what this machine could do at best.
 
-What was measured is kept in the folder for caches, so that the next run does not measure it again:
-
-    found = kept("ceiling", about)              # None where it is not there, or is of something else
+    found = kept("ceiling", about)              # measured by an earlier run; None: not there, or of something else
     keep("ceiling", about, {"flops_per_second": 1e12})
 
 about: all that the measurement hangs on, as JSON has it.

@@ -6,8 +6,7 @@ E experts · H hidden · I intermediate · J = 2I or I
     streamed, choice = attach_in(choice, "models/qwen3", ram="8GiB")
 
 Memory never holds more than the model as it will be, and one layer's experts as the checkpoint has them. Experts that
-cannot be read one by one (`amoeba.stream.store` says which can), quantised ones and models on the hub are loaded by
-transformers, and placed afterwards.
+cannot be read one by one, quantised ones and models on the hub are loaded by transformers, and placed afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import BadValue, bad_value
-from amoeba.core.placement import Load
+from amoeba.core.placement import Load, Placement
 from amoeba.integrations.block_linear import layers_in_blocks, put_blocks, stand_in
 from amoeba.integrations.experts_module import described, hand_over, stored, take_back_shapes
 from amoeba.integrations.gguf_files import is_gguf
@@ -77,9 +76,14 @@ def load_placed(
         if store.format is not None and from_gguf and not placement.startswith("cpu-"):
             placed = _as_stored(model, store, placement)
         else:
-            placed = place(model, on_disk=_ExpertsOfStore(store))
+            placed = place(model, read=functools.partial(_read_layer_for, store))
     model.set_experts_implementation("amoeba")
     return model, placed
+
+
+def streams(name: str, options: Any) -> bool:
+    """options: with ram and vram. A store has no experts that could be resident."""
+    return options.ram is not None or options.vram is not None or is_store(name)
 
 
 def attach_in(choice: DtypeChoice, name: str, **options: Any) -> tuple[Streamed, DtypeChoice]:
@@ -114,7 +118,6 @@ def _open(name: str, trust_remote_code: bool, placement: str) -> Store | None:
 
 
 def _as_stored(model: Any, store: Store, placement: str) -> Placed:
-    """Quantised experts as they are in the file, one layer after the other; other layers as numbers."""
     assert store.format is not None
     found = placement_of(store.format)
     if placement not in (AUTO, RESIDENT, found.name):
@@ -149,24 +152,19 @@ def _unread(store: Store) -> dict[str, UnreadTensor]:
     return {name: UnreadTensor(functools.partial(read, name), entry.dtype) for name, entry in store.rest.items()}
 
 
-class _ExpertsOfStore:
-    """See `integrations.placement.ExpertsOnDisk`."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._layers = {entry.name: number for number, entry in enumerate(store.layers)}
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self._store.layers[self._layers[name]].dtype
-
-    def read(self, name: str, module: Any, dtype: torch.dtype) -> None:
-        take_back_shapes(module, dtype)
-        read_layer(self._store, self._layers[name], module)
+def _read_layer_for(store: Store, name: str, module: Any, chosen: Placement | None) -> None:
+    """In the model's dtype; or in bf16 where the checkpoint has that and the placement does not compute in the model's
+    anyway, since a layer then takes half the memory while it is placed."""
+    layer = next(number for number, entry in enumerate(store.layers) if entry.name == name)
+    dtype: torch.dtype = module.down_proj.dtype
+    if chosen is not None and dtype not in chosen.tolerances and store.layers[layer].dtype == torch.bfloat16:
+        dtype = torch.bfloat16
+    take_back_shapes(module, dtype)
+    read_layer(store, layer, module)
 
 
 @torch.no_grad()
 def read_layer(store: Store, layer: int, module: Any) -> None:
-    """All experts of a layer as numbers, into an experts module's own parameters."""
     entry, found = store.layers[layer], described(module)
     parts = [_gate_first(part, found.interleaved, place) for place, part in enumerate(stored(module, found))]
     if entry.format is None:

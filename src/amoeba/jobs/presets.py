@@ -22,7 +22,6 @@ class Preset:
     training: dict[str, Any] = field(default_factory=dict)  # defaults of TrainSettings that it changes
 
     def build(self, vocab_size: int, sequence_length: int) -> Any:
-        """A transformers configuration."""
         from transformers import AutoConfig
 
         positions = max(sequence_length, self.model.get("max_position_embeddings", 0))

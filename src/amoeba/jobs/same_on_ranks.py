@@ -39,48 +39,16 @@ BY_CONTENT = {
 }
 # Environment variables that change numbers, or which code computes them; patterns as of a shell.
 VARIABLES = (
-    "AMOEBA_*",
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS*",
-    "CUDNN_*",
-    "DISABLE_ADDMM_CUDA_LT",
-    "DNNL_*",
-    "MKL_CBWR",
-    "MKL_DEBUG_CPU_TYPE",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_*",
-    "OPENBLAS_CORETYPE",
-    "PYTORCH_TUNABLEOP_*",
-    "TORCHDYNAMO_*",
-    "TORCHINDUCTOR_*",
-    "TORCH_ALLOW_TF32*",
-    "TORCH_BLAS_*",
-    "TORCH_COMPILE_*",
-    "TORCH_CUDNN_*",
-    "TORCH_LINALG_*",
-    "TRITON_*",
+    *("AMOEBA_*", "ATEN_CPU_CAPABILITY", "CUBLAS*", "CUDNN_*", "DISABLE_ADDMM_CUDA_LT", "DNNL_*", "ONEDNN_*"),
+    *("MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE", "NCCL_ALGO", "NCCL_PROTO"),
+    *("NVIDIA_TF32_OVERRIDE", "PYTORCH_TUNABLEOP_*", "TORCHDYNAMO_*", "TORCHINDUCTOR_*", "TORCH_ALLOW_TF32*"),
+    *("TORCH_BLAS_*", "TORCH_COMPILE_*", "TORCH_CUDNN_*", "TORCH_LINALG_*", "TRITON_*"),
 )
 # Of these the ones that each rank may have its own of: places on a disk, logs, waits.
 OF_ONE_RANK = (
-    "AMOEBA_CACHE",
-    "AMOEBA_DEADLINE",
-    "AMOEBA_TRACEBACK",
-    "CUBLAS*LOG*",
-    "CUDNN_LOG*",
-    "DNNL_VERBOSE*",
-    "ONEDNN_VERBOSE*",
-    "PYTORCH_TUNABLEOP_FILENAME",
-    "PYTORCH_TUNABLEOP_VERBOSE*",
-    "TORCH*_DIR",
-    "TORCH*_LOG*",
-    "TORCH*_TRACE*",
-    "TORCH*_VERBOSE",
-    "TRITON_*_DIR",
-    "TRITON_*_PATH",
-    "TRITON_HOME",
+    *("AMOEBA_CACHE", "AMOEBA_DEADLINE", "AMOEBA_TRACEBACK", "CUBLAS*LOG*", "CUDNN_LOG*", "DNNL_VERBOSE*"),
+    *("ONEDNN_VERBOSE*", "PYTORCH_TUNABLEOP_FILENAME", "PYTORCH_TUNABLEOP_VERBOSE*", "TORCH*_DIR", "TORCH*_LOG*"),
+    *("TORCH*_TRACE*", "TORCH*_VERBOSE", "TRITON_*_DIR", "TRITON_*_PATH", "TRITON_HOME"),
 )
 PACKAGES = ("amoeba", "torch", "triton", "transformers", "accelerate", "peft")  # that compute
 # Of a model's folder: what is computed with, tokenised with and, where that was allowed, run.
@@ -136,7 +104,6 @@ def _content(path: Path) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Of the environment those that change numbers."""
     return {
         f"environment variable {name}": value
         for name, value in sorted(os.environ.items())

@@ -240,7 +240,6 @@ _UNFIT = object()
 
 
 def read_settings(yaml_file: str, kind: type) -> dict[str, Any]:
-    """kind: a dataclass."""
     import yaml
 
     path = Path(yaml_file)
@@ -276,7 +275,6 @@ def _typed(path: Path, name: str, value: object, hint: Any) -> Any:
 
 
 def _as(kind: Any, value: object) -> Any:
-    """The value as one of this kind, or _UNFIT."""
     if get_origin(kind) is Literal:
         if isinstance(value, bool) and "on" in get_args(kind):
             return "on" if value else "off"

@@ -6,8 +6,8 @@ E experts · H hidden · I intermediate · J = 2I or I
     model = load_share("models/qwen3", None, ranks)              # reads this rank's experts, and what all have
     save_share(model, folder, mesh, None, {}); finish_folder(folder)     # each rank, then the first
 
-The folder has Hugging Face's names and an index, so that `from_pretrained` reads it as any other, in one process or
-in several. Where a family keeps all experts of a layer in one tensor on disk, the first rank gathers and writes them.
+The folder has Hugging Face's names and an index. Where a family keeps all experts of a layer in one tensor on disk, the
+first rank gathers and writes them.
 """
 
 from __future__ import annotations
@@ -247,7 +247,6 @@ def _shared_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _kept_one_by_one(model: Any) -> bool:
-    """Whether on disk each expert has tensors of its own."""
     own, parameters = own_tensors(model), dict(model.named_parameters())
     shares = {each.name: each.in_other_layout(local_part(parameters[here])) for here, each in own.items()}
     two = {name: torch.empty((2, *t.shape[1:]), dtype=t.dtype, device="meta") for name, t in shares.items()}

@@ -1,12 +1,10 @@
 """What streaming did in each part of a run, compared with the least time that its bytes take.
 
     parts = StreamParts(streamed)       # None: experts are not streamed, and nothing happens
-    parts.begin("prefill")
-    parts.begin("decode")               # ends the part before
+    parts.begin("prefill"); parts.begin("decode")               # ends the part before
     report = parts.report()
 
-The floor is bytes over bandwidth. How fast link and disk are is measured at the end, once per machine and store, and
-kept for the next run, unless the run itself was faster than what is known.
+The floor is bytes over bandwidth. How fast link and disk are is measured at the end, and kept for the next run.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class StreamParts:
         self._ended.append(_Part(began.name, counters, now.seconds - began.seconds, waited))
 
     def report(self) -> StreamReport | None:
-        """Of the parts until now; None where nothing is streamed."""
         self.end()
         if self._streamed is None:
             return None
@@ -73,7 +70,9 @@ class StreamParts:
         link = disk = None
         if any(_copied(part.counters) for part in self._ended) and isinstance(memory, DeviceMemory):
             device = memory.device
-            link = self._bandwidth("link", _about_link(device.device), lambda: copy_rate(device), _copied)
+            name = torch.cuda.get_device_name(device.device) if device.device.type == "cuda" else "none"
+            about = {"gpu": name, "cpu": cpu_model(), "host": socket.gethostname()}
+            link = self._bandwidth("link", about, lambda: copy_rate(device), _copied)
         if any(part.counters.disk_bytes for part in self._ended):
             about = _about_disk(memory.store)
             disk = self._bandwidth("disk", about, lambda: read_rate(memory.store), lambda found: found.disk_bytes)
@@ -130,11 +129,6 @@ def _described(part: _Part, link: Bandwidth | None, disk: Bandwidth | None) -> P
         disk_seconds=disk_seconds,
         floor_seconds=max(link_seconds, disk_seconds),
     )
-
-
-def _about_link(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
-    return {"gpu": name, "cpu": cpu_model(), "host": socket.gethostname()}
 
 
 def _about_disk(store: Any) -> dict[str, Any]:

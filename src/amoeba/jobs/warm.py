@@ -3,8 +3,7 @@
     found = warm(Work("train", "models/qwen3", batch_size=8, sequence_length=2048), gpu_named(None), print)
 
 The model is built without memory, one decoder layer of each kind, and goes through the passes of the command (see
-`amoeba.kernels.launch.ahead`). `amoeba warm` does this for an image of a container; beside a command that begins on a
-GPU it happens in a process of its own, see `jobs.compile_beside`. What is not found here the command compiles itself.
+`amoeba.kernels.launch.ahead`). What is not found here the command compiles itself.
 """
 
 from __future__ import annotations
@@ -142,7 +141,6 @@ def _fuse_routers(model: Any, stack: ExitStack) -> None:
 
 
 def _of_training(model: Any, work: Work, stack: ExitStack) -> Iterator[Pass]:
-    """As `jobs.train.fast_paths` and the trainer run them."""
     from amoeba.data.token_rows import document_arguments
     from amoeba.integrations.fused_attention import NAME, fused_attention
     from amoeba.integrations.fused_loss import fused_loss
@@ -202,7 +200,6 @@ def _optimizer_step(model: Any, work: Work) -> None:
 
 
 def _of_generation(model: Any, work: Work) -> Iterator[Pass]:
-    """As `jobs.generate` and `decoding.Decoder` run them."""
     from amoeba.decoding.decoder import Decoder
 
     model.eval()

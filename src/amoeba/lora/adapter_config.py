@@ -78,7 +78,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_patterns(path: Path, config: dict[str, Any]) -> None:
-    """Regular expressions, which are used later on."""
     target = config.get("target_modules")
     for pattern in [
         *(config.get("rank_pattern") or ()),

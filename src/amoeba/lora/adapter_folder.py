@@ -60,7 +60,6 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """What `save` writes. Over ranks each sends its factors to the first; None elsewhere."""
     state = attached_to(model)
     others = linears.tensors_of(state.linears)
     others |= {f"{linears.PREFIX}{name}": tensor for name, tensor in whole_tensors(model, state).items()}
@@ -81,7 +80,6 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 
 @torch.no_grad()
 def _whole_factors(module: Any, layer: ExpertsLora) -> LoraFactors | None:
-    """Of all experts; None on a rank other than the first."""
     placed, factors = placed_in(module), layer.factors()
     if not isinstance(placed, ShardedExperts):
         return factors
@@ -128,7 +126,6 @@ def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> At
 
 @torch.no_grad()
 def _fill(model: nn.Module, state: Attached, adapter: Adapter, folder: str | Path) -> None:
-    """Copies the adapter's numbers into factors of the same structure."""
     for name, layer in state.experts.items():
         if name in adapter.experts and adapter.experts[name].scaling != layer.scaling:
             got = f"{adapter.experts[name].scaling:g} in {folder}"
@@ -168,7 +165,6 @@ def _without_copies(model: nn.Module, others: dict[str, Tensor]) -> dict[str, Te
 
 
 def _others(model: nn.Module, adapter: Adapter, folder: str | Path) -> tuple[list[str], list[str]]:
-    """Names of the linear layers with factors, and of the tensors that are there whole."""
     names, whole = [], []
     remedy = f"the adapter is for another model: its base model is {adapter.config.get('base_model_name_or_path')!r}"
     modules, routers = dict(model.named_modules()), set(routers_of(model, layouts_of(model)))

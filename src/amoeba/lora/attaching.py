@@ -8,8 +8,7 @@ E experts · R LoRA rank
     detach(model)
 
 The factors of the experts are parameters of a child `lora_factors` of each experts module; those of other layers are
-PEFT's. All other parameters are frozen. Factors on weights of half precision are fp32, as in PEFT; they are rounded
-to the weights' dtype for each pass and get fp32 gradients.
+PEFT's. All other parameters are frozen.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class Attached:
     changed: list[str] = field(default_factory=list)  # while merged: the parameters that have the factors in them
 
     def trainable(self) -> int:
-        """How many numbers the factors have, not counting modules that are trained in full."""
         of_experts = sum(p.numel() for layer in self.experts.values() for p in layer.parameters())
         return of_experts + sum(f.numel() for layer in self.linears.values() for f in linears.factors_of(layer))
 
@@ -171,7 +169,6 @@ def prepare(model: nn.Module) -> None:
 
 
 def start(model: nn.Module, config: dict[str, Any]) -> Attached:
-    """Freezes the model and hangs an empty record on it."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     shared = {"base_model_name_or_path": getattr(model, "name_or_path", None) or None, "task_type": "CAUSAL_LM"}
@@ -195,7 +192,6 @@ def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFacto
 
 
 def share_of(experts: Any, factors: LoraFactors) -> LoraFactors:
-    """Of the factors of all experts those of the experts that this process has."""
     placed = placed_in(experts)
     return shard_lora(factors, placed) if isinstance(placed, ShardedExperts) else factors
 
@@ -297,7 +293,6 @@ def unmerge(model: nn.Module) -> None:
 
 
 def _merged_experts(module: nn.Module, layout: ExpertsLayout, factors: LoraFactors) -> dict[str, Tensor]:
-    """The changed parameters by name, as the module stores them."""
     up_name = "gate_up_proj" if layout.gated else "up_proj"
     rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if layout.interleaved else {
         "gate": slice(layout.intermediate), "up": slice(layout.intermediate, None)

@@ -4,21 +4,15 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I · R LoRA rank
 
     stacked = to_peft(factors)                                   # LoraFactors -> what a PEFT file holds
     factors = from_peft(stacked.gate_up, stacked.down, num_experts=8, gate_rank=stacked.gate_rank)
+    experts.lora_factors = ExpertsLora(factors, torch.float32, device)      # as parameters of an experts module
 
 We keep an A and a B for each of gate, up and down, per expert. PEFT adapts the stacked parameters `gate_up_proj` and
 `down_proj` as wholes, each with one A of shape (E·R, in), expert after expert, and one B of shape (out, R·E), in which
-the experts alternate. `in` is what the projection reads and `out` what it makes, however the weight itself is stored.
+the experts alternate.
 
-- Read from PEFT, gate and up have the same A (one tensor, `gate_lora_a is up_lora_a`) and each its half of B.
+- Read from PEFT, gate and up have the same A (one tensor, one parameter gate_up_lora_a) and each its half of B.
 - Written to PEFT, gate and up that have equal A keep their rank; others become one factor pair of both ranks together,
   A = [gate A; up A] and B block diagonal, which is the same update. `gate_rank` says where to cut it again.
-
-The factors of one experts module are its parameters:
-
-    experts.lora_factors = ExpertsLora(factors, torch.float32, device)
-    experts(x, routing, weights, lora=experts.lora_factors.factors())
-
-Where gate and up have one A, as in PEFT, it is one parameter, gate_up_lora_a.
 """
 
 from __future__ import annotations
@@ -214,7 +208,6 @@ class ExpertsLora(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertsLora:
-        """What model.to and its like call."""
         return self if self.stays else super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:

@@ -8,13 +8,8 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I · R LoRA rank
 Read are the files of PEFT 0.17 and later (`target_parameters`) and those of transformers 4, which have one LoRA per
 expert and projection. In the first, the keys do not say which parameter they adapt: wrappers are nested in the order
 in which the module registers its parameters, the last one outermost. Until PEFT 0.18, A and B of weights stored as
-(E, out, in) had changed places; the shapes tell, and where they do not, the version in the file.
-
-Without `layouts` the shapes are checked against each other only, and gate and up are taken to lie one after the other.
-For a model that interleaves them (gpt-oss) `layouts` is needed.
-
-Written is the form of PEFT 0.19 and later. An adapter is there whole or not at all: while its tensors are replaced the
-folder has no config, and without one neither PEFT nor we read it.
+(E, out, in) had changed places; the shapes tell, and where they do not, the version in the file. Without `layouts`
+gate and up are taken to lie one after the other. Written is the form of PEFT 0.19 and later, whole or not at all.
 """
 
 from __future__ import annotations
@@ -227,7 +222,6 @@ def _read_stacked(
     layout: ExpertsLayout | None,
     gate_rank: int | None,
 ) -> tuple[LoraFactors, bool]:
-    """The factors of one experts module under `target_parameters`, and whether it has a gate."""
     up_parameters = UP_PARAMETERS.values() if layout is None else (UP_PARAMETERS[layout.gated],)
     targets = config.get("target_parameters") or ()
     targeted = [name for name in (*up_parameters, "down_proj") if is_targeted(f"{module}.{name}", targets)]

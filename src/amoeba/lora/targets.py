@@ -1,21 +1,15 @@
-"""Which modules and parameters of a model a user's LoRA targets name.
+"""Which modules and parameters of a model a user's LoRA targets name, and PEFT's layers on those outside the experts.
 
     chosen = choose(model, ["experts", "q_proj"])
     chosen.projections       # {"model.layers.0.mlp.experts": {"gate", "up", "down"}, ...}
     chosen.linears           # ["model.layers.0.self_attn.q_proj", ...]
-
-A name matches as in PEFT: it is the whole name or its end after a dot. `down_proj` is thus the experts' and that of
-every dense or shared MLP; `experts.down_proj` the experts' alone.
-
-Linear layers whose factors could never get a gradient are left out, and `chosen.left_out` says why. "experts" and
-"all-linear" mean the text model: its vision and audio parts see nothing of a text.
-
-LoRA on layers outside the experts, linear ones and routers, of rank R: PEFT's own layers, put in and taken out.
-
     layers = inject(model, {name: (16, 2.0)})    # rank and scaling; peft's lora.Linear around each nn.Linear
     tensors_of(layers)                           # {"base_model.model.NAME.lora_A.weight": (R, in), ...} as in files
-    unwrap(model, layers)                        # the nn.Linear are back in their places
-    rewrap(model, layers)
+    unwrap(model, layers); rewrap(model, layers)
+
+A name matches as in PEFT: it is the whole name or its end after a dot. `down_proj` is thus the experts' and that of
+every dense or shared MLP; `experts.down_proj` the experts' alone. Linear layers whose factors could never get a
+gradient are left out, and `chosen.left_out` says why. "experts" and "all-linear" mean the text model.
 """
 
 from __future__ import annotations
@@ -102,7 +96,6 @@ def in_one_line(left_out: dict[str, str]) -> str:
 
 
 def routers_of(model: nn.Module, experts: Iterable[str]) -> Iterator[str]:
-    """Names of the modules that choose among these experts."""
     for name in experts:
         parent = name.rpartition(".")[0]
         for child in ROUTER_NAMES:
@@ -133,7 +126,6 @@ def _cannot_train(model: nn.Module, name: str) -> str | None:
 
 
 def _without_number(name: str) -> str:
-    """What follows the number of the layer."""
     words = name.split(".")
     numbers = [place for place, word in enumerate(words) if word.isdigit()]
     return ".".join(words[numbers[-1] + 1 :] if numbers and numbers[-1] + 1 < len(words) else words)

@@ -40,7 +40,6 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def page(run: Run) -> str:
-    """The HTML of a run."""
     template = resources.files("amoeba.observe").joinpath("page.html").read_text(encoding="utf-8")
     # With no "<" in it, nothing in the data can end the script element that holds it.
     shown = finite(page_data(run), lambda number: f"not finite ({number})")
@@ -75,7 +74,6 @@ def page_data(run: Run) -> dict[str, Any]:
 
 
 def _timeline(folder: Path) -> str | None:
-    """The picture that `amoeba trace` left in the run's folder, if it did."""
     picture = folder / TIMELINE
     return picture.read_text(encoding="utf-8") if picture.is_file() else None
 

@@ -4,12 +4,11 @@ E experts · T tokens · K experts per token
 
     watch = RouterWatch(model)      # every experts module and its router
     watch.balance(0.01, 0.0)        # coefficients of the load-balancing loss and the z-loss
-    ...train...
     layers = watch.take()           # per layer: load, entropy, max violation, dead experts, drop rate; then starts anew
 
 Numbers stay on the device until they are taken. The gradients of the two losses join the router's own in backward (see
-`amoeba.routing.balance`), so the language model's loss is all that a step adds up. Watched modules change their class
-for a subclass of it: one for all layers of a kind, so that what torch.compile makes of one layer serves the others.
+`amoeba.routing.balance`). Watched modules change their class for a subclass of it: one for all layers of a kind, so
+that what torch.compile makes of one layer serves the others.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ class RouterWatch:
         return layers
 
     def forget(self) -> None:
-        """Everything counted so far."""
         self.ledger.reset()
         self.ledger.together_LEE.zero_()
 
@@ -154,8 +152,6 @@ class RouterWatch:
 
 
 class _WatchedExperts:
-    """Mixed in before the module's own class."""
-
     training: bool
     own_class: type
     amoeba_key: Tensor

@@ -15,8 +15,6 @@ from amoeba.optim.torch_step import Batch
 
 
 class KernelSteps:
-    """Keeps the tables of addresses from step to step."""
-
     def __init__(self) -> None:
         self._tables: dict[Hashable, TensorTable] = {}
 

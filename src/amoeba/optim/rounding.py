@@ -1,26 +1,19 @@
 """How an fp32 number becomes bf16: with the missing bits kept in a remainder, or rounded stochastically.
 
-In two halves: the bf16 number nearest to it, and what is missing, as a signed 16-bit integer.
-
     parameter, remainder = split(master)          # bf16 and int16
     join(parameter, remainder)                    # the same master, bit for bit
 
 The bits of the master are (bits of the parameter << 16) + remainder. The parameter is the master plus half a unit of
-bf16, cut off: the master's upper half where its lower half is below 0x8000, one more where it is not. So the remainder
-is the lower half itself, read as a signed number: always in [-32768, 32767], and every master is exactly one pair. As
-floating-point numbers lie in the order of their bits, separately for both signs, this is rounding to nearest, with ties
-away from zero. (With ties to even, as bf16 is usually rounded, a parameter with an even last bit would stand for 65,537
-masters, one more than 16 bits can tell apart.) Infinities and subnormal numbers are numbers like any other here; a NaN
-is made torch's own first, since one with all bits set would be rounded up to a zero.
-
-By chance, which repeats: it is a hash of where and when.
+bf16, cut off, and the remainder the master's lower half, read as a signed number: every master is exactly one pair.
+This rounds to nearest, with ties away from zero. (With ties to even a parameter with an even last bit would stand for
+65,537 masters, one more than 16 bits can tell apart.) A NaN is made torch's own first: one with all bits set would be
+rounded up to a zero.
 
     bits = random_bits(step_key(seed, step), position, first, count, device)     # int32, one for each element
     rounded = round_stochastically(numbers, bits & 0xFFFF)                       # bf16
 
-A number between two bf16 numbers becomes the upper one as often as it lies above the lower one, so that what is too
-small for a single step is not lost in a thousand. `position` is that of the parameter in the optimizer, `first` the
-index of the first element in the parameter. The same numbers come from kernels/adamw.py.
+The chance is a hash, so it repeats: `position` is that of the parameter in the optimizer, `first` the index of the
+first element in the parameter. The same numbers come from kernels/adamw.py.
 """
 
 from __future__ import annotations

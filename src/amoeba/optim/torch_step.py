@@ -1,8 +1,7 @@
-"""What one step does to many parameters at once, and that step in torch's operations, for parameters that are not on a
-GPU: bit for bit what kernels/adamw.py computes there.
+"""What one step does to many parameters at once, in torch's operations, for parameters that are not on a GPU.
 
-So no operation that may or may not round in between, such as lerp and addcdiv, is used, and no square root that is not
-the nearest number. Large tensors are walked in chunks, so that what is computed on the way needs little memory.
+Bit for bit what kernels/adamw.py computes there. So no operation that may or may not round in between, such as lerp and
+addcdiv, is used, and no square root that is not the nearest number.
 """
 
 from __future__ import annotations

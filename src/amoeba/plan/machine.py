@@ -74,7 +74,6 @@ class Machine:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Those that it has, by their names."""
         names = (*_RATES["cpu"], *_RATES["cuda"], "peer", "network")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -90,7 +89,6 @@ class Machine:
 
     @property
     def is_measured(self) -> bool:
-        """Whether its speeds are its own."""
         return self.source == "measured" and not {*_RATES["cpu"], *_RATES["cuda"]} & {*self.assumed}
 
     @property

@@ -5,8 +5,7 @@ E experts · H hidden · I intermediate · J = 2I (gated) or I
     facts = read_facts("models/qwen3")        # a folder, a store, or a name on the hub; no weight is read
     facts.expert_bytes("mxfp4-weights"), facts.rest_bytes, facts.kv_numbers
 
-A folder or store tells by its headers what its experts are. A model without files here (a hub name, a configuration to
-train from scratch) is built on the meta device, which takes no memory.
+A model without files here is built on the meta device, which takes no memory.
 """
 
 from __future__ import annotations
@@ -102,7 +101,6 @@ class ModelFacts:
 
     @property
     def active_numbers(self) -> int:
-        """That work on one token."""
         experts = sum(min(self.top_k, each.experts) * _numbers(each) for each in self.entries)
         return self.rest_numbers - self.embedding_numbers + experts
 
@@ -122,7 +120,6 @@ class ModelFacts:
         return count(sizes)
 
     def quantised(self, format: Format) -> ModelFacts:
-        """The same model after `amoeba quantise`."""
         entries = tuple(
             layer_entry(
                 each.name,

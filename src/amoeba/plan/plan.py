@@ -2,10 +2,9 @@
 
     plan = make_plan(read_facts("models/qwen3"), measured_machine(), Work("generate", context=4096, batch=1))
     plan.best.options                  # {"vram": "...", "ram": "..."}: what a command is to be told
-    write_plan(Path("plan.json"), plan); options = read_plan(Path("plan.json"), "generate")
 
 What keeps the checkpoint's numbers comes before what rounds them, and what the commands do by default before other
-ways, if it fits; then the faster one. So a model is quantised only where nothing else fits, or where it is asked for.
+ways, if it fits; then the faster one.
 """
 
 from __future__ import annotations
@@ -183,7 +182,6 @@ def _converted(facts: ModelFacts, coded: ModelFacts, after: Candidate, name: str
 
 
 def _resident(facts: ModelFacts, base: Choice, machine: Machine, work: Work, default: str) -> Iterator[Candidate]:
-    """All experts in memory, as they are or in another form."""
     plain = facts.entries and not facts.is_quantised and work.purpose != "train"
     names = [RESIDENT]
     if plain:

@@ -74,8 +74,6 @@ _BEYOND = 0.8
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of a prompt and of new ones, of all rows; or seconds of an optimizer step."""
-
     prefill: float | None = None
     decode: float | None = None
     step_seconds: float | None = None
@@ -227,7 +225,6 @@ def _widens(facts: ModelFacts, choice: Choice) -> bool:
 
 
 def _reading(facts: ModelFacts, machine: Machine) -> float:
-    """Seconds of the CPU for each byte that comes from the disk into a slot there."""
     return 0.0 if facts.packed else _READ_MOVES / machine.cpu_bandwidth
 
 

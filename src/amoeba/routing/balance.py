@@ -7,13 +7,10 @@ T tokens · K experts per token · E experts · L layers
     weight_TK = count_choices(weight_TK, expert_TK, ledger.key(0))
     weight_TK = attach_balance(weight_TK, logits_TE, ledger.key(0))
 
-Both hand their first argument on. `attach_balance` has the gradient of two losses for the logits, which are therefore
+Both hand their first argument on. `attach_balance` has the gradients for the logits of two losses, which are therefore
 never made: Switch's load balancing, E · Σ_e f_e P_e with f_e = (rows sent to e) / T and P_e e's mean probability, of
-the choices counted last in that layer; and the z-loss, mean(logsumexp(logits)²). So nothing has to leave a compiled
-layer. A recompute in backward counts nothing twice.
-
-Where several processes share a batch, `ledger.add_up` sums over them: then the losses are those of the whole batch, and
-a process adds its own tokens' part. Each process keeps its own counts; the reader adds them up.
+the choices counted last in that layer; and the z-loss, mean(logsumexp(logits)²). Where several processes share a batch,
+`ledger.add_up` sums over them: the losses are then those of the whole batch. Each process keeps its own counts.
 """
 
 from __future__ import annotations
@@ -64,7 +61,6 @@ class Ledger:
         return torch.tensor(self.number * _LAYERS + layer, dtype=torch.int64, device="cpu")
 
     def reset(self) -> None:
-        """Starts again from zero, apart from the pairs."""
         self.load_LE.zero_()
         self.entropy_L2.zero_()
 
@@ -108,7 +104,6 @@ class Ledger:
         totals[1] += (entropy_T / ENTROPY_UNIT).round().long().sum()
 
     def gradient(self, layer: int, logits_TE: Tensor) -> Tensor:
-        """Of the two losses of this layer."""
         self.pulled = True
         experts = logits_TE.shape[1]
         if self.idle:
@@ -128,7 +123,6 @@ class Ledger:
 
 
 def _inside(expert_TK: Tensor, experts: int) -> Tensor:
-    """Ids, and E for those outside."""
     return torch.where((expert_TK >= 0) & (expert_TK < experts), expert_TK, experts)
 
 

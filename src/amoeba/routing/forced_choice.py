@@ -2,14 +2,13 @@
 
 T tokens · K experts per token · E experts · G groups of experts
 
-    forced = ForcedChoice(expert_TK, num_experts=64)
-    with forced:
+    with ForcedChoice(expert_TK, num_experts=64) as forced:
         routing = route(logits_TE, config)        # or any other router that chooses by torch.topk
     forced.choices                                # how often it was asked; 0: this router chooses in another way
 
-The router computes everything else itself, from its live logits: scores, weights, normalisation, scaling. So the
-weights, and their gradients, are those it would have found had it chosen these experts. Where it ranks groups of
-experts first, the groups of the given experts win. A row of -1 keeps the router's own choice.
+The router computes everything else itself, from its live logits, so the weights, and their gradients, are those it
+would have found had it chosen these experts. Where it ranks groups of experts first, the groups of the given experts
+win. A row of -1 keeps the router's own choice.
 """
 
 from __future__ import annotations

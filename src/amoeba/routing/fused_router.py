@@ -33,7 +33,6 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 
 def why_not(logits_TE: Tensor, config: RouterConfig) -> str | None:
-    """Why these logits are not for the fused router, or None."""
     if not _TRITON:
         return "needs Triton, which is not installed"
     if logits_TE.device.type != "cuda":

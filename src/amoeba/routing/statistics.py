@@ -79,7 +79,6 @@ class RoutingStatistics(nn.Module):
         }
 
     def reset(self) -> None:
-        """Starts again from zero."""
         for buffer in self.buffers():
             buffer.zero_()
 

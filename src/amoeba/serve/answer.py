@@ -98,7 +98,6 @@ class ChoiceText:
 
 
 def _begins(marks: list[str], text: str) -> int:
-    """Of the text's last characters, how many may be the beginning of a mark."""
     longest = max((len(mark) - 1 for mark in marks), default=0)
     lengths = range(min(longest, len(text)), 0, -1)
     return next((count for count in lengths if any(mark.startswith(text[-count:]) for mark in marks)), 0)

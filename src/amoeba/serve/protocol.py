@@ -171,8 +171,6 @@ class CompletionBody(_Body):
 
 
 class About(NamedTuple):
-    """What every document of one answer has in common."""
-
     kind: Literal["chat.completion", "text_completion"]
     id: str
     created: int

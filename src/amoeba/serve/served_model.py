@@ -108,7 +108,6 @@ class ServedModel:
         self._thread.start()
 
     def why_ill(self) -> str | None:
-        """None, or why no request can be answered any more."""
         return self.engine.broken or (None if self._thread.is_alive() else "the engine has ended")
 
     def chat_ids(
@@ -229,7 +228,6 @@ class ServedModel:
 
 
 def _name_of(folder: str) -> str:
-    """The folder's; a run's, whose model is in a folder of that name."""
     path = Path(folder).expanduser()
     path = path.resolve() if path.is_dir() else path
     return (path.parent.name if path.name == "model" else path.name) or folder

@@ -149,7 +149,6 @@ class Metrics:
         self.registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """What the engine counts."""
         status = self._served.status()
         for name, about in (
             ("prompt_tokens", "Tokens of prompts."),
@@ -293,8 +292,6 @@ def _in_words() -> Iterator[None]:
 
 
 class Answer:
-    """All choices of one HTTP request."""
-
     def __init__(
         self, server: Server, body: ChatBody | CompletionBody, prompts: list[list[int]], most: int | None, format: Any
     ) -> None:

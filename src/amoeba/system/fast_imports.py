@@ -1,11 +1,9 @@
-"""Imports of large packages in less time: without garbage collection, and while weights are read.
+"""Imports of large packages in less time, for commands: without garbage collection, and while weights are read.
 
-    with loading():
-        from transformers import Trainer
-    with importing(COMPILER):
-        model = load_model(name)
-
-For commands, whose process is theirs alone: what is there at the end is never looked at again.
+with loading():
+    from transformers import Trainer
+with importing(COMPILER):
+    model = load_model(name)
 """
 
 from __future__ import annotations

@@ -107,7 +107,6 @@ class WholeFile:
 
 @contextmanager
 def whole_file(path: Path, size: int = 0) -> Iterator[WholeFile]:
-    """Whole at the end, or gone where something was raised."""
     file = WholeFile(path, size)
     try:
         yield file

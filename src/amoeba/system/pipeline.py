@@ -4,14 +4,11 @@
     with closing(ahead(write, ahead(quantise, blobs))) as written:
         for name in written:        # in the order of the experts
             show(name)
-
-Each stage is a function of one item. An error of any stage is raised where the results are taken, and so is Ctrl-C; by
-then no thread works on anything any more, and what had not begun never will.
-
-    with whole_file(path, size) as file:
+    with whole_file(path, size) as file:        # chunks that are filled, digested and written at the same time
         digests = [found for _, found in write_segments(file, segments, digest=zlib.crc32)]
 
-writes a file that is put together from segments, in chunks that are filled, digested and written at the same time.
+An error of any stage is raised where the results are taken, and so is Ctrl-C; by then no thread works on anything any
+more, and what had not begun never will.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     tuned.keep(tuned.gpu_of(device), key, entry)              # complete or not at all, added to what is there
     tuned.choose(device, key, lambda: candidates(...))        # one of those, or None
 
-There is a file for each kind of GPU and version of Triton, read once by a process. What is in it is looked up among
-the candidates and never launched unseen: a file that is damaged or of another GPU, and an entry that is no candidate,
-are named and ignored. AMOEBA_TUNED=off leaves all of it aside.
+What is in a file is looked up among the candidates and never launched unseen; what is damaged, of another GPU or no
+candidate is named and ignored. AMOEBA_TUNED=off leaves all of it aside.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ Chosen = TypeVar("Chosen")
 
 
 class Gpu(NamedTuple):
-    """What a measurement holds for."""
-
     name: str
     capability: str
     triton: str
@@ -69,7 +66,6 @@ def choose(device: torch.device, key: str, allowed: Callable[[], Iterable[Chosen
 
 
 def plain(configuration: Any) -> Any:
-    """As JSON has it."""
     if is_dataclass(configuration) and not isinstance(configuration, type):
         return asdict(configuration)
     if isinstance(configuration, tuple) and hasattr(configuration, "_asdict"):

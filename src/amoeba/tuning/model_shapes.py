@@ -18,7 +18,6 @@ from amoeba.jobs.presets import PRESETS
 
 
 def shapes_of(model: str, tokens: int) -> tuple[list[Shape], tuple[int, ...]]:
-    """One shape for each kind of layer with experts, and the sizes of the attention's heads."""
     built = load_without_weights(_config(model), model)
     check_coverage(built, "--model", "give its sizes instead: --shape T,H,I,E,K")
     config = text_config(built.config)

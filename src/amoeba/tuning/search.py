@@ -2,10 +2,9 @@
 
     search = Search("up float16 rows=256 ...", torch.float16, candidates, make)     # candidates: our own choice first
     found = find_best(search, clock=time.monotonic, deadline=clock() + 10, measure=median_ms)
-    keep(gpu, search.key, found.entry())
 
 A candidate that does not compile, asks for more than the GPU has, or computes something else is left out with the
-reason. The time is limited: candidates that it does not suffice for are not tried.
+reason.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ def find_best(search: Search, *, measure: Measure, clock: Callable[[], float], d
 
 
 def _error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The largest of all results."""
     errors = []
     for result, true in zip(results, truth, strict=True):
         wide, expected = result.double(), true.double()

@@ -65,8 +65,6 @@ def _served_by_hopper(shape: Shape, dtype: torch.dtype, device: torch.device) ->
 
 
 class _Inputs:
-    """One layer's, with every expert equally likely."""
-
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
 

@@ -3,14 +3,9 @@
 report = merge("models/base", "runs/mine", "models/mine")
 
 The new folder is the base model's, file by file and tensor by tensor, with other numbers in the weights that the
-adapter changes. What the adapter has nothing to do with, such as a vision part or heads for speculative decoding, is
-copied bit for bit, whether or not it was loaded.
-
-A base with quantised experts, or a store, is written as a folder of plain numbers first (`plain_folder`), and what was
-quantised is quantised again in the same format, unless another dtype is asked for. The experts' error by that is in
-the report.
-
-It notes which adapters are in it, so that none is added twice (`check_not_merged`).
+adapter changes. A base with quantised experts, or a store, is written as a folder of plain numbers first
+(`plain_folder`), and what was quantised is quantised again in the same format, unless another dtype is asked for. The
+folder notes which adapters are in it, so that none is added twice (`check_not_merged`).
 """
 
 from __future__ import annotations
@@ -136,7 +131,6 @@ def _merge_by_way_of_numbers(
 
 
 def _quantisation_error(plain: Path, quantised: Path, trust_remote_code: bool) -> float:
-    """Of the first expert of each layer."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     wrong = size = 0.0
     with FolderStore(plain, **options) as numbers, FolderStore(quantised, **options) as codes:
@@ -190,7 +184,6 @@ def _merge(
 
 
 def _folder_of(name: str) -> Path:
-    """Where the files of the base model are; those of the hub have been downloaded by now."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -266,7 +259,6 @@ NAME = "merged_adapters.json"
 
 
 def note_merged(folder: Path, base: str, adapter: Path) -> None:
-    """What the base model had in it, and this one."""
     entry = {"adapter": str(adapter), "base_model": base, "sha256": _digest(adapter)}
     write_whole(folder / NAME, json.dumps({"adapters": [*_merged_into(base), entry]}, indent=1) + "\n")
 

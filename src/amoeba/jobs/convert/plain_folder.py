@@ -1,9 +1,7 @@
-"""A Hugging Face folder with plain numbers, written from one with quantised experts or from a store.
+"""A Hugging Face folder with plain numbers, written from one with quantised experts or from a store, layer by layer.
 
-    with open_store("models/qwen3-fp8") as source:
-        write_plain(source, Path("models/qwen3"), torch.bfloat16)
-
-Layer by layer, by the names that `save_pretrained` gives: transformers loads it, and every command takes it.
+with open_store("models/qwen3-fp8") as source:
+    write_plain(source, Path("models/qwen3"), torch.bfloat16)
 """
 
 from __future__ import annotations

@@ -6,12 +6,9 @@ Experts alone are quantised. In fp8 the folder is one like DeepSeek-V3's and Qwe
 OpenAI ships it: plain transformers reads both. The other formats it does not know, and says so.
 
 Experts are read, quantised and written at the same time: on a GPU where there is one, else by the C++ core, else with
-torch; the bytes are the same. Where a tensor belongs in its file is known before any number is read, so each expert is
-written to its place as soon as it is done. In four bits each block has the scale with the least squared error of those
-near the usual one.
-
-Each layer is a file that gets its name when it is whole; config.json, without which a folder is no model, comes last.
-So what was killed goes on with the layer it was in.
+torch; the bytes are the same. In four bits each block has the scale with the least squared error of those near the
+usual one. Each layer is a file that gets its name when it is whole, and config.json comes last: what was killed goes on
+with the layer it was in.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from amoeba.stream.store.folder import FolderStore
 from amoeba.stream.store.layers import LayerEntry
 from amoeba.stream.store.packing import copy_small_files, fingerprint, only_one, room_for
 from amoeba.stream.store.tensor_files import SHARDS, Piece, TensorEntry, checkpoint_tensors, header_of, tensors_of
-from amoeba.system.files import WholeFile, appears_whole
+from amoeba.system.files import WholeFile, write_whole
 from amoeba.system.pipeline import ahead
 
 FORMATS: dict[str, Format] = {"fp8": FP8_128, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
@@ -112,8 +109,6 @@ def quantise_folder(
 
 
 class _Item(NamedTuple):
-    """What the stages pass on: an expert of a layer, or tensors that are copied as they are."""
-
     file: int
     expert: int | None = None
     copied: tuple[TensorEntry, ...] = ()
@@ -151,15 +146,18 @@ class _Quantising:
         self.out.mkdir(parents=True, exist_ok=True)
         with only_one(self.out), room_for(self.out, lambda: "room"):
             resumed = [number for number, file in enumerate(self.files[:-1]) if (self.out / file).is_file()]
-            _write(self.out / UNFINISHED, json.dumps(self.facts))
+            write_whole(self.out / UNFINISHED, json.dumps(self.facts))
             try:
                 self._write_files()
             except BadValue:  # this checkpoint can never be finished, so nothing of it stays
-                self._remove(is_new)
+                for file in (*self.files, UNFINISHED):
+                    (self.out / file).unlink(missing_ok=True)
+                if is_new:
+                    self.out.rmdir()
                 raise
             copy_small_files(self.source.folder, self.out, but=(_CONFIG,))
             expert_bytes = self._write_index()
-            _write(self.out / _CONFIG, json.dumps(self._config(), indent=2))
+            write_whole(self.out / _CONFIG, json.dumps(self._config(), indent=2))
             (self.out / UNFINISHED).unlink()
         layers = self.source.layers
         numbers = sum(entry.experts * sum(_numbers(entry)) for entry in layers)
@@ -186,12 +184,6 @@ class _Quantising:
             found = "is the model itself" if own else "holds another model or format" if told else "is there"
             remedy = "choose another name" if own else "choose another name, or remove it"
             raise bad_value("--out", "a new folder, or an unfinished one", f"{str(self.out)!r}, which {found}", remedy)
-
-    def _remove(self, with_folder: bool) -> None:
-        for file in (*self.files, UNFINISHED):
-            (self.out / file).unlink(missing_ok=True)
-        if with_folder:
-            self.out.rmdir()
 
     def _write_files(self) -> None:
         """Those that are not there. Reading, quantising, writing and waiting for the disk go on at the same time."""
@@ -247,7 +239,7 @@ class _Quantising:
         entry = self.source.layers[item.file]
         here = blob[: entry.expert_bytes].to(self.device, non_blocking=True)
         gate_up, down, _, _ = self.source.views(item.file, here)
-        if self._is_interleaved(item.file):  # as the module has its rows
+        if self._is_stacked(item.file) and self._module(item.file).interleaved:  # as the module has its rows
             gate_up = torch.stack(gate_up.chunk(2), dim=1).flatten(0, 1)
         matrices = self._quantised(gate_up, self._parts(item.file)), self._quantised(down)
         if None in matrices:
@@ -330,9 +322,6 @@ class _Quantising:
     def _module(self, number: int) -> ExpertsModule:
         return described(experts_modules(self.model)[self.source.layers[number].name])
 
-    def _is_interleaved(self, number: int) -> bool:
-        return self._is_stacked(number) and self._module(number).interleaved
-
     def _named_expert(self, number: int, expert: int, up: QuantisedMatrix, down: QuantisedMatrix) -> dict[str, Tensor]:
         """By the names of the checkpoint's own where it has one for each expert."""
         pieces, parts = self._matrices(number), up.parts
@@ -402,13 +391,12 @@ class _Quantising:
         sizes = [entry.size for tensors in found.values() for entry in tensors.values()]
         weight_map = {name: file for file, tensors in found.items() for name in tensors}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        _write(self.out / SHARDS, json.dumps(index, indent=1))
+        write_whole(self.out / SHARDS, json.dumps(index, indent=1))
         experts = (e for file in self.files[:-1] for name, e in found[file].items() if not name.endswith("bias"))
         return sum(entry.size for entry in experts)
 
 
 def _numbers(entry: LayerEntry) -> tuple[int, int]:
-    """Of one expert's two matrices."""
     return entry.activation.width(entry.intermediate) * entry.hidden, entry.hidden * entry.intermediate
 
 
@@ -441,8 +429,3 @@ def _core() -> Quantise | None:
     except CoreUnavailable as error:
         logger.info("experts are quantised with torch, which is slower: %s", error)
         return None
-
-
-def _write(path: Path, text: str) -> None:
-    with appears_whole(path) as write:
-        write(memoryview(text.encode()))

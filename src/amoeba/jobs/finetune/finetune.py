@@ -35,7 +35,7 @@ from amoeba.integrations.place_experts import Placed, check_placement
 from amoeba.integrations.precision import set_products
 from amoeba.integrations.text_model import check_ids, leave_out_router_loss, positions, text_config
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
-from amoeba.jobs.placed_model import attach_in, load_placed
+from amoeba.jobs.placed_model import attach_in, load_placed, streams
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.settings import FinetuneSettings
 from amoeba.jobs.sharded_model import count_parameters, load_share
@@ -55,7 +55,7 @@ from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import RankZero
 from amoeba.placements import AUTO, RESIDENT
 from amoeba.stream.attaching import Streamed, home_of
-from amoeba.stream.store import Store, is_store
+from amoeba.stream.store import Store
 
 COMMAND = "amoeba finetune"
 # On a GPU all batches have one length, and with it one captured pass (`train.trainer`), where the longest row
@@ -107,7 +107,9 @@ def finetune(settings: FinetuneSettings, console: Console, **asked: Any) -> Fine
     name = check_model(settings.model)
     _check_streaming(name, settings, run.rank_zero)
     tokenizer, model_config = load_tokenizer_and_config(name, trust_remote_code=run.trust_remote_code)
-    _check_tokenizer(tokenizer)
+    if tokenizer.eos_token_id is None:
+        expected = "a tokenizer with an end-of-text token to end answers"
+        raise bad_value("MODEL", expected, "one without eos_token", "set eos_token in its tokenizer_config.json")
     with run.in_folder(), ExitStack() as at_end:
         return _finetune(run, settings, name, tokenizer, model_config, at_end)
 
@@ -203,8 +205,6 @@ def _finetune(
 
 @dataclass(frozen=True)
 class _Base:
-    """The frozen model, and where its experts are."""
-
     model: Any
     placed: Placed
     dtype: DtypeChoice
@@ -218,9 +218,9 @@ def _load_base(
     trust_remote_code = run.trust_remote_code
     asked = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    streams = _streams(name, settings)
-    choice = dtype_to_load(asked, name, model_config, home_of(settings.vram) if streams else device)
-    if streams:
+    is_streamed = streams(name, settings)
+    choice = dtype_to_load(asked, name, model_config, home_of(settings.vram) if is_streamed else device)
+    if is_streamed:
         streamed, choice = attach_in(
             choice,
             name,
@@ -250,13 +250,8 @@ def _load_base(
     return _Base(model, placed, choice, device)
 
 
-def _streams(name: str, settings: FinetuneSettings) -> bool:
-    """A store has no experts that could be resident."""
-    return settings.ram is not None or settings.vram is not None or is_store(name)
-
-
 def _check_streaming(name: str, settings: FinetuneSettings, rank_zero: RankZero) -> None:
-    if not _streams(name, settings):
+    if not streams(name, settings):
         return
     if settings.experts != "auto":
         raise bad_value("experts", "none for streamed experts", repr(settings.experts), "leave it out")
@@ -286,7 +281,6 @@ def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
 def _image_reader(
     corpus: Corpus, name: str, model_config: Any, tokenizer: Any, has_template: bool, run: Run
 ) -> ImageReader | None:
-    """None for data without images."""
     if not any(isinstance(document, IllustratedConversation) for document in (*corpus.train, *corpus.held_out)):
         return None
     if run.rank_zero.count > 1:
@@ -327,7 +321,7 @@ def _packed(
 ) -> tuple[Rows, bool]:
     """The rows packed, and whether they are: on a GPU whose attention keeps them apart, unless too few steps would be
     left. A resumed run does as it began."""
-    began = (earlier.began_with or {}).get("packed", False) if earlier else None
+    began = earlier.began_with.get("packed", False) if earlier else None
     if began is False or rows.has_images:
         return rows, False
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -345,9 +339,3 @@ def _packed(
     console.say(f"packed into {train.description}; --batch-size counts packed rows")
     documents = max(train.documents_per_row, held_out.documents_per_row)
     return Rows(train, held_out, stack, train.tokens_per_row, documents, rows.longest), True
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    if tokenizer.eos_token_id is None:
-        expected = "a tokenizer with an end-of-text token to end answers"
-        raise bad_value("MODEL", expected, "one without eos_token", "set eos_token in its tokenizer_config.json")

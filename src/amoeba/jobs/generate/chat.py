@@ -3,10 +3,9 @@
     with closing(open_chat("models/qwen3", options, context=4096)) as chat:
         answer = chat.answer("What is a list?", write=print)        # a KeyboardInterrupt ends the answer, and is kept
         chat.retry(write=print), chat.undo(), chat.clear()
-        chat.messages
 
-The model and, on a GPU, its captured steps are kept from one answer to the next. On other devices so is what the model
-has read: of a conversation that goes on, only the new part is read again.
+The model and, on a GPU, its captured steps are kept from one answer to the next; on other devices so is what the model
+has read.
 """
 
 from __future__ import annotations
@@ -183,7 +182,6 @@ class _ReadBefore:
         self._ids: list[int] = []
 
     def for_prompt(self, model: Any, ids: list[int]) -> Any:
-        """A cache that holds the beginning of the prompt, as far as it was read before."""
         from transformers import DynamicCache
 
         cache, self._cache = self._cache, None

@@ -1,11 +1,9 @@
 """Generates text with a Hugging Face model whose experts aMoEba computes, and streams it to the caller.
 
     report = generate("models/tiny", "Once upon", GenerationOptions(temperature=0.7, seed=1), write=print)
-    report.text                              # all that was written, end to end
-    report.generation_tokens_per_second
+    report.text, report.generation_tokens_per_second
 
-On a GPU the steps are CUDA graphs where the model allows it, see `token_steps`. Times are taken after one warm-up token
-and after what has to be compiled or captured.
+Times are taken after one warm-up token and after what has to be compiled or captured.
 """
 
 from __future__ import annotations

@@ -102,8 +102,6 @@ def generate_prompts(
 
 
 class _Run:
-    """How far it is."""
-
     def __init__(self, results: Results, count: int, progress: Callable[[str], object], dense: str) -> None:
         self.results, self.count, self.progress, self.dense = results, count, progress, dense
         self.stopped: Literal["done", "interrupted"] = "done"
@@ -155,7 +153,6 @@ class _Run:
         )
 
     def answers(self, loaded: LoadedModel, rows: Sequence[Row], slots: int | None) -> Iterator[Answer]:
-        """In any order: when they are done."""
         from amoeba.decoding.decoder import why_not_chosen
 
         reason = why_not_chosen(loaded.model, loaded.model.generation_config)

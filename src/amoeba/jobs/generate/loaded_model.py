@@ -1,10 +1,8 @@
 """Loads a model for generation: places its experts, attaches its adapter, and runs one token through it.
 
-    names = find_model("models/tiny", adapter=None, options)       # tokenizer and config alone, quickly
-    loaded = load(names, options, say=print)
-    loaded.model, loaded.backend, loaded.reason
-
-A model without experts, or whose experts transformers does not dispatch, runs as it is and `reason` says so.
+names = find_model("models/tiny", adapter=None, options)       # tokenizer and config alone, quickly
+loaded = load(names, options, say=print)
+loaded.model, loaded.backend, loaded.reason
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from amoeba.jobs.convert.merge import check_not_merged
 from amoeba.jobs.cpu_dtype import DtypeChoice, dtype_to_load
 from amoeba.jobs.generate.options import GenerationOptions, in_words, sampling_of, seed_for, set_generation_config
 from amoeba.jobs.generate.token_steps import Kind
-from amoeba.jobs.placed_model import attach_in, load_placed
+from amoeba.jobs.placed_model import attach_in, load_placed, streams
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.sharded_model import load_share
 from amoeba.parallel.rank_zero import ALONE, RankZero
@@ -46,8 +44,6 @@ logger = logging.getLogger("amoeba")
 
 @dataclass(frozen=True)
 class FoundModel:
-    """What is known of a model before its weights are read."""
-
     name: str
     adapter: Any
     tokenizer: Any
@@ -84,7 +80,6 @@ class LoadedModel:
         return seed, sampling
 
     def facts(self) -> dict[str, Any]:
-        """Of a `ModelReport`."""
         facts = {name: getattr(self, name) for name in ("dtype", "placement", "backend", "load_seconds", "products")}
         return facts | {
             "device": str(self.device),
@@ -143,15 +138,15 @@ def load(
     """token: one of the prompt's, to warm up with. say: is told in one line what computes; the log has the reasons.
     rank_zero: the ranks over which the experts are. All of them have the same tokens.
     adapters_follow: the caller attaches adapters to the model that it gets."""
-    streams = _streams(found.name, options)
-    device = _choose_device(home_of(options.vram) if streams else options.device)
+    is_streamed = streams(found.name, options)
+    device = _choose_device(home_of(options.vram) if is_streamed else options.device)
     started = time.perf_counter()
     streamed = None
     choice = dtype_to_load(options.dtype, found.name, found.config, device)
     try:
         # The caller's random numbers go on where they were: transformers may draw some when it makes a model
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if streams:
+            if is_streamed:
                 streamed, choice = _stream(found, options, choice)
                 model = streamed.model
                 placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
@@ -217,14 +212,9 @@ def load(
     return done
 
 
-def _streams(name: str, options: GenerationOptions) -> bool:
-    """A store has no experts that could be resident."""
-    return options.ram is not None or options.vram is not None or is_store(name)
-
-
 def _check_streaming(name: str, options: GenerationOptions) -> None:
     where = home_of(options.vram).type
-    if not _streams(name, options):
+    if not streams(name, options):
         remedy = "add --ram or --vram, for example --ram auto"
         if options.record is not None:
             raise bad_value("record", "streamed experts", "resident ones", remedy)
@@ -279,7 +269,6 @@ def _choose_device(asked: torch.device | None) -> torch.device:
 
 
 def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
-    """Runs one token; returns the backends that served the experts, or None, and why these."""
     from amoeba.integrations.coverage import coverage
     from amoeba.integrations.experts_module import experts_modules, is_described
 
@@ -299,7 +288,6 @@ def _warm_up(model: Any, token: int) -> tuple[str | None, str]:
 
 
 def _backend_of(module: Any) -> tuple[str, str]:
-    """The backend that `auto` takes for this module, and why."""
     from amoeba.integrations.coverage import one_token
 
     if module.__dict__.get(BACKEND) == "exact":

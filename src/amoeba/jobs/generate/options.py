@@ -106,7 +106,6 @@ def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
 
 
 def seed_for(options: GenerationOptions, rank_zero: RankZero) -> int:
-    """The one asked for, or one that is drawn, for all ranks the same."""
     return rank_zero.tell(lambda: secrets.randbelow(2**31)) if options.seed is None else options.seed
 
 
@@ -127,7 +126,6 @@ def set_generation_config(model: Any, tokenizer: Any, sampling: dict[str, Any], 
 
 
 def end_ids(model: Any) -> list[int]:
-    """The tokens that end a text."""
     eos = model.generation_config.eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 

@@ -4,8 +4,7 @@
     steps.kind, steps.reason            # "captured", "compiled", "native" or "plain", and why
     steps.decoder                       # None where plain
 
-Native steps are those of a CPU: all layers in one call of the C++ core. Plain is what remains where a step cannot be
-captured, where capturing or compiling it fails, and where the core does not know the model.
+Native steps are those of a CPU: all layers in one call of the C++ core. Plain is what remains.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ def why_no_graphs(device: torch.device) -> str | None:
 
 
 def _ways(model: Any, batch: int, length: int, steps: int, asked: bool | None) -> list[tuple[bool, str]]:
-    """Compiled or not with the reason, the first choice first."""
     from amoeba.decoding import compiled_layers
     from amoeba.decoding.cache import why_more_than_keys
     from amoeba.decoding.decoder import cache_length
@@ -134,7 +132,6 @@ def _prepared(model: Any, sampling: dict[str, Any], batch: int, length: int, pro
 
 
 def _failed(what: str, error: Exception) -> str:
-    """The reason, which somebody should see: what follows is slower than it need be."""
     cause = "there was not enough memory" if is_out_of_memory(error) else type(error).__name__
     reason = f"{what} a step failed ({cause}: {one_line(error)[:300]})"
     logger.warning("%s; continuing without it", reason)

@@ -4,14 +4,12 @@
         trainer.train()
 
 - the loss comes straight from the last hidden states (`integrations.fused_loss`),
-- documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.attention`),
-  from one projection with norms and rotations by our kernels, where a layer has those (`integrations.fused_attention`),
+- documents that share a row are kept apart by attention over lengths, not by a mask (`integrations.fused_attention`),
 - the decoder layers are compiled, one code for all (`integrations.compiled_layers`),
 - forward and backward of a step are captured in a CUDA graph (`jobs.train.trainer`).
 
-A CPU takes the second, or the third where it is asked for: attention by documents is other code for each batch there,
-which no compiled layer can hold. Where one of them does not serve a model the run goes on without it, and a sentence
-says why.
+A CPU takes the second, or the third where it is asked for. Where one of them does not serve a model the run goes on
+without it, and a sentence says why.
 """
 
 from __future__ import annotations

@@ -93,7 +93,6 @@ class RunLog(TrainerCallback):
                 continue
             kept.append(text + "\n")
             if line["kind"] == "train":
-                self._tokens_before = line.get("tokens", self._tokens_before)
                 self.dead_experts = line.get("dead_experts", 0)
                 self.tokens_per_second = line.get("tokens_per_second") or 0.0
         if torn:
@@ -112,8 +111,7 @@ class RunLog(TrainerCallback):
         self._since = time.monotonic()
         # a resumed run has these from its checkpoint, and they may have been changed since
         state.eval_steps, state.save_steps = args.eval_steps, args.save_steps
-        # up to the checkpoint; one of an earlier version has none, and those up to the last line count
-        self._tokens_before = max(self._tokens_before, state.num_input_tokens_seen)
+        self._tokens_before = state.num_input_tokens_seen  # up to the checkpoint
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.trained:
@@ -152,7 +150,6 @@ class RunLog(TrainerCallback):
         return losses.tolist(), norms.tolist()
 
     def _tokens_since(self) -> int:
-        """In the passes since the last line, of all ranks."""
         return int(self.rank_zero.add_up(torch.stack(self.tokens).sum(), "numbers of tokens")) if self.tokens else 0
 
     def _check_finite(self, step: int, losses: list[float], norms: list[float]) -> None:

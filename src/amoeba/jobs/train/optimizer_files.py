@@ -10,8 +10,7 @@ E experts
                                             header under "experts" which these are; of other tensors that FSDP2 has
                                             sharded the rank's rows, under "rows" the first and the one behind the last
 
-Names are those of a process with all experts. What all ranks have alike is in the first file. The optimizer.pt that
-such a process wrote in earlier versions is read, too.
+Names are those of a process with all experts. What all ranks have alike is in the first file.
 """
 
 from __future__ import annotations
@@ -25,19 +24,15 @@ import torch
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
-from amoeba.integrations.own_tensors import OwnTensor, own_tensors, plain_names
+from amoeba.integrations.own_tensors import OwnTensor, own_tensors
 from amoeba.jobs.train.manifest import save_file
 from amoeba.parallel.rank_zero import RankZero
 from amoeba.parallel.shards import local_parameter, rows_here
 from amoeba.system.files import write_whole
 
-GROUPS, SCHEDULER, WHOLE = "optimizer.json", "scheduler.pt", "optimizer.pt"
+GROUPS, SCHEDULER = "optimizer.json", "scheduler.pt"
 _PARTS = "optimizer-{rank:05d}-of-{count:05d}.safetensors"
 _EXPERTS, _ROWS = "experts", "rows"  # in a file's header
-
-
-def has_optimizer(folder: Path) -> bool:
-    return (folder / GROUPS).is_file()
 
 
 def save_optimizer(optimizer: Any, model: Any, folder: Path, rank_zero: RankZero) -> None:
@@ -73,7 +68,7 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, rank_zero: RankZero
 def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
     """Reads of experts' states those of the experts that are here, and of sharded ones the rows that are."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    stored = _Parts(folder) if has_optimizer(folder) else _Whole(folder, optimizer, model)
+    stored = _Parts(folder)
     own, named, rows_of = _here(model)
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -117,8 +112,6 @@ def _here(model: Any) -> tuple[dict[str, OwnTensor], dict[Any, str], dict[str, r
 
 
 class _Parts:
-    """What `save_optimizer` wrote."""
-
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
@@ -166,32 +159,7 @@ def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return found
 
 
-class _Whole:
-    """optimizer.pt of a process with all experts: numbers in place of names."""
-
-    def __init__(self, folder: Path, optimizer: Any, model: Any) -> None:
-        saved = torch.load(folder / WHOLE, map_location="cpu", weights_only=True)
-        self._state, self.groups = saved["state"], []
-        theirs = {mine: name for name, mine in plain_names(model).items()}
-        order = {name: place for place, name in enumerate(plain_names(model))}
-        named = {local_parameter(parameter): theirs[name] for name, parameter in model.named_parameters()}
-        self._numbers: dict[str, int] = {}
-        for group, entry in zip(optimizer.param_groups, saved["param_groups"], strict=False):
-            names = sorted((named[parameter] for parameter in group["params"]), key=order.__getitem__)
-            if len(names) != len(entry["params"]):
-                raise _another_model(folder, f"{len(entry['params'])} parameters for {len(names)}")
-            self._numbers |= dict(zip(names, entry["params"], strict=True))
-            self.groups.append({key: value for key, value in entry.items() if key != "params"} | {"parameters": names})
-
-    def state_of(self, name: str, wanted: Sequence[int] | None) -> dict[str, Tensor]:
-        found = {key: _as_tensor(value) for key, value in self._state[self._numbers[name]].items()}
-        if wanted is None:
-            return found
-        return {key: value[list(wanted)] if value.dim() else value for key, value in found.items()}
-
-
 def _as_tensor(value: Tensor | float) -> Tensor:
-    """Of a state: a tensor, or a number of steps."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64, device="cpu")
 
 

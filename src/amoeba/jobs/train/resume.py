@@ -1,14 +1,11 @@
 """Resuming a run: its settings, data, model and checkpoint must be the same and complete, or it is refused.
 
-    earlier = go_on(folder, settings, "model", console, "amoeba train", resume=True, start_from=None)
+    earlier = go_on(folder, settings, "model", "amoeba train", resume=True, start_from=None)
     earlier.checkpoint           # whole; None: none was finished, the run starts anew
     check_data(earlier, began_with(corpus))
 
-Nothing is overwritten before all of it fits. What the run began with is in its config.json:
-
-    began_with   train and held_out: documents, characters and a hash of them; weights: of a frozen model, see
-                 `weights_of`; dtype: in which `amoeba train` computes on a CPU. Absent in runs of older versions, whose
-                 checkpoints have no manifest either.
+Nothing is overwritten before all of it fits. What the run began with is in its config.json (`began_with`): hashes of
+the documents, samples of a frozen model's weights, and the dtype in which `amoeba train` computes on a CPU.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from amoeba.core.errors import bad_value
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, characters
@@ -30,8 +25,7 @@ from amoeba.integrations.gguf_files import is_gguf, parts_of
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
 from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
-from amoeba.jobs.train.optimizer_files import GROUPS, WHOLE, has_optimizer
-from amoeba.jobs.train.run_folder import Console, RunReport, checkpoints, remove_unfinished, step_of
+from amoeba.jobs.train.run_folder import RunReport, checkpoints, remove_unfinished, step_of
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.stream.store.index import INDEX, is_store
 from amoeba.system.files import sampled_hash, shell_command, shell_words
@@ -39,7 +33,6 @@ from amoeba.system.files import sampled_hash, shell_command, shell_words
 Report = TypeVar("Report", bound=RunReport)
 
 _RECORDS = ("model_config", "began_with", DIGEST)  # in config.json with the settings
-_OF_EVERY_CHECKPOINT = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "tokenizer_config.json")
 # of a configuration: names and versions, not what the model computes; and what training turns off
 _NOT_COMPARED = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 _NOT_COMPARED |= {"output_router_logits"}
@@ -48,13 +41,11 @@ _SAME_NUMBERS = {"resident", "ranks"}  # of placements: the same numbers, in oth
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a run goes on with."""
-
     folder: Path
     command: str
     checkpoint: Path | None
     model_config: dict[str, Any]
-    began_with: dict[str, Any] | None
+    began_with: dict[str, Any]
 
     @property
     def new_run(self) -> str:
@@ -69,7 +60,6 @@ def go_on(
     folder: Path,
     settings: RunSettings,
     kept: str,
-    console: Console,
     command: str,
     resume: bool,
     start_from: str | None,
@@ -85,18 +75,13 @@ def go_on(
     with rank_zero.all_or_none("what was left half-written"):
         if rank_zero.here:
             remove_unfinished(folder, kept)
-    sealed = "began_with" in record
     found = checkpoints(folder)
     chosen = _chosen(found, start_from, folder) if start_from else (found[-1] if found else None)
     if chosen is not None:
-        if not sealed:
-            console.say(
-                f"{folder} was written by an older version without hashes: checking only that its files can be read"
-            )
         with rank_zero.all_or_none("looking whether the checkpoint is whole"):
             if rank_zero.here:
-                _check_whole(chosen, found, sealed, folder, command)
-    return Earlier(folder, command, chosen, record.get("model_config", {}), record.get("began_with"))
+                _check_whole(chosen, found, folder, command)
+    return Earlier(folder, command, chosen, record["model_config"], record["began_with"])
 
 
 # --- the record of the run
@@ -149,15 +134,13 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path, kept: str, command: str) -> None:
-    defaults = {entry.name: entry.default for entry in fields(settings) if entry.default is not dataclasses.MISSING}
-    record = defaults | record  # a run of an older version had no other value
     for name, now in json.loads(json.dumps(settings.as_dict())).items():
         if name not in record or now == record[name] or AT_RESUME[name] in ("changeable", "place"):
             continue
         if name == "experts" and {now, record[name]} <= _SAME_NUMBERS:
             continue
         moved = isinstance(now, str) and isinstance(record[name], str) and Path(now).expanduser().exists()
-        if AT_RESUME[name] == "by content" and moved and "began_with" in record and record[name] not in PRESETS:
+        if AT_RESUME[name] == "by content" and moved and record[name] not in PRESETS:
             continue
         remedy = "leave it out, or start a new run with another --out"
         if name == "steps" and command == "amoeba train":  # finetune cannot start from an adapter
@@ -175,7 +158,6 @@ def began_with(corpus: Corpus, weights: dict[str, Any] | None = None) -> dict[st
 
 
 def data_facts(content: dict[str, Any]) -> dict[str, Any]:
-    """What a run begins with, by names for a user."""
     names = {"train": "documents to train on", "held_out": "documents held out", "weights": "weights of the model"}
     return {names[name]: content[name] for name in names}
 
@@ -199,8 +181,6 @@ def weights_of(model: str) -> dict[str, Any] | None:
 
 def check_data(earlier: Earlier, now: dict[str, Any]) -> None:
     then = earlier.began_with
-    if then is None:
-        return
     for side, of_what in (("train", "to train on"), ("held_out", "held out")):
         if now[side] != then[side]:
             raise bad_value(
@@ -240,54 +220,20 @@ def _chosen(found: list[Path], name: str, folder: Path) -> Path:
     raise bad_value("--from", f"a checkpoint of {folder} ({there})", repr(name), "choose one of these")
 
 
-def _check_whole(checkpoint: Path, found: list[Path], sealed: bool, folder: Path, command: str) -> None:
-    trouble = _trouble(checkpoint, sealed)
+def _check_whole(checkpoint: Path, found: list[Path], folder: Path, command: str) -> None:
+    trouble = _trouble(checkpoint)
     if not trouble:
         return
-    others = [path for path in reversed(found) if step_of(path) < step_of(checkpoint) and not _trouble(path, sealed)]
+    others = [path for path in reversed(found) if step_of(path) < step_of(checkpoint) and not _trouble(path)]
+    remedy = "no earlier checkpoint is complete: restore the file from a copy, or start a new run with another --out"
     if others:
-        remedy = (
-            f"continue from the previous one: {shell_command(command, '--resume', folder, '--from', others[0].name)}"
-        )
-    else:
-        remedy = (
-            "no earlier checkpoint is complete: restore the file from a copy, or start a new run with another --out"
-        )
+        again = shell_command(command, "--resume", folder, "--from", others[0].name)
+        remedy = f"continue from the previous one: {again}"
     raise bad_value(str(checkpoint), "a complete checkpoint", "; ".join(trouble), remedy)
 
 
-def _trouble(checkpoint: Path, sealed: bool) -> list[str]:
-    if (checkpoint / MANIFEST).is_file():
-        return damages(checkpoint)
-    return [f"{MANIFEST} is missing"] if sealed else _unreadable(checkpoint)
-
-
-def _unreadable(checkpoint: Path) -> list[str]:
-    """What can be seen without a manifest: files that are missing, empty, cut short, or not what their name says."""
-    found = [f"{name} is missing" for name in _OF_EVERY_CHECKPOINT if not (checkpoint / name).is_file()]
-    names = {path.name for path in checkpoint.glob("*.safetensors")}
-    parts = {name for name in names if name.startswith("optimizer-")}
-    if not (checkpoint / WHOLE).is_file() and not (parts and has_optimizer(checkpoint)):
-        found.append(f"{GROUPS if parts else WHOLE} is missing")
-    if not names - parts:
-        found.append("the weights (*.safetensors) are missing")
-    for path in sorted(checkpoint.iterdir()):
-        try:
-            if path.suffix == ".json":
-                json.loads(path.read_bytes())
-            elif path.suffix == ".safetensors":
-                from safetensors import safe_open
-
-                with safe_open(path, "pt"):
-                    pass
-            elif path.suffix in (".pt", ".pth"):
-                from transformers.trainer_pt_utils import safe_globals
-
-                with safe_globals():
-                    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # of a broken file each reader raises another kind
-            found.append(f"{path.name} cannot be read ({type(error).__name__})")
-    return found
+def _trouble(checkpoint: Path) -> list[str]:
+    return damages(checkpoint) if (checkpoint / MANIFEST).is_file() else [f"{MANIFEST} is missing"]
 
 
 # --- the end
@@ -320,10 +266,5 @@ def _final_line(folder: Path) -> dict[str, Any] | None:
         except ValueError:
             continue
         if isinstance(line, dict) and line.get("kind") == "final":
-            # what runs of older versions do not have
-            return (
-                {"exit_code": 0, "streaming": None, "peak_memory_bytes": None} | line
-                if not line.get("interrupted")
-                else None
-            )
+            return None if line.get("interrupted") else line
     return None

@@ -1,7 +1,6 @@
 """A run of `train` or `finetune` as it was asked for, and what both do around their loops.
 
 run = Run("amoeba train", settings, console, resume=True)
-run.check_same()
 with run.in_folder():
     ended = run.finished("model", TrainReport, "model")
     earlier = run.earlier("model")
@@ -57,7 +56,6 @@ class Run:
 
     @contextmanager
     def in_folder(self) -> Iterator[None]:
-        """ValueError before there is a folder, where a run asks for what its ranks cannot do."""
         from transformers.utils import logging as transformers_logging
 
         settings, ranks = self.settings, self.rank_zero
@@ -85,16 +83,14 @@ class Run:
         return make_mesh(ranks, own, self.settings.dense, device)
 
     def finished(self, kept: str, kind: type[Report], field: str) -> Report | None:
-        """The report of a run that has nothing left to do. field: of `kind`, that names what was kept."""
         if not self.resume or self.start_from:
             return None
         names = {field: str(self.folder / kept)}
         return finished_run(self.folder, self.settings, kept, self.command, kind, names)
 
     def earlier(self, kept: str) -> Earlier | None:
-        """None for a run that begins."""
         asked = self.command, self.resume, self.start_from, self.rank_zero
-        return go_on(self.folder, self.settings, kept, self.console, *asked)
+        return go_on(self.folder, self.settings, kept, *asked)
 
     def describe(self, model: Any, earlier: Earlier | None, content: dict[str, Any], precision: Any = None) -> None:
         """content: what it begins with. precision: see `describe_run`."""

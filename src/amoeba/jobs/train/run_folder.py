@@ -44,8 +44,6 @@ class Console:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """How a run ended."""
-
     folder: str
     steps: int
     start_loss: float  # held out
@@ -60,7 +58,6 @@ class RunReport:
     peak_memory_bytes: int | None = None  # allocated on the GPU, or resident in this process; None if unknown
 
     def losses(self) -> str:
-        """Of the held-out data, from the first to the last."""
         if self.final_loss_step == 0:
             return f"{self.start_loss:.3f} at step 0, and not measured since"
         shown = f"{self.start_loss:.3f} -> {self.final_loss:.3f}"
@@ -174,11 +171,11 @@ def describe_run(
     folder: Path,
     settings: dict[str, Any],
     model_config: dict[str, Any],
-    began_with: dict[str, Any] | None,
+    began_with: dict[str, Any],
     precision: dict[str, Any] | None = None,
 ) -> None:
-    """What is used, and on which machine. began_with: see `amoeba.jobs.train.resume`; None where an older run has none.
-    precision: of the experts, see `amoeba.jobs.train.train`; None for the run's own dtype."""
+    """What is used, and on which machine. began_with: see `amoeba.jobs.train.resume`. precision: of the experts, see
+    `amoeba.jobs.train.train`; None for the run's own dtype."""
     from amoeba.system.machine import commit, machine, versions
 
     environment = {
@@ -187,9 +184,7 @@ def describe_run(
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": commit(),
     } | ({} if precision is None else {"experts": precision})
-    config = settings | {"model_config": model_config}
-    if began_with is not None:
-        config = with_digest(config | {"began_with": began_with})
+    config = with_digest(settings | {"model_config": model_config, "began_with": began_with})
     for name, content in {"config": config, "environment": environment}.items():
         write_whole(folder / f"{name}.json", json.dumps(content, indent=1, default=str) + "\n")
 
@@ -211,17 +206,14 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def unfinished_checkpoint(folder: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
     return folder / "checkpoints" / _UNFINISHED
 
 
 def staged_result(target: Path) -> Path:
-    """Where what a run keeps is written before it gets its name."""
     return target.with_name(f".{target.name}.{_UNFINISHED}")
 
 
 def remove_unfinished(folder: Path, kept: str) -> None:
-    """What a killed run left half-written, or half-replaced."""
     shutil.rmtree(unfinished_checkpoint(folder), ignore_errors=True)
     shutil.rmtree(staged_result(folder / kept), ignore_errors=True)
     put_back(folder / kept)

@@ -2,13 +2,10 @@
 
     budget = TimeBudget(trainer, settings, console.say);  trainer.add_callback(budget)
 
-How many steps fit is estimated once the first of them have been timed, announced, and then estimated again and again
-as the pace changes: a machine that becomes busy makes fewer steps, never more than were asked for. The learning rate
-follows without a jump: from where it is, it falls to 0 at the last step of the new plan.
-
-The plan and the time that is spent are in every checkpoint (the scheduler's file), so a resumed run has the minutes
-that were left. Over ranks the first one decides. Evaluations count as part of the time, loading the data and the model
-does not.
+How many steps fit is estimated once the first of them have been timed, and again as the pace changes; never more than
+were asked for. The learning rate follows without a jump: from where it is, it falls to 0 at the last step of the new
+plan. The plan and the time that is spent are in every checkpoint (the scheduler's file). Over ranks the first one
+decides. Evaluations count as part of the time, loading the data and the model does not.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerState
 
 from amoeba.jobs.settings import RunSettings
@@ -78,15 +74,10 @@ class TimeBudget(TrainerCallback):
         self._steps_here = 0
         self._timed: tuple[int, float] | None = None  # since which step and time the pace is measured
 
-    def scheduler(self, optimizer: Any) -> LambdaLR:
-        return LambdaLR(optimizer, self.plan)
-
     def go_on_from(self, checkpoint: Path) -> None:
-        """The number of steps that was planned before the checkpoint was written."""
         self.plan.total = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After a checkpoint was loaded, and the plan with it."""
         state.max_steps = self.plan.total
         self._began -= self.plan.used_seconds
         self._said = self.plan.total if self.plan.is_made else None

@@ -2,11 +2,9 @@
 
     report = train(TrainSettings(model="demo"), Console())
 
-transformers.Trainer runs the loop; what is added here: experts_implementation="amoeba", a watch over the routers, a run
-folder that the report page reads, checkpoints that are renamed into place when they are whole, and a resume that gives
-the same losses as a run that was never interrupted.
-
-    RUN/config.json environment.json metrics.jsonl tensorboard/ checkpoints/ model/
+transformers.Trainer runs the loop; what is added: experts_implementation="amoeba", a watch over the routers, a run
+folder for the report page, checkpoints that appear whole, and a resume with the losses of a run that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -87,7 +85,8 @@ def _train(run: Run, settings: TrainSettings, config: Any) -> TrainReport:
     mesh = run.mesh()
     kept: Artifact = WholeModel(rank_zero.here) if mesh is None else ShardedModel(mesh)
     if (ended := run.finished(kept.name, TrainReport, "model")) is not None:
-        console.say(f"already finished after {ended.steps} steps; to train longer: {COMMAND} {_on(ended.model)}")
+        longer = f"{COMMAND} {shell_words('--model', ended.model)} --data ... --out ANOTHER"
+        console.say(f"already finished after {ended.steps} steps; to train longer: {longer}")
         return ended
     earlier = run.earlier(kept.name)
     torch.manual_seed(settings.seed)
@@ -145,18 +144,15 @@ def _train(run: Run, settings: TrainSettings, config: Any) -> TrainReport:
     trainer = make_trainer(run, model, tokenizer, rows, settings.steps, dtype, kept, mesh)
     outcome, kept_in = run_to_end(trainer, run.folder, earlier)
     if rank_zero.ranks is None and not outcome.interrupted:
-        kinds = corpus.held_out_by_kind.items()
-        _note_text_kinds(
-            trainer,
-            {kind: PackedDataset(texts, tokenizer, settings.sequence_length, keep_last=True) for kind, texts in kinds},
-        )
+        length, kinds = settings.sequence_length, corpus.held_out_by_kind.items()
+        rows_of = {kind: PackedDataset(texts, tokenizer, length, keep_last=True) for kind, texts in kinds}
+        _note_text_kinds(trainer, rows_of)
     report = TrainReport(**asdict(outcome), model=kept_in)
     trainer.run_log.finish(report)
     return report
 
 
 def _note_text_kinds(trainer: Any, rows_of: dict[str, PackedDataset]) -> None:
-    """Writes to the run's log which experts serve which kind of text, where there are kinds."""
     watch, model, loads_of = trainer.run_log.watch, trainer.model.eval(), []
     for rows in rows_of.values():
         count = min(len(rows), max(1, KIND_TOKENS // rows.sequence_length))
@@ -179,10 +175,6 @@ def _check_unquantised(model: str, config: Any) -> None:
         got = f"one quantised by {facts.get('quant_method')} (config.json of {model})"
         remedy = f"fine-tune it ({shell_command('finetune', model)}), or train its unquantised checkpoint"
         raise bad_value("--model", "a checkpoint whose parameters can all be trained", got, remedy)
-
-
-def _on(model: str) -> str:
-    return f"{shell_words('--model', model)} --data ... --out ANOTHER"
 
 
 def _build_model(
@@ -210,11 +202,8 @@ def _build_model(
 def round_to(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters and saved buffers. What a model computes for itself when it is made, as the frequencies of rotary
     embeddings, keeps its precision, as in a model that is loaded. `model.to` rounds it, too: other angles."""
-    own = {
-        (module, name): module._buffers[name]
-        for module in model.modules()
-        for name in module._non_persistent_buffers_set
-    }
+    modules = model.modules()
+    own = {(each, name): each._buffers[name] for each in modules for name in each._non_persistent_buffers_set}
     model.to(dtype)
     for (module, name), buffer in own.items():
         module._buffers[name] = buffer
@@ -246,7 +235,7 @@ def _compute_dtype(
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     if earlier is not None:
-        return getattr(torch, (earlier.began_with or {}).get("dtype", "float32"))
+        return getattr(torch, earlier.began_with.get("dtype", "float32"))
     if rank_zero.ranks is not None:
         return torch.float32
     passes = settings.steps * settings.accumulation
@@ -294,14 +283,12 @@ def run_precision(model: Any, precision: str, device: torch.device) -> RunPrecis
 
 
 def _why_not(device: torch.device, weights: Any, precision: str) -> str | None:
-    """Why the kernels do not take a layer, or None."""
     if (reason := fp8_triton.why_not_on(device, weights, precision)) is not None:
         return f"{fp8_triton.BACKEND.name} {reason}"
     return (fp8_choice.too_small(weights) or fp8_choice.not_measured(device)) if precision == AUTO else None
 
 
 def _backends(refused: list[str | None], precision: str) -> str:
-    """refused: for each layer why the kernels do not take it, or None."""
     kernels, torch_alone = (f"{each.BACKEND.name}, {each.BACKEND.summary}" for each in (fp8_triton, fp8))
     other = "that of the run's dtype, without fp8" if precision == AUTO else torch_alone
     reasons = list(dict.fromkeys(reason for reason in refused if reason is not None))

@@ -77,7 +77,6 @@ class FastTrainer(Trainer):
         return CompiledLayers.paused() if self.compiled and not serves else nullcontext()
 
     def flops(self) -> float:
-        """Of all its steps."""
         rows = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.per_device_train_batch_size
         return rows * self._flops_per_row()
 
@@ -195,13 +194,11 @@ class FastTrainer(Trainer):
             shard_fully(self.model, self.mesh)
 
     def lost_ranks_told(self) -> AbstractContextManager:
-        """Also those that FSDP2 waits for."""
         if self.mesh is None or not self.mesh.shards:
             return nullcontext()
         return self.mesh.every.told_of("parameters or gradients that FSDP2 shards")
 
     def clipping(self) -> Callable[..., Any]:
-        """What takes the place of Accelerator.clip_grad_norm_."""
         own = self.accelerator.clip_grad_norm_
 
         def clip(parameters: Any, most: float, *others: Any, **options: Any) -> Any:
@@ -236,7 +233,6 @@ class FastTrainer(Trainer):
         return loss
 
     def release(self) -> None:
-        """Gives up the captured pass and its memory."""
         self.captures, self._captured, self._stream, self._tries = False, None, None, 0
 
     def _capture(self, model: Any, inputs: Any, predicted: Tensor) -> None:

@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
@@ -35,7 +36,7 @@ from amoeba.integrations.text_model import draws_random_numbers
 from amoeba.jobs.train.fast_paths import fast_paths
 from amoeba.jobs.train.manifest import Artifact, seal
 from amoeba.jobs.train.metrics import NotFinite, RunLog
-from amoeba.jobs.train.optimizer_files import SCHEDULER, has_optimizer, load_optimizer, save_optimizer
+from amoeba.jobs.train.optimizer_files import SCHEDULER, load_optimizer, save_optimizer
 from amoeba.jobs.train.resume import Earlier
 from amoeba.jobs.train.run import Run
 from amoeba.jobs.train.run_folder import (
@@ -55,16 +56,11 @@ from amoeba.parallel.shards import local_part
 from amoeba.system.files import replace_folder, shell_command, shell_words
 from amoeba.system.machine import peak_memory
 
-if TYPE_CHECKING:
-    from amoeba.jobs.train.metrics import RunLog
-
 CHECKPOINTS_KEPT = 2
 logger = logging.getLogger("amoeba")
 
 
 class WatchedTrainer(FastTrainer):
-    """Writes each checkpoint to a temporary folder and renames it when it is complete."""
-
     run_log: RunLog
     kept: Artifact
     command: str  # that goes on with this run
@@ -171,11 +167,9 @@ class WatchedTrainer(FastTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or (self.mesh is None and not has_optimizer(Path(checkpoint))):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        load_optimizer(self.optimizer, self.model, Path(checkpoint))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        if checkpoint is not None:
+            load_optimizer(self.optimizer, self.model, Path(checkpoint))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def _check_finite(self) -> None:
         """Before a checkpoint pushes an older one out. Its own step may have gone astray without a NaN yet: then the
@@ -193,31 +187,17 @@ class WatchedTrainer(FastTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.budget is not None and self.lr_scheduler is None:
-            self.lr_scheduler = self.budget.scheduler(self.optimizer if optimizer is None else optimizer)
+            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self.budget.plan)
             self._created_lr_scheduler = True  # as Trainer's own, it is made anew by the next train()
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def held_out_losses(self) -> list[tuple[int, float]]:
-        """Steps and losses until now, that of step 0 first."""
-        logged = self.run_log.evaluations()
-        return logged if logged and logged[0][0] == 0 else [(0, self.evaluate()["eval_loss"]), *logged]
-
     def _not_written(self, what: str, error: Exception) -> Exception:
-        """A full disk, in words; any other exception as it is."""
         if not isinstance(error, OSError) and "No space left" not in str(error):
             return error
         whole = checkpoints(self.folder)
-        return bad_value(
-            what,
-            f"enough space in {self.folder}",
-            str(error),
-            f"free some space, then: {shell_command(self.command, '--resume', self.folder)} "
-            + (
-                f"(continues from step {step_of(whole[-1])})"
-                if whole
-                else "(starts over: there is no complete checkpoint)"
-            ),
-        )
+        then = f"continues from step {step_of(whole[-1])}" if whole else "starts over: there is no complete checkpoint"
+        remedy = f"free some space, then: {shell_command(self.command, '--resume', self.folder)} ({then})"
+        return bad_value(what, f"enough space in {self.folder}", str(error), remedy)
 
     def _diverged(self, error: NotFinite) -> ValueError:
         whole = checkpoints(self.folder)
@@ -231,14 +211,7 @@ class WatchedTrainer(FastTrainer):
         expected += f"checkpoints kept: {kept})" if whole else "there was no checkpoint yet)"
         return bad_value("training", expected, str(error), remedy)
 
-    def final_held_out_loss(self) -> float:
-        last = self.run_log.last_evaluation
-        if last is not None and last[0] == self.state.global_step:
-            return last[1]
-        return self.evaluate()["eval_loss"]
-
     def save_final(self) -> Path:
-        """What is kept, and the tokenizer, in a folder that is renamed into place."""
         target = self.folder / self.kept.name
         staging = staged_result(target)
         try:
@@ -248,11 +221,6 @@ class WatchedTrainer(FastTrainer):
             if self.rank_zero.here:
                 shutil.rmtree(staging, ignore_errors=True)
         return target
-
-    def take_up(self, checkpoint: Path) -> None:
-        """The end of a run of which nothing but the end is missing."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
 
 def make_trainer(
@@ -374,29 +342,27 @@ def run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -
         raise trainer._not_written(f"the log of step {trainer.state.global_step}", error) from error
 
 
-def _set_later_aside(trainer: WatchedTrainer, folder: Path, last: Path | None) -> None:
-    if last is None or not trainer.rank_zero.here:
-        return
-    for later in [path for path in checkpoints(folder) if step_of(path) > step_of(last)]:
-        set_aside(later)
-        trainer.run_log.console.say(f"moved {later.name} to {later.parent}")
-
-
 def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) -> tuple[RunReport, str]:
     log, say = trainer.run_log, trainer.run_log.console.say
     began = time.monotonic()
     last = earlier.checkpoint if earlier else None
     if earlier is not None:
         with trainer.rank_zero.all_or_none("setting later checkpoints aside"):
-            _set_later_aside(trainer, folder, last)
+            for later in checkpoints(folder) if trainer.rank_zero.here else []:
+                if last is not None and step_of(later) > step_of(last):
+                    set_aside(later)
+                    say(f"moved {later.name} to {later.parent}")
         log.forget_after(step_of(last) if last else -1)
         say(f"resuming from {last.name}" if last else "there is no complete checkpoint: starting over")
     if trainer.budget is not None and last is not None:
         trainer.budget.go_on_from(last)
-    losses = trainer.held_out_losses()
+    losses = log.evaluations()  # steps and losses until now, that of step 0 first
+    if not losses or losses[0][0] != 0:
+        losses.insert(0, (0, trainer.evaluate()["eval_loss"]))
     planned = trainer.args.max_steps if trainer.budget is None else trainer.budget.plan.total
     if last is not None and step_of(last) >= planned:
-        trainer.take_up(last)
+        trainer._load_from_checkpoint(str(last))  # nothing but the end is missing
+        trainer.state = TrainerState.load_from_json(str(last / "trainer_state.json"))
     else:
         # inside: who tells of a lost rank asks the others first, and the launcher's signal is not to end that
         with stop_at_signals(log), trainer.lost_ranks_told():
@@ -411,7 +377,9 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         final_step, final = log.last_evaluation or losses[-1]
         result = checkpoints(folder)[-1]
     else:
-        final_step, final = trainer.state.global_step, trainer.final_held_out_loss()
+        final_step, final = log.last_evaluation or (-1, 0.0)
+        if final_step != trainer.state.global_step:
+            final_step, final = trainer.state.global_step, trainer.evaluate()["eval_loss"]
         result = trainer.save_final()
     report = RunReport(
         folder=str(folder),
