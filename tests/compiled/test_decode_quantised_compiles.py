@@ -36,10 +36,16 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
 
 
 def test_nothing_is_spilled_but_what_is_known(kernels):
-    assert len(kernels) == 97
+    assert len(kernels) == 101
     known = SPILLED.get(triton.__version__.rpartition(".")[0], {})
     spilled = {name: (found["stack_bytes"], found["local_accesses"]) for name, found in kernels.items()}
     assert {name: each for name, each in spilled.items() if any(each) and each != known.get(name)} == {}
+
+
+def test_codes_of_rows_are_multiplied_as_they_are(kernels):
+    """By warpgroups, and by no conversion on the way: that takes 16 slots in a chunk."""
+    for name in ("up_by_expert", "down_by_expert"):
+        assert kernels[f"{name} fp8-128 e4m3"]["wgmma"] >= 8
 
 
 def test_lanes_that_hold_one_sum_hold_the_same_bits(kernels):
@@ -115,6 +121,7 @@ def main() -> dict[str, dict[str, int]]:
     are too long for registers."""
     from amoeba.core.problem import Problem
     from amoeba.core.weights import LoraFactors
+    from amoeba.kernels import decode as decoding
     from amoeba.kernels.decode import (
         by_expert,
         by_slot,
@@ -142,6 +149,11 @@ def main() -> dict[str, dict[str, int]]:
         scales = torch.empty(E, *block_counts(rows, columns, format), dtype=kind)
         return QuantisedMatrix(data, scales, format, columns, 1, torch.empty(E) if format.has_matrix_scale else None)
 
+    def quantised(rows: torch.Tensor, kept: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(rows, dtype=torch.uint8), torch.empty(rows.shape[0], rows.shape[1] // 128)
+
+    decoding._quantised = quantised
+
     def factors() -> LoraFactors:
         shapes = [(E, R, H), (E, I, R)] * 2 + [(E, R, I), (E, H, R)]
         return LoraFactors(*(torch.empty(shape, dtype=torch.float32) for shape in shapes), scaling=2.0)
@@ -157,6 +169,7 @@ def main() -> dict[str, dict[str, int]]:
         (MXFP4, "one"),
         (NVFP4, "one"),
         (FP8_128, "many"),
+        (FP8_128, "e4m3"),
         (MXFP8, "many"),
         (MXFP4, "many"),
         (NVFP4, "many"),
@@ -173,14 +186,16 @@ def main() -> dict[str, dict[str, int]]:
             CompileOnly(slots_up, of_format),
             CompileOnly(slots_down, of_format),
         )
-        tokens = {"early": 8, "one": 1, "many": 256}.get(way, 64)
+        tokens = {"early": 8, "one": 1, "many": 256, "e4m3": 256}.get(way, 64)
         with torch.device("meta"):
             weights = QuantisedExperts.holding(empty(format, 2 * I, H), empty(format, H, I))
             x_TH = torch.empty(tokens, H, dtype=torch.bfloat16)
             lora = factors() if (format, way) == (NVFP4, "early") else None
             problem = Problem(x_TH, torch.empty(tokens, K, dtype=torch.int64), torch.empty(tokens, K), weights, lora)
-            chosen = (quantised_configuration.by_slot if way == "one" else quantised_configuration.by_expert)(problem)
-            chosen = chosen._replace(overlap=True, listed=way in ("listed", "many"), early=way == "early")
+            ways = {"one": quantised_configuration.by_slot, "e4m3": quantised_configuration.in_e4m3}
+            chosen = ways.get(way, quantised_configuration.by_expert)(problem)
+            listed = way in ("listed", "many", "e4m3")
+            chosen = chosen._replace(overlap=True, listed=listed, early=way == "early")
             decode(problem, configuration=chosen)
         found |= {f"{name} {format.name} {way}".strip(): figures for name, figures in of_format.items()}
     one_up, one_down = one_token._up, one_token._down
