@@ -23,7 +23,7 @@ from amoeba.data.corpus import load_corpus
 from amoeba.data.token_rows import NO_LABEL, PackedDataset, stack
 from amoeba.data.tokenizer import load_or_train_tokenizer
 from amoeba.integrations.experts_module import experts_modules, weights_of
-from amoeba.integrations.model_folder import check_json, has_weights, load_config, load_model
+from amoeba.integrations.model_folder import check_json, has_weights, load_config
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.integrations.precision import set_precision
 from amoeba.integrations.text_model import (
@@ -33,7 +33,8 @@ from amoeba.integrations.text_model import (
     leave_out_router_loss,
     text_config,
 )
-from amoeba.jobs.cpu_dtype import faster_dtype
+from amoeba.jobs.cpu_dtype import DtypeChoice, faster_dtype
+from amoeba.jobs.placed_model import load_placed
 from amoeba.jobs.presets import PRESETS, find_preset
 from amoeba.jobs.same_on_ranks import check_same_model
 from amoeba.jobs.settings import TrainSettings
@@ -43,6 +44,7 @@ from amoeba.jobs.train.run_folder import Console, RunReport
 from amoeba.observe.router_watch import check_balance
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import RankZero
+from amoeba.placements import RESIDENT
 from amoeba.precision.recipes import AUTO, UNCHANGED, operand_formats, summary_of
 from amoeba.system.files import shell_command, shell_words
 
@@ -189,7 +191,10 @@ def _build_model(
     elif has_weights(Path(settings.model)):
         read_in = _gpu_dtype(settings) if torch.cuda.is_available() else torch.float32
         if mesh is None:
-            return load_model(settings.model, read_in, trust_remote_code=trust_remote_code)
+            choice = DtypeChoice(read_in, None, "as it is trained")
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            told = {"trains": True, "device": device, "trust_remote_code": trust_remote_code}
+            return load_placed(settings.model, choice, RESIDENT, **told)[0]
         return load_share(settings.model, read_in, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(text_config(config), name, getattr(tokenizer, name))
