@@ -17,6 +17,7 @@ from amoeba.proof.reference.experts import (
     shared_expert_forward,
 )
 from amoeba.proof.reference.router import router_backward, router_forward
+from selection import each_value_once
 from small_layers import FULL, HIDDEN, INTERMEDIATE, NUM_EXPERTS, PLAIN, ROUTERS, TOP_K, gradients, make_layer, make_x
 
 torch.set_num_threads(1)
@@ -75,6 +76,7 @@ def reference(layer, x_TH, dy_TH):
 # ---- against the reference
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
 def test_every_gradient_is_that_of_the_reference_for_every_router(router, dtype):

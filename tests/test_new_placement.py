@@ -28,6 +28,7 @@ from amoeba.core.problem import Gradients, Needs, Problem, Save
 from amoeba.core.weights import LORA_NAMES, ExpertsByHandle, LoraFactors
 from amoeba.placements import placement_names
 from amoeba.proof import conformance
+from selection import each_value_once
 from small_layer import Layer
 
 SOURCE = Path(amoeba.__file__).parent
@@ -164,6 +165,7 @@ def frozen(layer: Layer) -> ExpertWeights:
     return layer.weights({name: tensor.detach() for name, tensor in layer.tensors.items()})
 
 
+@each_value_once()
 @pytest.mark.parametrize("rank", [0, 3], ids=["", "lora"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_autograd_lora_and_recompute(rank: int, recompute: bool) -> None:

@@ -121,6 +121,7 @@ def test_decoding_a_few_tokens(backend, activation, value, tokens):
         assert_same_where_finite({"output": found}, expected_of(layer))
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", ["x", "weight", "gate_up", "down"])
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_the_same_of_somebody_else_s_activation(value, name):
@@ -238,21 +239,23 @@ def _kind(placement):
 
 
 def _cases():
-    """One in a few is for every run: each placement and backend with some tensors, each tensor with some of those. The
-    others of a placement and backend are one case."""
+    """A few changes are for every run: each placement and backend with some tensors, each tensor with some of those.
+    The others of a placement and backend are a case of their own."""
     several = ("fp8 eager", "fp8-all eager", "cpu-int8 cpu", "mxfp4-weights cpu", "nvfp4-weights eager")
     changes = list(itertools.product(EVERY_TENSOR, (1, 13), (NAN, INF, -INF), UNCLAMPED))
     for placement, backend in ((each, name) for each in PLACEMENTS for name in SERVING[_kind(each)]):
-        interpreted, pair, others = backend in INTERPRETED, f"{placement.name} {backend}", []
+        interpreted, pair, often, others = backend in INTERPRETED, f"{placement.name} {backend}", [], []
         for change in changes:
             name, *plain = change
             quick = plain == [13, INF, "silu"] and (name in ("x", "dy", "weight") or pair in several)
             if interpreted:
                 quick = plain == [13, INF, "silu"] and pair == "fp8-all triton" and name in ("x", "dy")
             if quick:
-                yield pytest.param(placement, backend, [change], id="-".join(map(str, (pair, *change))))
+                often.append(change)
             elif not interpreted or plain == [13, INF, "silu"]:
                 others.append(change)
+        if often:
+            yield pytest.param(placement, backend, often, id=pair)
         yield pytest.param(placement, backend, others, id=f"{pair}-others", marks=pytest.mark.thorough)
 
 

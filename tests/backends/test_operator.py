@@ -16,7 +16,7 @@ from amoeba.backends.custom_activation import experts_composed
 from amoeba.core.layout import build_layout
 from amoeba.core.weights import LORA_NAMES
 from amoeba.proof.reference.experts import activate
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import SCALING, K, Layer
 
 GPT_OSS = Activation("silu", alpha=1.702, limit=0.7, up_shift=1.0, interleaved=True)
@@ -77,6 +77,7 @@ class TestSaved:
         for name, tensor in layer.tensors.items():
             assert torch.equal(tensor.grad, expected.tensors[name].grad), name
 
+    @each_value_once("backend")
     @quick(lambda backend, tokens: backend != "triton" or tokens in (1, 8))
     @pytest.mark.parametrize("tokens", [1, 2, 8, 20])
     def test_recompute_works_for_few_rows_too(self, backend, tokens):
@@ -87,6 +88,7 @@ class TestSaved:
         for name, tensor in kept.tensors.items():
             torch.testing.assert_close(recomputed.tensors[name].grad, tensor.grad, msg=lambda m, n=name: f"{n}: {m}")
 
+    @each_value_once("backend")
     @pytest.mark.parametrize("rank", [0, 5], ids=["", "lora"])
     def test_a_pass_is_gone_with_its_result(self, backend, rank):
         """Not when Python next looks for circles of references: until then its memory would be taken, and gradients

@@ -20,7 +20,7 @@ from amoeba.kernels.hopper.tile_order import split_table
 from amoeba.kernels.sort import sort_rows
 from amoeba.proof.cases import SILU
 from amoeba.proof.conformance import poisoned_memory
-from selection import quick
+from selection import each_value_once, quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for kernels that a GPU has")
 T, K, E, H, I = 220, 4, 2, 16, 8  # several tiles of each expert
@@ -174,6 +174,7 @@ def test_what_reads_rows_ahead_of_the_products_waits_for_all_of_them(without_gpu
     assert overlapped_dispatch.why_not_overlapped(other) == "the up projection and its activation are two passes"
 
 
+@each_value_once()
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1500), (200, 1300), (1499, 1500), (700, 701)])
 def test_each_tile_is_on_one_of_the_two_lists_by_whose_rows_it_has(first: int, last: int) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -22,6 +22,7 @@ from amoeba.core.problem import Needs, Problem, Saved
 from amoeba.core.weights import LORA_NAMES, ExpertWeights, LoraFactors
 from amoeba.kernels import decode
 from amoeba.proof.cases import Case, example, lora_of, weights_of
+from selection import each_value_once
 from small_layer import E, I, K, Layer, kernel_device
 
 CUDA = torch.device("cuda")
@@ -118,6 +119,7 @@ class TestMaps:
 class TestLowRank:
     """What LoRA's passes save and launch."""
 
+    @each_value_once()
     @pytest.mark.parametrize("tokens", [5, 0])
     @pytest.mark.parametrize(("shared", "width"), [(False, 32), (True, 16)])
     def test_thin_rows_are_saved_padded_and_the_fake_says_so_too(self, tokens: int, shared: bool, width: int) -> None:

@@ -7,10 +7,12 @@ import pytest
 
 from amoeba.stream.cache.trace import LayerShape, Trace
 from benchmarks.stream.synthetic import WINDOW, Locality, measure_locality, parse_synthetic, synthetic_trace
+from selection import each_value_once
 
 QWEN3_30B, GPT_OSS_20B = LayerShape(128, 8), LayerShape(32, 4)
 
 
+@each_value_once()
 @pytest.mark.parametrize("skew", [0.0, 0.5, 1.5, 8.0])
 @pytest.mark.parametrize("drift", [0, 50])
 def test_the_locality_of_qwen3_30b_45_percent_at_the_next_token_80_within_8(skew, drift):

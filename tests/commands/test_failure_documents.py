@@ -13,6 +13,7 @@ from few_cases import all_commands
 from amoeba import cli
 from amoeba.commands import exits
 from amoeba.core.errors import bad_value
+from selection import each_value_once
 
 COMMANDS = {words: command for words, command in all_commands() if not hasattr(command, "commands")}
 IDS = [" ".join(words) for words in COMMANDS]
@@ -75,6 +76,7 @@ def test_an_unknown_option_of_every_command_ends_with_a_document(words, amoeba):
     assert ended.document["error"].startswith("No such option: --no-such-option")
 
 
+@each_value_once()
 @pytest.mark.parametrize(("words", "option"), TEXT_OPTIONS, ids=lambda value: "".join(value))
 def test_an_empty_value_is_refused_by_every_option_that_takes_text(words, option, amoeba):
     ended = amoeba(*words, *arguments_of(COMMANDS[words]), option, "", "--json")

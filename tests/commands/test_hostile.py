@@ -33,6 +33,7 @@ from hostile_folders import (
     save_model,
     tiny,
 )
+from selection import each_value_once
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TEXT = "a few words to learn from, and some more of them.\n\n" * 40
@@ -261,6 +262,7 @@ CODE_CASES = {
 }
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", CODE_CASES)
 @pytest.mark.parametrize("command", ["generate", "merge", "finetune", "train"])
 def test_code_in_a_folder_does_not_run_unless_the_flag_says_so(name, command, place, amoeba, monkeypatch):

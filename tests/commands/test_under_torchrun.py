@@ -11,6 +11,7 @@ from typer.main import get_command
 from amoeba.cli import app
 from amoeba.commands.over_ranks import _with_torchrun
 from called import call
+from selection import each_value_once
 
 OVER_RANKS = ("train", "finetune", "generate")
 OPTIONS = [
@@ -56,6 +57,7 @@ FOR_ONE_PROCESS = {
 }
 
 
+@each_value_once()
 @pytest.mark.parametrize("words", FOR_ONE_PROCESS)
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_command_for_one_process_is_refused_once(words: str, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:

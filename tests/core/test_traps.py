@@ -15,6 +15,7 @@ from torch.nn import functional
 from amoeba import Routing
 from amoeba.backends.custom_activation import experts_composed
 from amoeba.proof.reference.experts import activate
+from selection import each_value_once
 from small_layer import H, K, Layer, T
 
 
@@ -125,6 +126,7 @@ def _contiguous(backend):
     return Layer().gradients(backend)
 
 
+@each_value_once("backend")
 @pytest.mark.parametrize("name", ["gate_up", "down"])
 def test_weight_gradients_come_in_the_layout_of_the_weight(backend, name):
     layer = Layer()

@@ -13,6 +13,7 @@ from amoeba.precision.blocks import BLOCK_KINDS
 from amoeba.precision.formats import MXFP4, NVFP4, OF_BLOCKS, Format
 from amoeba.precision.quantised import QuantisedMatrix, quantise
 from amoeba.precision.quantised_experts import QuantisedExperts, ReadInBlocks, dequantise_experts
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(why_no_core() is not None, reason=str(why_no_core()))
 HALVES = {"q6_k": [208], "q3_k": [108], "q2_k": [80, 82], "q8_0": [0], "q5_0": [0], "q4_0": [0], "nf4": []}
@@ -35,6 +36,7 @@ def random_matrix(
     return QuantisedMatrix(data, torch.empty((experts, 0, 0), dtype=torch.uint8), format, columns)
 
 
+@each_value_once()
 @pytest.mark.parametrize("columns", [768, 100])
 @pytest.mark.parametrize("format", OF_BLOCKS.values(), ids=lambda format: format.name)
 def test_an_expert_is_dequantised_to_the_bits_of_the_definition(format, columns):
@@ -55,6 +57,7 @@ def outcome(weights: AnyExperts, tokens: int, dtype: torch.dtype, backend: str =
         return experts(x_TH, routing, weights, backend=backend).double()
 
 
+@each_value_once()
 @pytest.mark.parametrize("tokens", [1, 3, 300])
 @pytest.mark.parametrize(
     ("up", "down"),
@@ -82,6 +85,7 @@ def in_8_bits(rows: Tensor) -> Tensor:
     return ((groups * (127 / largest)).round().double() * (largest / 127)).flatten(1)[:, : rows.shape[1]]
 
 
+@each_value_once()
 @pytest.mark.parametrize("columns", [768, 300, 33])
 @pytest.mark.parametrize("format", [*OF_BLOCKS.values(), MXFP4, NVFP4], ids=lambda format: format.name)
 def test_rows_of_a_prompt_meet_codes_in_whole_numbers(format, columns):

@@ -128,6 +128,7 @@ def test_factors_that_did_not_change_are_packed_once(packings, tokens):
     assert len(packings) == 2, "once for each node"
 
 
+@each_value_once()
 @pytest.mark.parametrize("shape", [(E, R, H), (E, 5, 31), (E, 1, 1), (E, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_checksum_sees_every_single_bit(shape, dtype):

@@ -196,6 +196,7 @@ def test_clamped_values_pass_no_gradient(path, kind, intermediate, interleaved, 
     assert float((free.expected()["x"] - expected["x"]).norm()) > 0.1 * float(expected["x"].norm())
 
 
+@each_value_once("path")
 @pytest.mark.parametrize("ranks", [(0, 0, 0), (0, 4, 0), (4, 0, 0), (0, 0, 4), (4, 0, 3), (0, 40, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_projections_without_factors(path: str, kind: str, ranks: tuple[int, int, int], workers: WorkerPool) -> None:
@@ -203,6 +204,7 @@ def test_projections_without_factors(path: str, kind: str, ranks: tuple[int, int
     check(layer.run(workers), layer.expected(), kind)
 
 
+@each_value_once("path")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("intermediate", [64, 31])
 def test_keeping_x_alone_gives_the_same_bits(path: str, kind: str, intermediate: int, workers: WorkerPool) -> None:

@@ -24,7 +24,7 @@ from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.packed_experts import PackedExperts, pack_experts
 from amoeba.cpu.weights import load_packed
 from amoeba.proof.reference.experts import activate
-from selection import quick
+from selection import each_value_once, quick
 
 try:
     load_packed()
@@ -35,6 +35,7 @@ GATED = Activation()
 
 
 class TestAnInt8ForwardWithABf16Backward:
+    @each_value_once()
     @pytest.mark.parametrize("nodes", [1, 3])
     @pytest.mark.parametrize("activation", [GATED, INTERLEAVED, PLAIN], ids=["gated", "interleaved", "plain"])
     def test_it_has_the_output_of_int8_and_the_gradients_of_bf16(self, nodes, activation):
@@ -140,6 +141,7 @@ def output_of_int8(x_TH, expert_TK, weight_TK, weights):
     return y_TH, room_TH
 
 
+@each_value_once()
 @pytest.mark.parametrize(
     "activation", [Activation(), Activation("relu2", gated=False), Activation("gelu", gated=False)], ids=str
 )

@@ -14,6 +14,7 @@ from amoeba import Activation
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.planner import LayerSizes, check_memory, plan
 from amoeba.cpu.weights import load_packed
+from selection import each_value_once
 
 try:
     load_packed()
@@ -24,6 +25,7 @@ QWEN = LayerSizes(128, 2048, 768)
 PASS = {"max_len": 2048, "top_k": 8, "ranks": (8, 8, 8)}
 
 
+@each_value_once()
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("activation", [Activation(), INTERLEAVED, PLAIN], ids=["gated", "interleaved", "plain"])

@@ -19,6 +19,7 @@ from amoeba.cpu import weights as packed
 from amoeba.cpu.node_passes import NodeExperts, backward, forward
 from amoeba.cpu.numa import WorkerPool
 from amoeba.cpu.weights import PackedWeights, Path
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
@@ -95,6 +96,7 @@ def rounded(values: Tensor) -> Tensor:
     return values.float().to(torch.bfloat16).double()
 
 
+@each_value_once("path")
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
 def test_bf16_is_exact_on_integers_in_every_row_and_column(path, hidden, intermediate, workers):
     case = Case(hidden, intermediate)
@@ -103,6 +105,7 @@ def test_bf16_is_exact_on_integers_in_every_row_and_column(path, hidden, interme
         assert torch.equal(found[name], expected[name]), name
 
 
+@each_value_once("path")
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
 def test_int8_is_exact_on_integers_in_every_row_and_column(path, hidden, intermediate, workers):
     case = Case(hidden, intermediate)

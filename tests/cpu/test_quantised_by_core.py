@@ -99,6 +99,7 @@ def test_every_bf16_number_becomes_the_same_code(format: str) -> None:
         assert finite and torch.equal(found.data, expected.data) and torch.equal(found.scales, expected.scales)
 
 
+@each_value_once()
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -227,6 +227,7 @@ def test_fused_passes_read_what_is_packed_in_bf16(tokens: int) -> None:
             assert torch.equal(got, right), shape
 
 
+@each_value_once()
 @pytest.mark.parametrize("shape", ["whole", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("bf16", [True, False])
 def test_passes_with_gradients_are_fused_where_the_cpu_multiplies_bf16(bf16, shape, monkeypatch):

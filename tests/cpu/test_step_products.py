@@ -17,6 +17,7 @@ from amoeba.cpu.weights import PackedWeights, ScaledCodes
 from amoeba.precision import FP8_128, MXFP4, MXFP8, NVFP4
 from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
 from amoeba.precision.quantised_experts import ReadInBlocks, quantise
+from selection import each_value_once
 
 try:
     step.load_step()
@@ -68,6 +69,7 @@ def products(weight: Tensor | PackedWeights | ScaledCodes, outputs: int, x_BH: T
     return out_BV
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("sizes", [(37, 256), (5, 760), (33, 199), (6, 16), (7, 33)], ids=str)
 def test_products_are_those_of_fp64(name: str, sizes: tuple[int, int]) -> None:

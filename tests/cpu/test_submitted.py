@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amoeba import Routing, experts, submit_experts
 from amoeba.backends.packed import BACKEND
+from selection import each_value_once
 
 PATIENCE = 2  # seconds
 
@@ -56,6 +57,7 @@ class Between(torch.autograd.Function):
         return dx * 2, None, None
 
 
+@each_value_once()
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["h", "recompute"])
 @pytest.mark.parametrize(("kind", "backward", "nodes"), [("bf16", None, 1), ("int8", "bf16", 1), ("int8", None, 3)])
 def test_a_submitted_pass_has_the_bits_of_a_blocking_one(kind, backward, nodes, options):

@@ -40,6 +40,7 @@ SMALL = Case(
 )
 
 
+@each_value_once()
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("what", ["experts", "router", "ranks", "stores"])
 def test_the_first_seeds_hold(what, seed):
@@ -84,6 +85,7 @@ def test_many_rows_without_gradients_hold_in_every_format(placement):
     assert outcome.verdict == "passed", outcome.reason
 
 
+@each_value_once()
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("placement", FORMATS)
 def test_quantising_what_a_case_draws_changes_no_number(placement, gated):

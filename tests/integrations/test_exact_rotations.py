@@ -9,6 +9,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from amoeba.integrations.exact_rotations import fused_rotations
 from amoeba.ops.exact import ExactOperators
+from selection import each_value_once
 from tiny_models import relative
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,6 +32,7 @@ def rotated(*tensors: Tensor) -> Any:
     return modeling_qwen3_moe.apply_rotary_pos_emb(*tensors)
 
 
+@each_value_once()
 @pytest.mark.parametrize("rotations", [1, 2])
 @pytest.mark.parametrize("size", [16, 24])
 def test_bits_of_transformers_and_gradients_of_fp64(rotations: int, size: int) -> None:

@@ -43,6 +43,7 @@ def test_no_tokens(layout: str) -> None:
     assert all(gradient is not None and not gradient.any() for gradient in outcome.gradients.values())
 
 
+@each_value_once()
 @pytest.mark.parametrize("gate", [None, lambda self, h: torch.tanh(h.chunk(2, -1)[0]) + h.chunk(2, -1)[1]])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sentinels_cost_nothing_and_get_no_gradient(layout: str, gate: Any) -> None:
@@ -59,6 +60,7 @@ def test_sentinels_cost_nothing_and_get_no_gradient(layout: str, gate: Any) -> N
     assert not ours.gradients["top_k_weights"][elsewhere].any()
 
 
+@each_value_once()
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [1, 17])
 def test_all_to_all_calls(layout: str, rows: int) -> None:

@@ -14,7 +14,7 @@ from amoeba.backends import triton_rows
 from amoeba.integrations.compiled_layers import graph_passes
 from amoeba.integrations.inductor_passes import KeptSums, SumsIntoExperts
 from amoeba.kernels.combine import combine
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import H, Layer, kernel_device, normal
 
 ROWS, LENGTH = 2, 5
@@ -126,6 +126,7 @@ def test_other_sums_stay_as_they_are(order):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@each_value_once()
 @pytest.mark.parametrize("save_h", [True, False])  # without h few tokens are decoded
 @pytest.mark.parametrize("tokens", [0, 13])
 def test_the_operator_gives_the_bits_of_a_sum(tokens, save_h):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from amoeba.cpu.core import load_core, why_no_core
 from amoeba.integrations import norms
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(why_no_core() is not None, reason=str(why_no_core()))
 
@@ -22,6 +23,7 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
+@each_value_once()
 @pytest.mark.parametrize("adds_one", [False, True])
 @pytest.mark.parametrize("width", [1, 63, 128, 199, 2048])
 def test_norms_are_those_of_fp64(width, adds_one, monkeypatch):

@@ -102,6 +102,7 @@ def _dropping_in_training(self: Any, h: Tensor) -> Tensor:
     return F.dropout(swiglu(self, h), 0.5, training=self.training)
 
 
+@each_value_once()
 @pytest.mark.parametrize(
     ("gate", "expected"),
     [

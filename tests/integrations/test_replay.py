@@ -20,7 +20,7 @@ from amoeba.decoding.step import Step
 from amoeba.proof.reference import router as reference
 from amoeba.replay import RoutingRecord
 from greedy_texts import endless, prompts
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import EXPERTS, LAYERS, VOCABULARY, build
 
 NEW = 7
@@ -171,6 +171,7 @@ def test_gradients_are_those_of_the_reference_with_these_experts(family, model) 
         assert (gradient - expected[name]).norm() < 2e-5 * expected[name].norm(), name
 
 
+@each_value_once()
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputed_forward_uses_the_same_experts(model, reentrant: bool) -> None:
     texts, records = generated(model, 5, 3)

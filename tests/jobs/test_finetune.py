@@ -34,7 +34,7 @@ from amoeba.observe.run_log import read_run
 from amoeba.stream.store import open_store
 from amoeba.stream.store.packing import pack
 from called import call
-from selection import quick
+from selection import each_value_once, quick
 from tiny_models import build, experts_inputs, experts_of, relative, token_ids
 from tiny_runs import Quiet, step_losses
 
@@ -437,6 +437,7 @@ def test_the_plan_of_packed_experts_is_in_the_log(base, data, tmp_path, our_log)
     assert not any("\n" in said or "torch." in said for said in console.said)
 
 
+@each_value_once()
 @needs_engine
 @pytest.mark.parametrize(("placement", "tolerance"), [("cpu-bf16", 1e-2), ("cpu-int8", 3e-2)])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])

@@ -8,6 +8,7 @@ import torch
 
 from amoeba.jobs.train import manifest
 from amoeba.jobs.train.manifest import MANIFEST, WholeModel, damages, save_file, seal
+from selection import each_value_once
 from tiny_models import build
 
 
@@ -26,6 +27,7 @@ def test_what_is_as_it_was_has_no_damages(sealed: Path) -> None:
     assert set(json.loads((sealed / MANIFEST).read_text())["files"]) == {"first", "inner/second", "empty"}
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", ["first", "inner/second"])
 @pytest.mark.parametrize(
     ("text", "said"),

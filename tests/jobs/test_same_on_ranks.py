@@ -15,6 +15,7 @@ from amoeba.jobs import same_on_ranks
 from amoeba.jobs.generate.options import GenerationOptions
 from amoeba.jobs.same_on_ranks import BY_CONTENT, OF_ONE_RANK, VARIABLES, job_facts, model_facts
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
+from selection import each_value_once
 from tiny_models import build
 
 SETTINGS: dict[str, Any] = {
@@ -45,6 +46,7 @@ def facts(command: str, settings: Any, **changes: Any) -> dict[str, Any]:
     return job_facts(f"amoeba {command}", settings, **given)
 
 
+@each_value_once()
 @pytest.mark.parametrize(("command", "name"), FIELDS)
 def test_every_setting_that_differs_on_any_rank_is_named_with_both_values(command: str, name: str) -> None:
     mine = facts(command, SETTINGS[command])
@@ -108,6 +110,7 @@ class TestFiles:
         (folders[1] / "README.md").write_text("something else")
         assert self.said(folders) == ""
 
+    @each_value_once()
     @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
     @pytest.mark.parametrize("attack", ["changed", "missing", "longer"])
     def test_a_file_that_differs_is_named(self, folders: list[Path], file: str, attack: str) -> None:

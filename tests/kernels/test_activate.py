@@ -73,6 +73,7 @@ def poisoned(like: Tensor, *shape: int) -> Tensor:
     return torch.full(shape or like.shape, math.nan, dtype=like.dtype, device=like.device)
 
 
+@each_value_once()
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.float32) for name in ACTIVATIONS]
@@ -113,6 +114,7 @@ def test_every_width(device, name, intermediate):
     assert error(dh[:owned], truth.activate_backward(rows.scale * da, h, activation)) < 1e-6
 
 
+@each_value_once()
 @pytest.mark.parametrize("tokens", [0, 1, 140])
 @pytest.mark.parametrize("expert", [-1, 0, EXPERTS - 1], ids=["nobody", "first", "last"])
 def test_all_rows_on_one_expert_or_on_none(device, tokens, expert):
@@ -129,6 +131,7 @@ def test_all_rows_on_one_expert_or_on_none(device, tokens, expert):
     assert (ds[owned:] == 0).all() and rows.untouched(out, dh)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
 def test_the_bias_of_its_expert_is_added_and_kept(device, name, dtype):
@@ -172,6 +175,7 @@ def in_fp16(da: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.view(dtype), scales
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", ["silu", "plain gelu", "gpt-oss"])
 @pytest.mark.parametrize("intermediate", [64, 192, 760])
 def test_in_fp16_with_scales_the_rounding_of_da_is_next_to_nothing(device, name, intermediate):

@@ -38,6 +38,7 @@ def summed(rows: Tensor, slot_row_TK: Tensor, weight_TK: Tensor | None) -> Tenso
     return torch.where(owned_TK[..., None], picked_TKH, 0.0).sum(1)
 
 
+@each_value_once()
 @pytest.mark.parametrize("hidden", [1, 64, 199, 760, 2056, 2100])
 @pytest.mark.parametrize("wide_indices", [False, True])
 def test_every_width_strided_rows_and_both_kinds_of_index(device, hidden, wide_indices):
@@ -54,6 +55,7 @@ def test_every_width_strided_rows_and_both_kinds_of_index(device, hidden, wide_i
     assert error(combine(buffer[:, :hidden], slot_row_TK, None, out), x.double() * count_T1) < 1e-6
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 def test_combine_adds_weighted_rows_and_never_reads_those_of_nobody(device, dtype, weight_dtype):
@@ -100,6 +102,7 @@ def test_all_slots_alike(device, fill):
     assert torch.equal(out, torch.zeros_like(x) if fill < 0 else 2 * x)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 199, 760])
 @pytest.mark.parametrize("with_extra", [False, True])

@@ -106,12 +106,14 @@ MORE = [
 ]
 
 
+@each_value_once()
 @WAYS
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_few_slots_agree_with_the_reference(case, way, device):
     assert_agrees(case, way, device)
 
 
+@each_value_once()
 @pytest.mark.parametrize("listed", [False, True], ids=["ranks", "listed"])
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
 def test_shared_experts_agree_with_the_reference(case, listed, device):
@@ -159,6 +161,7 @@ ADAPTED = [
 ]
 
 
+@each_value_once()
 @quick(lambda case, way: case in ADAPTED[:2] or (way == AT_ONCE and case in ADAPTED[::2]))
 @WAYS
 @pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
@@ -197,6 +200,7 @@ def factors(problem, shared, ranks, device):
     return LoraFactors(**made, scaling=0.5)
 
 
+@each_value_once()
 @quick(lambda activation, shared, ranks: (activation is SILU) == (shared or ranks[1] == 0))
 @WAYS
 @pytest.mark.parametrize("activation", [SILU, CLAMPED_SWIGLU], ids=str)

@@ -20,7 +20,7 @@ from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_expe
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import E, Layer
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4, fp8_blocks(64, 32))
@@ -106,6 +106,7 @@ class TestServed:
 
 
 class TestTiles:
+    @each_value_once()
     @by_layer
     @by_format
     def test_lanes_have_a_row_once_and_registers_hold_it(self, format, layer, hopper):

@@ -17,7 +17,7 @@ from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_expe
 from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU
 from amoeba.proof.conformance import poisoned_memory
 from amoeba.proof.reference import experts as reference
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import SCALING, E, Layer
 
 BLOCKS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "nf4")
@@ -49,6 +49,7 @@ WAYS = {
 TURNS = ("by slot", "in steps", "by expert")
 
 
+@each_value_once()
 @pytest.mark.parametrize("sizes", [(256, 384), (144, 136)], ids=str)
 @pytest.mark.parametrize("activation", [SILU, PLAIN_RELU2, CLAMPED_SWIGLU], ids=str)
 def test_by_quantised_rows_y_is_that_of_plain_torch(activation, sizes, device):

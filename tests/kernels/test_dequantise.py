@@ -17,7 +17,7 @@ from amoeba.precision.blocks import BLOCK_KINDS
 from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
 from amoeba.precision.quantised import QuantisedMatrix
 from random_blocks import HALVES, random_rows
-from selection import quick
+from selection import each_value_once, quick
 
 FORMATS = (FP8_128, MXFP8, MXFP4, NVFP4)
 OTHERS = (FP8_128_ROWS, fp8_blocks(32, 512))
@@ -28,6 +28,7 @@ UNTOUCHED = -7.0
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # elsewhere it is interpreted
 
 
+@each_value_once()
 @quick(lambda format, size, dtype: dtype == DTYPES[-1] and (size == "two parts" or format in FORMATS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("size", SIZES)

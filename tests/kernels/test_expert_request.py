@@ -26,6 +26,7 @@ from amoeba.kernels.mailbox import (
     MailboxWords,
     answer_length,
 )
+from selection import each_value_once
 
 E, S, RING, IDS, H = 8, 3, 4, 6, 5
 MOST = answer_length(E, IDS)
@@ -166,6 +167,7 @@ def test_who_finds_all_there_waits_for_copies_that_are_due(arrives: bool, device
     assert due.tolist() == [4 if arrives else 3], "serials wrap: it keeps up with what arrives"
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("state", ["computed", "nothing to add", "late", "stopped"])
 def test_the_sum_of_the_host_is_added_once_it_is_there(state: str, dtype: torch.dtype, device) -> None:

@@ -61,6 +61,7 @@ def test_an_experts_sum_has_the_same_bits_whichever_other_experts_there_are(devi
         assert torch.equal(found[0], together[expert])
 
 
+@each_value_once()
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("by_token", [False, True])
 def test_scaled_rows_and_rows_of_tokens(device, weight_dtype, by_token):

@@ -5,6 +5,7 @@ import torch
 from row_checks import error, random
 
 from amoeba.kernels.decode.gated_attention import norm_rotate_gated
+from selection import each_value_once
 
 EPS = 1e-6
 # The interpreter truncates to bf16 where a GPU rounds, four times here.
@@ -20,6 +21,7 @@ def rotated(x, weight, cos, sin):
     return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "part", "tables", "slots"),

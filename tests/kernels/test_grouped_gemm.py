@@ -18,6 +18,7 @@ from amoeba.kernels.lora.epilogue import Addend
 from amoeba.kernels.tile_sizes import Configuration, Product, configuration
 from amoeba.kernels.tiles import slots, tile_constants
 from amoeba.proof.reference.experts import activate, activate_backward
+from selection import each_value_once
 
 TINY = Configuration(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4, num_stages=2)
 WIDE = Configuration(block_m=32, block_n=64, block_k=32, group_m=3, num_warps=1, num_stages=3)  # epilogues in slices
@@ -120,6 +121,7 @@ def assert_close(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -
     assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
 
 
+@each_value_once()
 @pytest.mark.parametrize(("case", "dtype"), EVERY_CASE)
 def test_gathered_rows_times_their_experts_matrix(case: str, dtype: torch.dtype, device: torch.device) -> None:
     p = problem(case, dtype, device)
@@ -149,6 +151,7 @@ def test_sorted_rows_with_bias_and_either_storage_of_the_matrix(transposed, bias
     assert_close("y", y_NH[: p.owned], expected[: p.owned], torch.float32)
 
 
+@each_value_once()
 @pytest.mark.parametrize("rank", [16, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_scaled_product_and_an_addend(rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -168,6 +171,7 @@ def test_a_scaled_product_and_an_addend(rank: int, dtype: torch.dtype, device: t
     assert out_NJ[p.owned :].isnan().all(), "rows that belong to nobody are not written"
 
 
+@each_value_once()
 @pytest.mark.parametrize("rank", [16, 32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_addend_in_tiles_of_128_rows(rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -340,6 +344,7 @@ def test_there_are_slots_enough_for_any_routing(block_m: int) -> None:
             assert next_free <= slots(rows, experts, block_m)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("capability", "shared_kilobytes"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227)])
 @pytest.mark.parametrize("role", ["product", "up", "down_backward", "weight_gradient"])

@@ -10,6 +10,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from amoeba.kernels.launch import Quick, quick
+from selection import each_value_once
 
 
 class Compiler:
@@ -68,6 +69,7 @@ def test_the_second_launch_compiles_nothing_and_gets_the_new_arguments(compiler)
 BASE = (rows(), 32, 128, "a")
 
 
+@each_value_once()
 @pytest.mark.parametrize(
     "other",
     [

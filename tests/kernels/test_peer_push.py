@@ -5,6 +5,7 @@ import torch
 
 from amoeba.kernels.peer_context import ROWS, SLOTS, PeerContext, Plan, heap_layout
 from amoeba.kernels.peer_rows import Push, push_rows, push_slots, take_rows, take_slots
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
 TOKENS, K = (37, 21), 3
@@ -24,6 +25,7 @@ def contexts_and_plans(row_bytes: int) -> tuple[list[PeerContext], list[Plan]]:
     return contexts, plans
 
 
+@each_value_once()
 @pytest.mark.parametrize("how", [Push(512, 4), Push(512, 4, ahead=True), Push(ahead=True)], ids=str)
 @pytest.mark.parametrize(("width", "programs"), [(24, 1), (24, 2), (2056, 2)])  # the last one is two tiles wide
 def test_however_rows_are_pushed_each_that_is_wanted_arrives_and_no_other(how: Push, width: int, programs: int) -> None:

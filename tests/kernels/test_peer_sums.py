@@ -8,11 +8,13 @@ import torch
 from amoeba.kernels.combine import combine
 from amoeba.kernels.peer_context import SUMS, PeerContext, Plan, heap_layout
 from amoeba.kernels.peer_sums import add_kept, add_sums, own_sums, send_sums
+from selection import each_value_once
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is interpreted only where there is no GPU")
 TOKENS, H = (3, 0, 5), 24
 
 
+@each_value_once()
 @pytest.mark.parametrize(
     ("dtype", "weighted", "K"),  # the interpreter cuts bf16 off
     [(torch.float16, True, 2), (torch.float16, False, 2), (torch.float32, True, 13), (torch.float32, False, 13)],

@@ -6,10 +6,12 @@ import torch
 from amoeba.kernels.hopper.gemm import multiply, tile_table
 from amoeba.kernels.hopper.gemm_kernel import share_of_tiles
 from amoeba.kernels.launch.persistent_grid import share_the_gpu
+from selection import each_value_once
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
+@each_value_once()
 @pytest.mark.parametrize("halvings", [0, 1, 2, 5])
 @pytest.mark.parametrize("tiles", [0, 1, 7, 63, 64, 3071])
 @pytest.mark.parametrize("multiprocessors", [1, 3, 66])

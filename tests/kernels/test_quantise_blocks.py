@@ -13,6 +13,7 @@ from amoeba.precision import FP8_TRAINING_ROWS, Format, QuantisedMatrix, quantis
 from amoeba.precision.formats import MXFP8_TRAINING, MXFP8_TRAINING_ROWS, NVFP4_TRAINING, NVFP4_TRAINING_ROWS
 from amoeba.precision.quantised import empty_quantised
 from amoeba.proof.reference.experts import activate
+from selection import each_value_once
 
 ROWS = [MXFP8_TRAINING_ROWS, NVFP4_TRAINING_ROWS]
 ACTIVATIONS = [
@@ -42,6 +43,7 @@ def drawn(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     return (torch.randn(shape, generator=generator) * sizes).to(device)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(9, 768), (33, 200), (2, 64), (0, 128), (5, 1), (3, 1500)], ids=str)
 @by_format
@@ -73,6 +75,7 @@ def test_ties_and_the_ends_of_fp32_fall_to_the_same_side(format: Format, device:
         assert_same_bits(quantise_rows(given.to(device), format), quantise(given.to(device), format))
 
 
+@each_value_once()
 @pytest.mark.parametrize("transposed", [False, True], ids=["stored (O, I)", "stored (I, O)"])
 @pytest.mark.parametrize("shape", [(2, 128, 96), (3, 72, 40), (2, 5, 33)], ids=str)
 @pytest.mark.parametrize("format", [MXFP8_TRAINING, NVFP4_TRAINING], ids=lambda format: format.name)
@@ -94,6 +97,7 @@ def test_weights_have_the_codes_of_the_definition_both_ways_round(format: Format
     assert_same_bits(found, quantise(weight, format))
 
 
+@each_value_once()
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("format", [FP8_TRAINING_ROWS, *ROWS], ids=lambda format: format.name)
 def test_activated_rows_are_rounded_once_and_those_of_sentinels_are_left(format: Format, activation, device) -> None:

@@ -10,6 +10,7 @@ from amoeba import Activation
 from amoeba.kernels.activate import activate_backward
 from amoeba.kernels.quantise import empty_rows, empty_weights, quantise_rows, quantise_weights
 from amoeba.precision import FP8_128_ROWS, FP8_TRAINING, FP8_TRAINING_ROWS, QuantisedMatrix, quantise
+from selection import each_value_once
 
 
 def assert_same_bits(found: QuantisedMatrix, expected: QuantisedMatrix) -> None:
@@ -25,6 +26,7 @@ def drawn(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     return (torch.randn(shape, generator=generator) * sizes).to(device)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(9, 768), (33, 200), (2, 64), (0, 128), (5, 1)], ids=str)
 def test_rows_have_the_codes_of_the_definition(shape, dtype, device):
@@ -55,6 +57,7 @@ def test_every_tie_and_every_scale_falls_to_the_same_side(device: torch.device) 
         assert_same_bits(quantise_rows(rows, format=format), quantise(rows, format))
 
 
+@each_value_once()
 @pytest.mark.parametrize("transposed", [False, True], ids=["stored (O, I)", "stored (I, O)"])
 @pytest.mark.parametrize("shape", [(2, 128, 256), (3, 200, 72)], ids=str)
 def test_weights_have_the_codes_of_the_definition_both_ways_round(shape, transposed, device):

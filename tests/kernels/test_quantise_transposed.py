@@ -11,6 +11,7 @@ from amoeba.kernels.hopper.gemm import tile_table
 from amoeba.kernels.quantise import BLOCK, RowBlocks, Transposed, row_blocks, transpose_rows, transpose_tokens
 from amoeba.precision import quantise
 from amoeba.precision.formats import FP8_TRAINING_COLUMNS, fp8_training_columns
+from selection import each_value_once
 
 # Rows of each expert: none, fewer than a block, whole blocks, one more.
 COUNTS = [(1, 0, 199), (63, 128, 5, 0), (0, 257, 0), (0, 0)]
@@ -63,6 +64,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", filled)
 
 
+@each_value_once()
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("width", "dtype"), [(192, torch.bfloat16), (72, torch.float32)], ids=str)
 def test_blocks_of_sorted_rows_have_the_codes_of_the_definition(width, dtype, counts, marked, device):
@@ -77,6 +79,7 @@ def test_blocks_of_sorted_rows_have_the_codes_of_the_definition(width, dtype, co
     assert bool(found.scales[len(parts) * width :].isnan().all())
 
 
+@each_value_once()
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("width", "dtype"), [(192, torch.bfloat16), (72, torch.float32)], ids=str)
 def test_gathered_rows_have_codes_by_scales_of_all_tokens(width, dtype, counts, marked, device):

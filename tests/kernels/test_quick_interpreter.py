@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import quick_interpreter as quick
+from selection import each_value_once
 
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here", allow_module_level=True)
@@ -46,6 +47,7 @@ def as_in_a_launch() -> Iterator[None]:
     scope.restore()
 
 
+@each_value_once()
 @pytest.mark.parametrize("name", quick.OPERATORS)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_operators(name: str, swapped: bool) -> None:

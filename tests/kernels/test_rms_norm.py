@@ -5,6 +5,7 @@ import torch
 from row_checks import DTYPES, error, random
 
 from amoeba.kernels.rms_norm import add_rms_norm, rms_norm
+from selection import each_value_once
 
 EPS = 1e-6
 # The interpreter truncates to bf16 where a GPU rounds.
@@ -16,6 +17,7 @@ def normed(x, weight):
     return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
 
+@each_value_once()
 @pytest.mark.parametrize("rounds_late", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2048), (7, 199), (3, 5, 64), (0, 32)])

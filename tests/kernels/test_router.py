@@ -16,7 +16,7 @@ from amoeba.proof.reference.router import router_backward as reference_backward
 from amoeba.routing import fused_router, load_balance_loss, route, z_loss
 from amoeba.routing import router as routing_module
 from amoeba.routing.fused_router import fused_route, why_not, why_not_shape
-from selection import quick
+from selection import each_value_once, quick
 
 # relative L2 error of fp32 against fp64; a GPU's exp rounds its argument once more
 TOLERANCE = 3e-6 if torch.cuda.is_available() else 1e-6
@@ -113,6 +113,7 @@ def test_choice_weights_scores_and_gradients_equal_the_torch_path_in_fp64(config
                 assert ours.abs().max() < 1e-6 if num_tokens else True
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid_biased", "topk_softmax", "softmax_not_renormalised"])
 def test_half_precision_logits_are_routed_in_fp32(name, dtype, device):
@@ -134,6 +135,7 @@ def test_half_precision_logits_are_routed_in_fp32(name, dtype, device):
     assert relative_error(found_TE, expected_TE) < ROUNDING[dtype]
 
 
+@each_value_once()
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
 @pytest.mark.parametrize("scaling_factor", [1.0, 2.5, 0.3])
 def test_one_renormalised_choice_gives_the_router_a_gradient_of_exactly_zero(score, scaling_factor, device):
@@ -157,6 +159,7 @@ def test_among_equals_the_lowest_id_comes_first(device):
     assert expert_TK.tolist() == [[0, 1, 2, 3], [7, 0, 1, 2], [0, 1, 2, 3]]
 
 
+@each_value_once()
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
 @pytest.mark.parametrize("n_group", [1, 4])
 def test_different_experts_are_chosen_whatever_comes_in(score, n_group, device):

@@ -6,6 +6,7 @@ from row_checks import error, random
 
 from amoeba.kernels.decode import linear as linears
 from amoeba.kernels.decode.shared_expert import add_shared_expert, serves
+from selection import each_value_once
 
 # The interpreter truncates to bf16 where a GPU rounds, and six times here.
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 3e-2}
@@ -17,6 +18,7 @@ def by_torch(x, gate, up, scale, down, routed):
     return routed + torch.sigmoid(x @ scale.T) * shared
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize(("width", "depth"), [(64, 32), (77, 40), (513, 1)])

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amoeba.kernels.adamw import CHUNK, TensorTable, sum_of_squares
+from selection import each_value_once
 
 CPU = torch.device("cpu")
 
@@ -28,6 +29,7 @@ def test_nothing_is_placed_anew_while_nothing_changes(device):
     assert len(table.place([[2, CHUNK + 1]], [CHUNK + 1], device)[1]) == 2
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [(), (0,), (1, 0, 5), (CHUNK, 199), (2 * CHUNK + 7,)], ids=str)
 def test_squares_of_all_elements_are_added_up(device, dtype, sizes):

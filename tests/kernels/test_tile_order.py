@@ -9,6 +9,7 @@ import torch
 from amoeba.kernels.hopper import tile_order
 from amoeba.kernels.hopper.gemm import rows_of_tile, tile_table
 from amoeba.kernels.hopper.tile_order import BY_COLUMNS, IN_GROUPS, TALL
+from selection import each_value_once
 
 BLOCK_M, GROUP_M = 128, 8
 
@@ -38,6 +39,7 @@ def tiles_in_order(counts: list[int], column_tiles: int, which: int, device: tor
 COUNTS = [0, 1, 127, 128, 129, 0, 2048, 2049, 3000, 3072, 6000, 5]
 
 
+@each_value_once()
 @pytest.mark.parametrize("which", [IN_GROUPS, BY_COLUMNS, 2, TALL])
 @pytest.mark.parametrize("column_tiles", [1, 3, 8, 112])
 def test_each_tile_comes_once(which: int, column_tiles: int, device: torch.device) -> None:

@@ -69,6 +69,7 @@ def test_sums_over_the_rows_of_each_expert(case, dtype, chosen, device):
     assert all((out_EOI[e] == 0).all() for e, count in enumerate(counts) if count == 0)
 
 
+@each_value_once()
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gathered", ["left", "right", "both"])
 def test_gathers_either_side_and_writes_either_storage(gathered: str, transposed: bool, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from amoeba.precision import E2M1, FP8_128, FP8_128_ROWS, MXFP4, MXFP8, NVFP4, F
 from amoeba.precision.formats import OF_BLOCKS, fp8_blocks
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts, quantise_experts
 from amoeba.proof.reference.experts import activate
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import Layer, kernel_device
 
 FORMATS = {"fp8": FP8_128, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
@@ -463,6 +463,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 interpreted = pytest.mark.skipif(kernel_device().type != "cpu", reason="the rest of a pass is interpreted")
 
 
+@each_value_once()
 @interpreted
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("many_rows", [False, True], ids=["decoded", "dequantised"])

@@ -13,12 +13,14 @@ from amoeba.core.layout import build_layout
 from amoeba.kernels.hopper import wgrad
 from amoeba.kernels.hopper.wgrad_kernel import ring_parts
 from amoeba.kernels.weight_gradient import heaviest_first
+from selection import each_value_once
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 # Rows of an expert: none, less than a stage of 64, whole stages and turns of 256, one more and one less.
 COUNTS = (0, 1, 63, 64, 65, 128, 191, 192, 193, 255, 256, 257, 320, 511, 512, 513, 0, 1000, 3)
 
 
+@each_value_once()
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 256, 300, 511, 512, 777])
 @pytest.mark.parametrize("count", range(4))
 def test_parts_of_a_tile_fill_the_ring_from_where_the_tile_before_it_ended(rows, count, monkeypatch):

@@ -53,6 +53,7 @@ class TestFrozenWeights:
         assert {name for name, tensor in layer.tensors.items() if tensor.grad is None} == set(BASE)
 
     # which gradients are computed is low_rank's affair, one for all backends: of the kernels one of each kind is enough
+    @each_value_once("backend")
     @quick(lambda backend, only: backend != "triton" or only in ("up_lora_b", "down_lora_a"))
     @pytest.mark.parametrize("only", LORA_NAMES)
     def test_one_factor_alone(self, monkeypatch, backend, only):

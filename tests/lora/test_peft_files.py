@@ -192,6 +192,7 @@ def test_equal_values_of_a_are_written_once(tmp_path: Path) -> None:
     assert to_peft(factors).gate_up.lora_A.shape == (EXPERTS * 4, HIDDEN)
 
 
+@each_value_once()
 @pytest.mark.parametrize("scaling", [1.0, 0.1, 1 / 3, 2 / 7, 16.0, 1e-3])
 @pytest.mark.parametrize("rank", [1, 3, 7, 64])
 @pytest.mark.parametrize("use_rslora", [False, True])

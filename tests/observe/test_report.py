@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from recorded_runs import EVERY, EXPERTS, STEPS, train_line, write_run
 
-from amoeba.commands import report as report_command
-from amoeba.commands.output import Output
 from amoeba.observe import report
 from amoeba.observe.report import page, write_report
 from amoeba.observe.run_log import read_run
+from called import call
 
 
 def data_of(html: str) -> dict[str, Any]:
@@ -174,11 +173,11 @@ def test_long_runs_are_thinned_and_say_so(tmp_path, monkeypatch):
         assert any(f"{count} of the 101 {kind} lines are shown" in note for note in data["notes"])
 
 
-def test_the_command_says_where_the_page_is(whole_run, tmp_path, capsys):
+def test_the_command_says_where_the_page_is(whole_run, tmp_path):
     path = tmp_path / "page.html"
-    document = report_command.write(whole_run, path, Output())
-    assert document["report"] == str(path) and document["bytes"] == path.stat().st_size > 10_000
-    assert path.as_uri() in capsys.readouterr().out
+    result = call("report", whole_run, "--out", path, "--json")
+    assert result.document["report"] == str(path) and result.document["bytes"] == path.stat().st_size > 10_000
+    assert path.as_uri() in result.stdout
 
 
 def test_the_last_line_is_about_the_steps_since_the_one_before(tmp_path):

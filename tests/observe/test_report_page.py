@@ -304,7 +304,6 @@ def test_awkward_runs_are_shown_for_what_they_are(chromium, tmp_path, name):
     folder = write_run(tmp_path / name, lines)
     (folder / "environment.json").unlink()
     chromium.open(write_report(folder).as_uri(), 1200)
-    chromium.screenshot(ARTIFACTS / f"report-{name.replace(' ', '-')}.png")
     assert chromium.problems == []
     text = text_of(chromium)
     for words in [*expected, "This run has no environment.json."]:

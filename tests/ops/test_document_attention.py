@@ -14,6 +14,7 @@ from transformers import masking_utils
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.fused_attention import NAME
 from amoeba.ops.attention import document_attention
+from selection import each_value_once
 from tiny_models import build
 
 LENGTHS = {
@@ -36,6 +37,7 @@ def by_a_mask(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: 
     return scaled_dot_product_attention(*heads, attn_mask=seen_TT, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (6, 2)])
 @pytest.mark.parametrize("name", LENGTHS)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amoeba.ops import exact
 from amoeba.ops.exact import ExactOperators
+from selection import each_value_once
 
 DTYPES = torch.float32, torch.bfloat16
 
@@ -22,6 +23,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@each_value_once()
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("depth", "columns"), [(1, 5), (63, 199), (600, 16), (96, 64)])
@@ -187,6 +189,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None, so
     return s.softmax(-1)[..., : k.shape[2]] @ v
 
 
+@each_value_once()
 @pytest.mark.parametrize("chunk", [1 << 24, 900])
 @pytest.mark.parametrize(("with_sink", "softcap", "window"), [(False, 0.0, 1000), (True, 0.0, 7), (False, 2.0, 1000)])
 def test_attention_and_its_gradients(

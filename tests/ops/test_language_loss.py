@@ -8,11 +8,13 @@ import torch
 from amoeba.ops import language_loss
 from amoeba.ops.exact import ExactOperators
 from amoeba.ops.language_loss import linear_cross_entropy
+from selection import each_value_once
 
 T, H, V = 33, 16, 101
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("rows_at_once", [1, 7, 33, 1000])
 @pytest.mark.parametrize("biased", [False, True])

@@ -76,6 +76,7 @@ def test_steps_too_small_for_bf16_add_up():
     assert torch.equal(parameter, torch.full_like(parameter, 0.99))
 
 
+@each_value_once()
 @quick(lambda dtype, states, gradient_dtype: gradient_dtype == dtype or (dtype, states) == (torch.bfloat16, "float32"))
 @BOTH
 @STATES
@@ -369,6 +370,7 @@ def stored(state_dict):
     return torch.load(file, weights_only=True)
 
 
+@each_value_once()
 @BOTH
 @STATES
 def test_a_training_resumed_from_a_checkpoint_goes_on_bit_for_bit(dtype, states):

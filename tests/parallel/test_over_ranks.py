@@ -19,7 +19,7 @@ from amoeba.parallel.sharded import is_own
 from amoeba.precision.recipes import OF_ALL_TOKENS, SUMMARIES
 from amoeba.proof.over_ranks import divided_cases, verify_divided
 from called import call
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import Layer
 
 
@@ -98,6 +98,7 @@ class TestMostRows:
         y_TH = experts(layer.tensors["x"], routing, weights, lora=lora, backend=backend, **options)
         return [y_TH, *torch.autograd.grad(y_TH, list(layer.tensors.values()), layer.dy_TH)]
 
+    @each_value_once("backend")
     @quick(lambda most_rows, recompute: most_rows == (7 if recompute else 4))
     @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
     @pytest.mark.parametrize("most_rows", [4, 7, 100])

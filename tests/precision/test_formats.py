@@ -31,6 +31,7 @@ from amoeba.precision.formats import (
     format_named,
 )
 from amoeba.precision.quantised import QuantisedMatrix
+from selection import each_value_once
 
 
 def e4m3_value(code: int) -> float:
@@ -182,6 +183,7 @@ def awkward_matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return matrix
 
 
+@each_value_once()
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 31), (7, 64), (130, 5), (6, 145)])
 def test_a_quantised_matrix_has_the_bits_of_its_definition(format: Format, rows: int, columns: int) -> None:
@@ -205,6 +207,7 @@ def test_a_quantised_matrix_has_the_bits_of_its_definition(format: Format, rows:
     assert found.shape == (rows, columns)
 
 
+@each_value_once()
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_nan_or_an_infinity_becomes_nan_or_makes_its_block_nan(format: Format, value: float) -> None:
@@ -240,6 +243,7 @@ def test_a_stack_is_its_matrices_and_parts_have_blocks_of_their_own(format: Form
         assert torch.equal(whole[e].dequantise(), whole.dequantise()[e])
 
 
+@each_value_once()
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4)])
 def test_nothing_at_all(format: Format, shape: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import STAGE_TOLERANCE, STAGES, verify_case
 from amoeba.proof.reference import experts as reference
 from amoeba.proof.reference import recipes as recipe_reference
-from selection import quick
+from selection import each_value_once, quick
 from small_layer import E, Layer
 
 RECIPES = ("fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4")
@@ -40,6 +40,7 @@ CASES = [
 GRADIENTS = {"output", "inference", "x", "weight", "gate_up", "down"}
 
 
+@each_value_once()
 @quick(
     lambda recipe, case: (
         recipe == "fp8" or case in (CASES[0], *(CASES[1:4] if recipe in ("fp8-saved", "fp8-all") else CASES[2:3]))

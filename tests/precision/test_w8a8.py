@@ -28,6 +28,7 @@ from amoeba.proof.cases import CLAMPED_SWIGLU, PLAIN_RELU2, SILU, Case
 from amoeba.proof.conformance import verify_case
 from amoeba.proof.reference import experts as reference
 from fp8_stand_ins import product, stand_in, up
+from selection import each_value_once
 from small_layer import E, Layer
 
 CPU = torch.device("cpu")
@@ -118,6 +119,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_choice, "why_not_sized", lambda *given: None)
 
 
+@each_value_once()
 @without_gpu
 @pytest.mark.parametrize("sizes", [(128, 256), (192, 64), (64, 192)], ids=str)
 @pytest.mark.parametrize("activation", [SILU, PLAIN_RELU2], ids=str)

@@ -12,6 +12,7 @@ import torch
 from amoeba.core.config import RouterConfig
 from amoeba.proof.reference.router import router_backward, router_forward
 from amoeba.routing.router import route
+from selection import each_value_once
 
 torch.set_num_threads(1)
 
@@ -94,6 +95,7 @@ def test_written_backward_equals_autograd_of_the_reference(config):
     torch.testing.assert_close(dlogits_TE, expected_TE, rtol=1e-12, atol=1e-12)
 
 
+@each_value_once()
 @every_config
 @pytest.mark.parametrize("num_tokens", SIZES)
 def test_route_equals_the_reference(config, num_tokens):
@@ -104,6 +106,7 @@ def test_route_equals_the_reference(config, num_tokens):
     torch.testing.assert_close(routing.weight_TK, weight_TK, rtol=1e-12, atol=1e-12)
 
 
+@each_value_once()
 @every_config
 @pytest.mark.parametrize("num_tokens", SIZES)
 def test_gradient_of_route_equals_the_written_backward(config, num_tokens):
@@ -144,6 +147,7 @@ def test_unnormalised_jacobian_used_after_renormalising_is_wrong():
     assert (wrong_TE[not_chosen_TE] != 0).all()
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
 def test_router_gradient_is_exactly_zero_with_one_expert_and_renormalisation(score, dtype):

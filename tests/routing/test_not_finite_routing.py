@@ -14,6 +14,7 @@ from amoeba.core.config import RouterConfig
 from amoeba.proof.reference.router import router_backward, router_forward
 from amoeba.routing.fused_router import fused_route
 from amoeba.routing.router import route
+from selection import each_value_once
 from small_layer import kernel_device
 
 NAN, INF = math.nan, math.inf
@@ -88,6 +89,7 @@ def put(logits_TE):
     return logits_TE
 
 
+@each_value_once("path")
 @every_path
 @every_config
 def test_weights_and_gradient_are_the_reference_s_or_nan_where_it_is(config, path):
@@ -159,6 +161,7 @@ def test_noise_keeps_nan_and_infinities():
     assert weight_TK.isnan().any(dim=1).tolist() == [token in (2, 5) for token in range(TOKENS)]
 
 
+@each_value_once()
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.num_experts == E], ids=str)
 def test_a_token_of_nan_gives_nan_and_changes_no_other_token(config, value):

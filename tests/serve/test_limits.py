@@ -8,9 +8,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -213,32 +214,37 @@ def test_a_mixture_of_clients_leaves_nothing_behind_and_no_wrong_text(folder):
 
 
 def test_sigterm_finishes_answers_that_have_begun_and_refuses_new_ones(folder):
-    words = [sys.executable, "-m", "amoeba", "serve", str(folder), "--port", "0", "--device", "cpu", "--json"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        lines = []
-        while "http://" not in (line := process.stderr.readline()):
-            assert line, lines
-            lines.append(line)
-        port = int(line.rpartition(":")[2].split("/")[0])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    found = []
+
+    def client() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("POST", "/v1/completions", json.dumps(TEXT | {"max_tokens": 400, "stream": True}))
-        response = connection.getresponse()
-        first = response.readline()
-        process.send_signal(signal.SIGTERM)
-        rest = response.read().decode()
-        assert first.startswith(b"data: {") and rest.endswith("data: [DONE]\n\n")
-        assert '"finish_reason": "length"' in rest or '"finish_reason": "stop"' in rest
-        with pytest.raises(OSError):
+        until = time.monotonic() + 60
+        while connection.sock is None and time.monotonic() < until:
+            with suppress(OSError):
+                connection.connect()
+            time.sleep(0.02)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(TEXT | {"max_tokens": 400, "stream": True}))
+            response = connection.getresponse()
+            found.append(response.readline())
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+        found.append(response.read())
+        try:
             socket.create_connection(("127.0.0.1", port), timeout=2).close()
-        out, _ = process.communicate(timeout=30)
-        assert process.returncode == 0
-        document = json.loads(out.splitlines()[-1])
-        assert document["document"] == "amoeba serve" and document["generated_tokens"] > 10
-    finally:
-        process.kill()
-        process.wait()
+        except OSError:
+            found.append("refused")
+
+    asking = threading.Thread(target=client, daemon=True)
+    asking.start()
+    document = command("serve", folder, "--port", port, "--device", "cpu", "--json").document
+    asking.join(60)
+    first, rest, after = found
+    assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n") and after == "refused"
+    assert b'"finish_reason": "length"' in rest or b'"finish_reason": "stop"' in rest
+    assert document["document"] == "amoeba serve" and document["generated_tokens"] > 10
 
 
 def test_streamed_experts_give_the_same_text_and_tell_their_hit_rate(folder, server):

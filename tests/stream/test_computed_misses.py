@@ -27,7 +27,7 @@ from amoeba.stream.gpu.fast_path import SERVED, serving_library
 from amoeba.stream.gpu.host_compute import MOST_TOKENS
 from amoeba.stream.gpu.memory import DeviceMemory
 from amoeba.stream.placement import MOST_IDS, MemoryStore
-from selection import quick
+from selection import each_value_once, quick
 
 # With a GPU all of this runs on it: `pytest -m gpu` has it too.
 pytestmark = [
@@ -254,6 +254,7 @@ def simulated():
     return LiveDevice(inline=True)
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", [Activation(), Activation("gelu", gated=False)], ids=["silu", "gelu, not gated"])
 def test_what_the_host_is_handed_it_computes_with_any_weights(dtype: torch.dtype, activation: Activation) -> None:

@@ -10,6 +10,7 @@ from amoeba.stream.cache.expert_cache import Counters, ExpertCache, Fetch
 from amoeba.stream.cache.slot_table import Policy, SlotsInUse
 from amoeba.stream.cache.trace import LayerShape
 from benchmarks.stream import cache as replayed
+from selection import each_value_once
 
 
 class Machine:
@@ -79,6 +80,7 @@ class Machine:
         self.held = [[each for each in ids if each != expert] for ids in self.held]
 
 
+@each_value_once()
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("top", "host"), [(4, 6), (4, 1), (6, 0), (5, 20), (3, None), (1, 2)])
 def test_whatever_ends_when_every_slot_holds_what_the_cache_says(top, host, policy):

@@ -18,7 +18,7 @@ from amoeba.jobs.convert.quantise import quantise_folder
 from amoeba.stream.store import open_store
 from amoeba.stream.store.index import _crc32
 from amoeba.stream.store.packing import pack
-from selection import quick
+from selection import each_value_once, quick
 
 KINDS = ("qwen3_moe", "gpt_oss")  # plain; transposed, in turns and with biases
 
@@ -101,6 +101,7 @@ def test_experts_that_were_changed_are_refused_by_name(kind: str, change: str, w
     assert torch.equal(logits(model), expected), "a model that was refused is as it was"
 
 
+@each_value_once()
 @pytest.mark.parametrize("which", ["folder", "store"])
 @pytest.mark.parametrize("kind", [*KINDS, "fp8"])
 def test_experts_that_are_the_stores_are_streamed(kind: str, which: str, stored) -> None:

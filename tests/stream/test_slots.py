@@ -7,6 +7,7 @@ import pytest
 from lru import LRU, POLICIES
 
 from amoeba.stream.cache.slot_table import Plan, Policy, SlotsInUse, SlotTable
+from selection import each_value_once
 
 
 class Model:
@@ -47,6 +48,7 @@ class Model:
         assert {expert for expert in self.where if table.is_loading(expert)} == self.loading
 
 
+@each_value_once()
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("slots", "experts"), [(1, 1), (1, 5), (4, 4), (7, 23), (12, 40)])
 def test_random_sequences_keep_every_rule(policy, slots, experts):

@@ -133,6 +133,7 @@ def gradients(weights, x_TH: Tensor, routing: Routing, dy_TH: Tensor, recompute:
     return {"output": y_TH.detach(), **dict(zip(named, found, strict=True))}
 
 
+@each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pass_that_several_threads_divide_is_the_same(way: str, dtype: torch.dtype) -> None:
     """torch gives each thread a share of all rows, and ends its vectors where a share ends."""

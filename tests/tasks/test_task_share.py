@@ -9,7 +9,7 @@ from test_task_schedules import NAMED, SMALL, check
 from amoeba.tasks.graph import Kind, ShareGraph
 from amoeba.tasks.sizes import Sizes
 from benchmarks.schedules.cases import ShareCase, make_case, random_case, share_case
-from selection import quick
+from selection import each_value_once, quick
 
 OVER_RANKS = [name for name, case in NAMED.items() if case.ranks > 1]
 
@@ -45,6 +45,7 @@ def test_nothing_but_dy_is_waited_for_from_other_ranks():
     assert {each for each in flags if each[1] in ("arrived", "finished", "ready", "returned")} == set(GATES[:3])
 
 
+@each_value_once()
 @named(GATES)
 def test_a_threshold_lower_by_one(kind, name):
     assert how_it_dies(with_gates(kind, name, lambda gate: raised(gate, -1), ShareGraph), cases) in TOO_EARLY
@@ -55,6 +56,7 @@ def test_a_threshold_higher_by_one(kind, name):
     assert how_it_dies(with_gates(kind, name, lambda gate: raised(gate, 1), ShareGraph), cases) in STUCK
 
 
+@each_value_once()
 @named(GATES)
 def test_a_dropped_gate(kind, name):
     assert how_it_dies(with_gates(kind, name, lambda gate: None, ShareGraph), cases) in TOO_EARLY
