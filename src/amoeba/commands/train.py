@@ -60,8 +60,9 @@ def train(own: TrainOptions, shared: RunOptions, json: Json = False, verbose: Ve
             from amoeba.jobs.train.resume import settings_of
 
         settings = settings_of(TrainSettings, shared.resume, shared.config, shared.given(vars(own)))
-        settings, taken = with_plan("train", settings, shared, output)
+        # before the plan, which takes imports of many seconds and hardly ever changes a kernel
         compiler.begin(None if settings.experts == "ranks" else Work.of_run("train", settings))
+        settings, taken = with_plan("train", settings, shared, output)
         need(*TRAINER)
         with loading():
             from amoeba.commands.over_ranks import job_over_ranks
