@@ -101,7 +101,7 @@ def check(capability: int, found: dict[str, dict[str, int]], exact: bool = False
 
 def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
     """Calls of the launchers as the backend makes them, by name; numbers are rows per expert, tokens or head sizes."""
-    from amoeba.core.config import Activation
+    from amoeba.core.config import Activation, RouterConfig
     from amoeba.core.problem import Problem
     from amoeba.core.weights import ExpertWeights, LoraFactors
     from amoeba.kernels import (
@@ -130,6 +130,7 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
     from amoeba.stream.store.layers import layer_entry
     from amoeba.tasks.triton.backward import scheduled_backward
     from amoeba.tasks.triton.bias_tasks import BiasTasks
+    from amoeba.tasks.triton.router_tasks import RouterTasks
 
     E, K, H, I, R = 64, 8, 2048, 1024, 16
     activation, plain = Activation(), Activation("gelu", gated=False)
@@ -158,18 +159,22 @@ def launches(dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Calla
             "weight_gradient": lambda: weight_gradient(h, x, offs, gate_up, right_order_N=order, top_k=K),
         }
 
-    def scheduled(per_expert: int, arrival: Any = None, biased: bool = False) -> None:
+    def scheduled(per_expert: int, arrival: Any = None, whole: bool = False) -> None:
+        """whole: with biases and the router."""
         N = E * per_expert
         x, h, order = empty(N // K, H), empty(N, 2 * I), empty(N, dtype=torch.int32)
         ids, scale = empty(N // K, K, dtype=torch.int64), empty(N // K, K, dtype=torch.float32)
         options: dict[str, Any] = {"arrival": arrival}
-        if biased:
+        if whole:
             options["biases"] = BiasTasks(biases, empty(E, H))
+            options["router"] = RouterTasks(
+                RouterConfig(E, K, renormalize=False), empty(E, H), ids, scale, empty(N // K, E, dtype=torch.float32)
+            )
         scheduled_backward(x, x, h, ids, scale, gate_up, down, activation, (order, order, offs), **options)
 
     for per_expert in (100, 2000):
         found[f"scheduled_backward {per_expert}"] = partial(scheduled, per_expert)
-    found["scheduled_backward with biases"] = partial(scheduled, 100, biased=True)
+    found["scheduled_backward whole"] = partial(scheduled, 100, whole=True)
     found["scheduled_backward over ranks"] = partial(scheduled, 100, _arrival(empty(400, H)))
     for per_expert in (8, 24, 100, 2000):
         found |= {f"{name} {per_expert}": launch for name, launch in of_rows(per_expert).items()}

@@ -19,6 +19,7 @@ from amoeba.tasks.triton.tickets import (
     Layout,
     _merged,
     count_tickets,
+    decode_router,
     decode_ticket,
     make_table,
     with_biases,
@@ -153,6 +154,26 @@ def test_50_random_layouts(chunk):
 def test_every_ticket_of_200_random_layouts():
     for seed in range(200):
         check(seed, most=1 << 30)
+
+
+@triton.jit
+def _decode_router(out, TOKEN_BLOCKS, COUNT: tl.constexpr):
+    for index in range(COUNT):
+        kind, item, part = decode_router(index, TOKEN_BLOCKS)
+        tl.store(out + 3 * index, kind)
+        tl.store(out + 3 * index + 1, item)
+        tl.store(out + 3 * index + 2, part)
+
+
+def test_the_routers_tickets_are_the_last_ones():
+    for seed in range(5):
+        plain, _ = random_graph(seed)
+        graph = Graph(0, plain.all_rows, plain.sizes, plain.tiling, biases=plain.biases)
+        count = graph.tickets - plain.tickets
+        out = torch.empty((count, 3), dtype=torch.int32, device=DEVICE)
+        _decode_router[(1,)](out, graph.token_blocks, COUNT=count)
+        tickets = range(plain.tickets, graph.tickets)
+        assert out.tolist() == [list(map(int, graph.decode(ticket))) for ticket in tickets], seed
 
 
 @triton.jit

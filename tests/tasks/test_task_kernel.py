@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amoeba.core.config import Activation
+from amoeba.core.config import Activation, RouterConfig
 from amoeba.core.problem import Needs, Problem
 from amoeba.core.weights import ExpertWeights
 from amoeba.proof.conformance import poisoned_memory
@@ -11,12 +11,15 @@ from amoeba.proof.conformance import poisoned_memory
 pytest.importorskip("triton")
 from amoeba.backends import sorted_rows
 from amoeba.backends.triton_rows import TritonRows
+from amoeba.kernels.router import router_backward, router_forward
 from amoeba.kernels.sort import sort_rows
 from amoeba.tasks.graph import OF_EXPERT, Kind
 from amoeba.tasks.timeline import DeviceTrace
 from amoeba.tasks.triton import backward
 from amoeba.tasks.triton.backward import scheduled_backward
 from amoeba.tasks.triton.bias_tasks import BiasTasks
+from amoeba.tasks.triton.router_tasks import RouterTasks
+from selection import quick
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -130,6 +133,38 @@ def test_many_programs_have_the_same_bits_in_every_run(dtype, biases):
     for _ in range(20):
         check(problem, dy_TH)
         assert same(first, both(problem, dy_TH)[1])
+
+
+ROUTERS = {
+    "softmax": RouterConfig(num_experts=5, top_k=2),
+    "over all": RouterConfig(num_experts=5, top_k=2, renormalize=False, scaling_factor=2.5),
+    "sigmoid": RouterConfig(num_experts=5, top_k=2, score="sigmoid"),
+}
+
+
+@quick(lambda name: name != "softmax")
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_routers_backward_as_tasks_has_the_same_gradients(name):
+    config, (problem, dy_TH) = ROUTERS[name], make_problem(40, 20, 24, 5, 2, biases=BOTH)
+    generator = torch.Generator().manual_seed(1)
+    gate_EH = torch.randn(5, 20, generator=generator).to(DEVICE)
+    logits_TE = problem.x_TH @ gate_EH.T
+    expert_TK, weight_TK, scores_TE = router_forward(logits_TE, config, None)
+    problem = problem._replace(expert_TK=expert_TK.masked_fill(expert_TK == 3, -1), weight_TK=weight_TK)
+    plain = both(problem, dy_TH)[1]
+    router = RouterTasks(config, gate_EH, expert_TK, weight_TK, scores_TE, logits_TE)
+    trace = DeviceTrace(problem.x_TH.device)
+    found = both(problem, dy_TH, router=router, trace=trace.room)[1]
+    assert same(found._replace(x=plain.x), plain)
+    d_logits = router_backward(expert_TK, weight_TK, scores_TE, plain.weight, None, logits_TE, config, torch.float32)
+    torch.testing.assert_close(
+        router.d_logits, d_logits, rtol=1e-5 if DEVICE == "cuda" else 0, atol=1e-7 * (DEVICE == "cuda")
+    )
+    wide, x = d_logits.double(), problem.x_TH.double()
+    torch.testing.assert_close(found.x.double(), plain.x.double() + wide @ gate_EH.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(router.d_gate.double(), wide.T @ x, rtol=1e-5, atol=1e-5)
+    kinds = [record.task.kind for record in trace.records()]
+    assert kinds.count(Kind.ROUTER) == kinds.count(Kind.COMBINE) == 3 and kinds[-1] == Kind.ROUTER_WEIGHTS
 
 
 def traced(problem, dy_TH):

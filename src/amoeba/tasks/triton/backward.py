@@ -4,8 +4,9 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     found = scheduled_backward(dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, activation, maps)
 
-For one rank, or for its share of a layer over ranks (`arrival`); without LoRA. Block sizes are those of the `triton`
-backend's own kernels, and so are the bits.
+For one rank, with the router's backward or without (`router`), or for its share of a layer over ranks (`arrival`).
+Without LoRA. Block sizes are those of the
+`triton` backend's own kernels, and so are the bits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from amoeba.kernels.weight_gradient import product_of
 from amoeba.tasks.triton.arrivals import NO_RANKS, Arrival, make_local_table
 from amoeba.tasks.triton.bias_tasks import NO_BIASES, BiasTasks
 from amoeba.tasks.triton.kernel import backward_kernel
+from amoeba.tasks.triton.router_tasks import NO_ROUTER, RouterTasks
 from amoeba.tasks.triton.tickets import Layout, make_table
 
 # Experts that go through the steps together, row tiles that sweep the columns together, tokens that are combined by one
@@ -61,10 +63,12 @@ def scheduled_backward(
     overwrite_h: bool = False,
     trace: Callable[[int, int], Tensor] | None = None,
     arrival: Arrival | None = None,
+    router: RouterTasks | None = None,
 ) -> Scheduled:
     """maps: order_N, slot_row_N and offs_E of the sorted rows. All tensors contiguous.
 
     arrival: dy of other ranks' rows is still on its way, and this rank's is sent on from here.
+    router: its backward comes last, and adds to dx.
     trace: allocates room for a number of tickets, given the rows of a row tile: see `amoeba.tasks.timeline`.
     """
     order_N, _, offs_E = maps
@@ -87,7 +91,11 @@ def scheduled_backward(
         GROUP,
     ).with_biases(*biases.parts(BIAS_COLUMNS))
     most_tiles = slots(rows, experts, down.block_m)
-    counters = torch.empty(1 + experts + most_tiles, dtype=torch.int32, device=device)
+    if arrival is not None and router is not None:
+        raise ValueError("router tasks: expected one rank; over ranks a token's dx is complete behind the kernel")
+    router_tickets = 0 if router is None else layout.token_blocks + router.parts
+    of_router = 0 if router is None else layout.token_blocks + 1
+    counters = torch.empty(1 + experts + most_tiles + of_router, dtype=torch.int32, device=device)
     table = make_table(offs_E, layout.row_block, counters)
     peers, sends = None, 0
     if arrival is not None:
@@ -128,6 +136,8 @@ def scheduled_backward(
         BIASES=biases.constants(down.num_warps, down.block_m, BIAS_COLUMNS),
         DOWN_BIAS_FROM=layout.down_weight_parts,
         UP_BIAS_FROM=layout.up_weight_parts,
+        ROUTER=NO_ROUTER if router is None else router.constants(),
+        TOKEN_COUNTERS=1 + experts + most_tiles if router is not None else 0,
         TOKENS=TOKENS,
         SLOTS=next_power_of_2(TOKENS * top_k),
         SUMS=sums_of(dx_NH, top_k)["SUMS"],
@@ -143,9 +153,10 @@ def scheduled_backward(
         *maps,
         table.heaviest_E,
         counters,
-        None if trace is None else trace(sends + layout.most_tickets(most_tiles), layout.row_block),
+        None if trace is None else trace(sends + layout.most_tickets(most_tiles) + router_tickets, layout.row_block),
         peers,
         biases.context(),
+        None if router is None else router.context(),
         tokens,
         rows,
         PLAN=plan,

@@ -8,7 +8,7 @@ dA' takes its activation back in its epilogue, and ACTIVATE adds up what the til
 Arguments travel in groups: inputs (dy, x, h, experts and weights of the routing, gate_up, down), between (what lies in
 memory between tasks: dh, s·a, parts of ds, ds, dx of the rows), maps and table of the sorted rows; PLAN has all that is
 known when the kernel is compiled (`scheduled_backward` makes it).
-peers, biases: addresses in memory, made by `context` of `Arrival` and `BiasTasks`.
+peers, biases, router: addresses in memory, made by `context` of `Arrival`, `BiasTasks` and `RouterTasks`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ from amoeba.tasks.triton.arrivals import (
     wait_for_rows,
 )
 from amoeba.tasks.triton.bias_tasks import add_bias_dots, sum_bias_columns
+from amoeba.tasks.triton.router_tasks import gate_columns, router_block
 from amoeba.tasks.triton.tickets import (
     ACTIVATE,
     COMBINE,
     DOWN,
     DOWN_BIAS,
     DOWN_WEIGHTS,
+    ROUTER,
+    ROUTER_WEIGHTS,
     SEND,
     UP,
     UP_BIAS,
     count_tickets,
+    decode_router,
     decode_send,
     decode_ticket,
     note_task,
@@ -76,16 +80,19 @@ def _signal(counter):
 
 
 @triton.jit
-def _task_of(ticket, sends, total, table, peers, PLAN: tl.constexpr):
-    """Kind, item and part."""
+def _task_of(ticket, sends, end, table, peers, PLAN: tl.constexpr):
+    """Kind, item and part. end: of the tickets before the router's."""
     heaviest_E, first_tile, _ = table
     kind, item, part = decode_ticket(
-        tl.minimum(tl.maximum(ticket - sends, 0), total - sends - 1), tl.arange(0, PLAN.BLOCK_G), heaviest_E,
-        first_tile, PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, PLAN.TOKEN_BLOCKS, PLAN.WAVE,
-        PLAN.WAVES, PLAN.LATE, PLAN.BEHIND, PLAN.GROUP,
+        tl.minimum(tl.maximum(ticket - sends, 0), end - sends - 1), tl.arange(0, PLAN.BLOCK_G), heaviest_E, first_tile,
+        PLAN.EXPERTS, PLAN.TN, PLAN.TNX, PLAN.DOWN_PARTS, PLAN.UP_PARTS, PLAN.TOKEN_BLOCKS, PLAN.WAVE, PLAN.WAVES,
+        PLAN.LATE, PLAN.BEHIND, PLAN.GROUP,
     )  # fmt: skip
     if PLAN.BIASES.OF_DOWN | PLAN.BIASES.OF_GATE_UP:
         kind, part = with_biases(kind, part, PLAN.DOWN_BIAS_FROM, PLAN.UP_BIAS_FROM)
+    if PLAN.ROUTER.PARTS > 0:  # noqa: SIM102 - known when it is compiled, unlike the next
+        if ticket >= end:
+            kind, item, part = decode_router(ticket - end, PLAN.TOKEN_BLOCKS)
     if PLAN.RANKS > 1:
         if ticket < sends:
             kind, item, part = decode_send(
@@ -140,6 +147,10 @@ def _pass_gates(kind, item, expert_TK, maps, table, counters, peers, tokens, row
             wanted_M = row_M < row_end
             token_M = tl.load(order_N + row_M, mask=wanted_M, other=0) // PLAN.TOP_K
             wait_for_rows(peers, token_M, wanted_M, PLAN.SENT, PLAN.ON_GPU)
+    elif (kind == ROUTER) | (kind == ROUTER_WEIGHTS):
+        if PLAN.ROUTER.PARTS > 0:  # of each block of tokens, and behind them how many blocks the router is through with
+            place = tl.where(kind == ROUTER, item, PLAN.TOKEN_BLOCKS)
+            _wait(counters + PLAN.TOKEN_COUNTERS + place, tl.where(kind == ROUTER, 1, PLAN.TOKEN_BLOCKS))
     elif kind != SEND:
         row_end = tl.load(offs_E + item)
         row = tl.load(offs_E + item - 1, mask=item > 0, other=0)
@@ -225,7 +236,7 @@ def _weight_tile(kind, expert, part, inputs, between, maps, d_gate_up, d_down, P
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def backward_kernel(
     dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI, dh_NJ, scaled_a_NI, part_CN, ds_N, dx_NH,
-    d_x, d_weight, d_gate_up, d_down, order_N, slot_row_N, offs_E, heaviest_E, counters, trace, peers, biases,
+    d_x, d_weight, d_gate_up, d_down, order_N, slot_row_N, offs_E, heaviest_E, counters, trace, peers, biases, router,
     tokens, rows, PLAN: tl.constexpr,
 ):  # fmt: skip
     inputs = (dy_TH, x_TH, h_NJ, expert_TK, weight_TK, gate_up_EJH, down_EHI)
@@ -239,11 +250,14 @@ def backward_kernel(
     sends = 0 * total
     if PLAN.RANKS > 1:
         sends = number(peers, SENDS)
-    total += sends
+    end = total + sends
+    total = end
+    if PLAN.ROUTER.PARTS > 0:
+        total += PLAN.TOKEN_BLOCKS + PLAN.ROUTER.PARTS
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     while ticket < total:
         next_ticket = tl.atomic_add(counters, 1, sem="relaxed")  # on its way while this task is computed
-        kind, item, part = _task_of(ticket, sends, total, table, peers, PLAN)
+        kind, item, part = _task_of(ticket, sends, end, table, peers, PLAN)
         if trace is not None:
             came = now(trace, PLAN.INTERPRETED)
         expert, row, row_end = _pass_gates(kind, item, expert_TK, maps, table, counters, peers, tokens, rows, PLAN)
@@ -251,6 +265,8 @@ def backward_kernel(
             started = now(trace, PLAN.INTERPRETED)
         if kind == COMBINE:
             _combine(item, ds_N, dx_NH, slot_row_N, d_x, d_weight, peers, tokens, rows, PLAN)
+            if PLAN.ROUTER.PARTS > 0:
+                _signal(counters + PLAN.TOKEN_COUNTERS + item)
         elif (kind == DOWN) | (kind == ACTIVATE) | (kind == UP):
             _row_tile(kind, part, expert, row, row_end, inputs, between, order_N, biases, rows, PLAN)
             _signal(counters + 1 + PLAN.EXPERTS + item)
@@ -262,6 +278,13 @@ def backward_kernel(
         elif (kind == DOWN_BIAS) | (kind == UP_BIAS):
             if PLAN.BIASES.OF_DOWN | PLAN.BIASES.OF_GATE_UP:
                 sum_bias_columns(biases, kind, item, part, row, row_end, dy_TH, dh_NJ, weight_TK, order_N, PLAN)
+        elif (kind == ROUTER) | (kind == ROUTER_WEIGHTS):
+            if PLAN.ROUTER.PARTS > 0:
+                if kind == ROUTER:
+                    router_block(router, item, d_x, d_weight, tokens, PLAN.TOKENS, PLAN.H, PLAN.ROUTER)
+                    _signal(counters + PLAN.TOKEN_COUNTERS + PLAN.TOKEN_BLOCKS)
+                else:
+                    gate_columns(router, part, x_TH, tokens, PLAN.H, PLAN.ROUTER)
         else:
             _weight_tile(kind, item, part, inputs, between, maps, d_gate_up, d_down, PLAN)
         if trace is not None:

@@ -41,6 +41,8 @@ UP_WEIGHTS = tl.constexpr(int(Kind.UP_WEIGHTS))
 COMBINE = tl.constexpr(int(Kind.COMBINE))
 DOWN_BIAS = tl.constexpr(int(Kind.DOWN_BIAS))
 UP_BIAS = tl.constexpr(int(Kind.UP_BIAS))
+ROUTER = tl.constexpr(int(Kind.ROUTER))
+ROUTER_WEIGHTS = tl.constexpr(int(Kind.ROUTER_WEIGHTS))
 
 
 _SMALL = tl.constexpr(46340)  # squares up to here fit 32 bits; a division of 64 bits is a call on a GPU
@@ -267,6 +269,17 @@ def decode_send(ticket, tokens, rank, SENT: tl.constexpr, RANKS: tl.constexpr):
     """Of the tickets before all others, where rows go to other ranks: each begins with another one."""
     blocks = (tokens + SENT - 1) // SENT
     return 0 * ticket + SEND, (rank + 1 + ticket // blocks) % RANKS, ticket % blocks
+
+
+@triton.jit
+def decode_router(index, TOKEN_BLOCKS):
+    """Of the tickets behind all others, where the router is part of it."""
+    of_tokens = index < TOKEN_BLOCKS
+    return (
+        tl.where(of_tokens, ROUTER, ROUTER_WEIGHTS),
+        tl.where(of_tokens, index, 0),
+        tl.where(of_tokens, 0, index - TOKEN_BLOCKS),
+    )
 
 
 @triton.jit
