@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path as FilePath
 
 from amoeba.core.config import unknown_kind
@@ -17,12 +17,6 @@ from amoeba.cpu.weights import CCoding
 
 # `enum ActivationKind` in csrc/activation.h
 _ACTIVATION_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-# `enum Phase` in csrc/passes.h
-PHASES = (
-    "sort", "low up", "up", "activate", "low down", "down", "combine",
-    "backward low down", "backward down", "backward low up", "backward up and factors", "backward combine",
-    "backward weights",
-)  # fmt: skip
 
 
 def activation_number(kind: str) -> int:
@@ -111,7 +105,6 @@ _SIGNATURES = {
     "amoeba_pool_borrow": (c_void_p, (c_void_p, c_int)),
     "amoeba_pool_borrow_as_many": (None, (c_void_p, c_int)),
     "amoeba_pool_delete": (None, (c_void_p,)),
-    "amoeba_pool_phase_seconds": (None, (c_void_p, ctypes.POINTER(c_double))),
     "amoeba_node_forward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "amoeba_node_combine": (None, (c_void_p,) * 6),
     "amoeba_node_backward": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),

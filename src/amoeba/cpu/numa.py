@@ -37,7 +37,7 @@ from torch import Tensor
 
 from amoeba.core.errors import bad_value
 from amoeba.cpu.build import CoreUnavailable, openmp_runtime
-from amoeba.cpu.node_library import PHASES, load_node
+from amoeba.cpu.node_library import load_node
 from amoeba.cpu.pointers import place_of
 
 Result = TypeVar("Result")
@@ -223,12 +223,6 @@ class WorkerPool:
         elif self.borrows:
             library.amoeba_pool_borrow_as_many(self._handle, self.threads)
         return self._handle
-
-    def phase_seconds(self) -> dict[str, float]:
-        """How long each phase of the last call took."""
-        seconds = (ctypes.c_double * 16)()
-        load_node().amoeba_pool_phase_seconds(self.handle, seconds)
-        return {name: seconds[i] for i, name in enumerate(PHASES) if seconds[i]}
 
 
 def own_cores() -> list[int]:

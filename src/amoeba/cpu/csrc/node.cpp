@@ -17,9 +17,6 @@ void* amoeba_pool_new(int threads, const int32_t* cores, int memory_node) {
 void* amoeba_pool_borrow(Parallel parallel, int threads) { return new Pool(parallel, threads); }
 void amoeba_pool_borrow_as_many(void* pool, int threads) { static_cast<Pool*>(pool)->borrow(threads); }
 void amoeba_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
-void amoeba_pool_phase_seconds(void* pool, double* out) {
-  std::copy_n(static_cast<Pool*>(pool)->phase_seconds, Pool::PHASES, out);
-}
 
 void amoeba_node_forward(void* pool, const Node* node, const Batch* batch, float* y) {
   Pool& workers = *static_cast<Pool*>(pool);

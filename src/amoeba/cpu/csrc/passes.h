@@ -14,11 +14,6 @@
 
 namespace [[gnu::visibility("hidden")]] amoeba {
 
-enum Phase {  // the names in node_library.py
-  SORT, LOW_UP, UP, ACTIVATE, LOW_DOWN, DOWN, COMBINE,
-  BACK_LOW_DOWN, BACK_DOWN, BACK_LOW_UP, BACK_UP, BACK_COMBINE, BACK_WEIGHTS,
-};
-
 constexpr int64_t LOW_ROWS = 64;   // of a job of the low-rank products: they have one panel and nothing to cut
 constexpr int64_t ALONE = 1 << 16; // additions that are not worth calling the other threads
 
@@ -70,25 +65,22 @@ size_t bytes_of(const Node& node, const Batch& batch) {
 
 class Run {
  public:
-  Run(Pool& pool, const Node& node, const Batch& batch) : pool_(pool), node_(node), batch_(batch), clock_(pool) {}
+  Run(Pool& pool, const Node& node, const Batch& batch) : pool_(pool), node_(node), batch_(batch) {}
 
   void forward(float* y) {
     const auto m = memory<ForwardMemory>();
     sort(m.map, m.token, true);
     up(m.sums, m.h, m.low, m.a);
-    low(LOW_DOWN, node_.down_a, Input{m.a, node_.intermediate}, m.down_low);
+    low(node_.down_a, Input{m.a, node_.intermediate}, m.down_low);
     multiply(product(node_.down, node_.down_b, m.down_low), Input{m.a, node_.intermediate},
              RowsEpilogue<uint16_t>{{}, {m.rows, node_.hidden, owned_, true}, node_.down_bias});
-    clock_.end_of(DOWN);
     combine(m.rows, batch_.weight, y);
-    clock_.end_of(COMBINE);
   }
 
   // The last step of forward alone, for rows that several calls computed.
   void combine_rows(int32_t* slot_row, const uint16_t* rows, float* y) {
     map_.slot_row = slot_row;
     combine(rows, batch_.weight, y);
-    clock_.end_of(COMBINE);
   }
 
   void backward(const Gradients& g) {
@@ -98,18 +90,17 @@ class Run {
     if (!batch_.h) {
       up(m.sums, m.h, m.low, m.a);
       // now, as in forward: from the next product on, a is that of h in bf16
-      if (!batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, Input{m.a, I}, m.down_low);
+      if (!batch_.down_low && g.down_b) low(node_.down_a, Input{m.a, I}, m.down_low);
     } else if (!batch_.low && (g.gate_b || g.up_b)) {
-      low(LOW_UP, node_.up_a, Input{batch_.x, batch_.x_stride, token_}, m.low);
+      low(node_.up_a, Input{batch_.x, batch_.x_stride, token_}, m.low);
     }
     const Input dy{g.dy, g.dy_stride, token_};
-    low(BACK_LOW_DOWN, node_.down_b_transposed, dy, m.down_dlow);
+    low(node_.down_b_transposed, dy, m.down_dlow);
     multiply(product(node_.down_transposed, node_.down_a_transposed, m.down_dlow), dy,
              DownEpilogue{node_, m.h, batch_.weight, map_.order, {m.a, I, owned_, false}, {m.dh, J, owned_, false}, m.ds,
                         batch_.slots()});
-    clock_.end_of(BACK_DOWN);
-    if (batch_.h && !batch_.down_low && g.down_b) low(LOW_DOWN, node_.down_a, Input{m.a, I}, m.down_low);
-    low(BACK_LOW_UP, node_.up_b_transposed, Input{m.dh, J}, m.dlow);
+    if (batch_.h && !batch_.down_low && g.down_b) low(node_.down_a, Input{m.a, I}, m.down_low);
+    low(node_.up_b_transposed, Input{m.dh, J}, m.dlow);
 
     ThinProduct up_a, up_b, down_a, down_b;
     up_a.thin = m.dlow, up_b.thin = m.low, down_a.thin = m.down_dlow, down_b.thin = m.down_low;
@@ -128,7 +119,6 @@ class Run {
 
     if (g.x) combine(m.rows, nullptr, g.x);
     if (g.weight) weight_gradient(g, m.ds);
-    clock_.end_of(BACK_COMBINE);
     if (g.gate_up.data || g.down.data || g.gate_up_bias || g.down_bias) weight_gradients(g, m);
   }
 
@@ -145,7 +135,6 @@ class Run {
     owned_ = map_.first[node_.experts];
     token_ = token;
     for (int64_t r = 0; r < owned_; ++r) token[r] = int32_t(map_.order[r] / batch_.top_k);
-    clock_.end_of(SORT);
   }
 
   Product product(const PackedMatrix& matrix, const PackedMatrix& update, const uint16_t* low_rows) const {
@@ -165,29 +154,27 @@ class Run {
   }
 
   // out = scaling . rows . factor
-  void low(Phase phase, const PackedMatrix& factor, const Input& input, uint16_t* out) {
+  void low(const PackedMatrix& factor, const Input& input, uint16_t* out) {
     if (!factor.data) return;
     Product p;
     p.weights = factor.weights(false);
     p.path = Path(node_.path);
     p.units = p.weights.panels();
     multiply(p, input, LowRankEpilogue{{}, {out, p.units * PANEL, owned_, false}, node_.scaling}, LOW_ROWS);
-    clock_.end_of(phase);
   }
 
   // h where it is asked for, and a; `sums` where gate and up do not come at the same time.
   void up(float* sums, uint16_t* h, uint16_t* low_rows, uint16_t* a) {
     const int64_t I = node_.intermediate, J = node_.width;
     const Input x{batch_.x, batch_.x_stride, token_};
-    low(LOW_UP, node_.up_a, x, low_rows);
+    low(node_.up_a, x, low_rows);
     Product p = product(node_.gate_up, node_.up_b, low_rows);
     if (!node_.activates_later()) {
       if (node_.has_paired_panels()) p.second = p.units /= 2;
       multiply(p, x, UpEpilogue{{}, node_, {h, J, owned_, true}, {a, I, owned_, false}});
-      return clock_.end_of(UP);
+      return;
     }
     multiply(p, x, RowsEpilogue<float>{{}, {sums, J, owned_, false}, node_.gate_up_bias});
-    clock_.end_of(UP);
     in_blocks(owned_, J, [&](int64_t from, int64_t to) {
       for (int64_t r = from; r < to; ++r) {
         const float* row = sums + r * J;
@@ -198,7 +185,6 @@ class Run {
         }
       }
     });
-    clock_.end_of(ACTIVATE);
   }
 
   // dx rows and the gradients of the factors in one list: the small jobs fill the gaps that the large ones leave.
@@ -217,7 +203,6 @@ class Run {
       const ThinProduct& thin = products[job.product];
       with_way<Bf16>(Path(node_.path), thin.ranks, [&](auto way) { run_thin<decltype(way)>(thin, sorted, job); });
     });
-    clock_.end_of(BACK_UP);
   }
 
   void weight_gradients(const Gradients& g, const BackwardMemory& m) {
@@ -236,7 +221,6 @@ class Run {
     down.rows.row_scale = batch_.weight;
     for (const ColumnSums& sums : {up, down})
       if (sums.out) pool_.run(node_.experts, [&](int64_t e) { run_column_sums(sums, sorted, e); });
-    clock_.end_of(BACK_WEIGHTS);
   }
 
   // Whichever of out and in is contiguous in the target is right; the routing weight goes with left.
@@ -303,7 +287,6 @@ class Run {
   Pool& pool_;
   const Node& node_;
   const Batch& batch_;
-  PhaseClock clock_;
   RowMap map_;
   const int32_t* token_ = nullptr;
   int64_t owned_ = 0;

@@ -35,8 +35,6 @@ class Pool {
  public:
   std::mutex busy;
   Buffer<char> scratch;  // of the call that holds `busy`
-  static constexpr int PHASES = 16;
-  double phase_seconds[PHASES] = {};
 
   // cores[0] is the caller's, who is not pinned; the others each get a thread. Null: none is pinned.
   // memory_node: the NUMA node of the workers' memory; negative: wherever the system puts it.
@@ -156,21 +154,6 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;
-};
-
-// Seconds since it was made or last read, into the next place of the pool's times.
-class PhaseClock {
- public:
-  explicit PhaseClock(Pool& pool) : pool_(pool) { std::fill(pool.phase_seconds, pool.phase_seconds + Pool::PHASES, 0); }
-  void end_of(int phase) {
-    const auto now = std::chrono::steady_clock::now();
-    pool_.phase_seconds[phase] += std::chrono::duration<double>(now - last_).count();
-    last_ = now;
-  }
-
- private:
-  Pool& pool_;
-  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
 }  // namespace amoeba
