@@ -309,7 +309,8 @@ def _print(report: RanksReport, output: Output) -> None:
         output.line("  is not longer than with the received rows alone")
     for each in report.measurements:
         if len(each.phases) > 2:
-            output.line(f"  {each.setting}, ms of each rank: {'; '.join(_phase(phase) for phase in each.phases)}")
+            phases = (f"{phase.name} {' '.join(f'{ms:.2f}' for ms in phase.ranks_ms)}" for phase in each.phases)
+            output.line(f"  {each.setting}, ms of each rank: {'; '.join(phases)}")
     about = [f"{name} {value}" for name, value in report.about_device.items()]
     about += [] if report.mps_percentage is None else [f"MPS, {report.mps_percentage} % each"]
     about += [f"heap {report.heap_bytes / 2**20:.0f} MiB a rank, not in the peaks"] if report.heap_bytes else []
@@ -319,10 +320,6 @@ def _print(report: RanksReport, output: Output) -> None:
         if each.reason is not None:
             style = "bold red" if each.setting in report.wrong else None
             output.line(f"  {each.setting}: {each.reason}", style=style)
-
-
-def _phase(phase: Phase) -> str:
-    return f"{phase.name} {' '.join(f'{ms:.2f}' for ms in phase.ranks_ms)}"
 
 
 def _row(found: RankMeasurement, report: RanksReport) -> dict[str, str]:

@@ -7,13 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amoeba.tasks.graph import FLAGS, FLASHMOE_KIND, Graph, Kind, Lane, grouped, merged
+from amoeba.tasks.graph import FLAGS, Graph, Kind, Lane, grouped, merged
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.sizes import Sizes, Tiling
 from benchmarks.schedules.cases import random_case
 from benchmarks.schedules.simulator import all_tasks
 
 SIX = {"gradCombine", "gradPostGEMM", "gradGateCombine", "gradPreGEMM", "gradInputCombine", "gradGateGEMM"}
+FLASHMOE_KIND = {
+    Kind.SEND: "gradCombine",
+    Kind.DOWN: "gradPostGEMM",
+    Kind.ACTIVATE: "gradGateCombine",
+    Kind.UP: "gradPreGEMM",
+    Kind.DOWN_WEIGHTS: "gradPostGEMM",
+    Kind.UP_WEIGHTS: "gradPreGEMM",
+    Kind.RETURN: "gradInputCombine",
+    Kind.COMBINE: "gradInputCombine",
+    Kind.ROUTER: "gradGateGEMM",
+    Kind.ROUTER_WEIGHTS: "gradGateGEMM",
+    Kind.DOWN_BIAS: "gradPostGEMM",
+    Kind.UP_BIAS: "gradPreGEMM",
+}
 
 
 def graphs():

@@ -322,15 +322,12 @@ def _transformers_modules(workload: Workload) -> dict[str, Callable[[], Tensor]]
 
 
 def _why_not_batched(workload: Workload, training: bool) -> str | None:
-    shape = workload.shape
-    copies = cost.gathered_weight_bytes(
-        rows=shape.rows,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        itemsize=workload.dtype.itemsize,
-    )
+    rows, hidden, intermediate = workload.shape.rows, workload.shape.hidden, workload.shape.intermediate
+    copies = cost.weight_bytes(
+        experts=rows, hidden=hidden, intermediate=intermediate, itemsize=workload.dtype.itemsize
+    )  # a product of gathered weights has those of every routed row
     reason = _why_no_memory(2 * copies if training else copies, workload.device)  # the copies have gradients
-    return None if reason is None else f"copies the weights for each of {shape.rows} rows: {reason}"
+    return None if reason is None else f"copies the weights for each of {rows} rows: {reason}"
 
 
 def _why_no_memory(needed: int, device: torch.device) -> str | None:

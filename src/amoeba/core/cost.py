@@ -105,19 +105,9 @@ def expert_bytes(
     return hidden * (width + intermediate) * itemsize
 
 
-def weight_bytes(
-    *,
-    experts: int,
-    hidden: int,
-    intermediate: int,
-    itemsize: int | None = None,
-    gated: bool = True,
-    format: Format | None = None,
-) -> int:
+def weight_bytes(*, experts: int, hidden: int, intermediate: int, itemsize: int, gated: bool = True) -> int:
     """Weights read by a forward in which `experts` experts got rows. Decoding a token can be no faster than this."""
-    return experts * expert_bytes(
-        hidden=hidden, intermediate=intermediate, itemsize=itemsize, gated=gated, format=format
-    )
+    return experts * expert_bytes(hidden=hidden, intermediate=intermediate, itemsize=itemsize, gated=gated)
 
 
 def factor_numbers(*, hidden: int, intermediate: int, rank: int, gated: bool = True) -> int:
@@ -131,11 +121,6 @@ def code_bytes(*, experts: int, hidden: int, intermediate: int, format: Format, 
     matrices = (_width(intermediate, gated), hidden), (hidden, intermediate)
     both = (matrix_bytes(rows=m, columns=n, format=format) for one in matrices for m, n in (one, one[::-1]))
     return experts * sum(both)
-
-
-def gathered_weight_bytes(*, rows: int, hidden: int, intermediate: int, itemsize: int, gated: bool = True) -> int:
-    """The copy of the weights for every routed row, N·J·H + N·H·I, that a batched product of gathered weights makes."""
-    return rows * expert_bytes(hidden=hidden, intermediate=intermediate, itemsize=itemsize, gated=gated)
 
 
 def _width(intermediate: int, gated: bool) -> int:

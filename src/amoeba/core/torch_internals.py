@@ -15,37 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "TorchDispatchMode",
-    "backward_goes_on_to",
-    "capture",
-    "constant_when_traced",
-    "custom_graph_pass",
-    "default_store",
-    "deterministic_algorithms",
-    "dispatch_modes",
-    "end_failed_capture",
-    "enter_dispatch_mode",
-    "flash_attention",
-    "flash_attention_backward",
-    "graph_is_freed",
-    "has_dispatch_mode",
-    "hash_compiler_beside",
-    "inside_backward",
-    "is_batch_of_gradients",
-    "is_view",
-    "leave_dispatch_mode",
-    "nvshmem_device_functions",
-    "occupy_gpu",
-    "only_dispatch_mode",
-    "reshaped",
-    "symmetric_memory",
-    "transformed",
-    "tree_leaves",
-    "why_not_nvshmem",
-    "why_not_symmetric_memory",
-    "writes_to_arguments",
-]
+__all__ = ["TorchDispatchMode", "tree_leaves"]  # from torch, for others
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

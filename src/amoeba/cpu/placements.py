@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amoeba.core.cost import weight_bytes
+from amoeba.core.cost import expert_bytes
 from amoeba.core.placement import LayerSizes, Load, Placement, Situation, Tolerance
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.node_library import load_node
@@ -96,8 +96,7 @@ def _check_memory(layers: Mapping[LayerSizes, int], load: Load, freed: int, *, n
 def _expert_bytes(sizes: LayerSizes, *, itemsize: int) -> int:
     """W of both passes. itemsize: of a number, in both of them together."""
     gated = sizes.activation is None or sizes.activation.gated
-    one = weight_bytes(experts=1, hidden=sizes.hidden, intermediate=sizes.intermediate, itemsize=itemsize, gated=gated)
-    return one
+    return expert_bytes(hidden=sizes.hidden, intermediate=sizes.intermediate, itemsize=itemsize, gated=gated)
 
 
 _ITEMSIZE: dict[PackedKind, int] = {"int8": 1, "bf16": 2}

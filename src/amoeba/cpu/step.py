@@ -205,8 +205,7 @@ def adapt_exactly(
     c: CStepMatrix, a_ERI: Tensor, b_EOR: Tensor, scaling: float, kept: list[Any], *, parts: int, half: bool
 ) -> None:
     """Of an exact step. parts: 0 for PEFT's layer, 1 for experts, 2 for those whose gate and up have an A each, one
-    below
-    the other in a_ERI. half: what PEFT's factors give is rounded to bf16."""
+    below the other in a_ERI. half: what PEFT's factors give is rounded to bf16."""
     a_ERI, b_EOR = (each.detach().float().contiguous() for each in (a_ERI, b_EOR))
     experts, _, c.rank = b_EOR.shape
     c.lora_a = address("lora_a", a_ERI, torch.float32, (experts, c.rank * max(1, parts), c.in_))

@@ -409,23 +409,15 @@ class ScaledCodes:
 
     @property
     def forward(self) -> _Packing:
-        strides = (self.code_EOI.stride(0), self.code_EOI.shape[2], 1)
-        return _Packing(
-            self.code_EOI, self.out_features, self.in_features, None, stride_ECD=strides, coding=self.coding()
-        )
+        return self._read(self.out_features, self.in_features, (self.code_EOI.shape[2], 1))
 
     @property
     def transposed(self) -> _Packing:
-        strides = (self.code_EOI.stride(0), 1, self.code_EOI.shape[2])
-        return _Packing(
-            self.code_EOI,
-            self.in_features,
-            self.out_features,
-            None,
-            stride_ECD=strides,
-            coding=self.coding(),
-            turned=True,
-        )
+        return self._read(self.in_features, self.out_features, (1, self.code_EOI.shape[2]), turned=True)
+
+    def _read(self, columns: int, depth: int, stride_CD: tuple[int, int], *, turned: bool = False) -> _Packing:
+        stride_ECD, coding = (self.code_EOI.stride(0), *stride_CD), self.coding()
+        return _Packing(self.code_EOI, columns, depth, None, stride_ECD=stride_ECD, coding=coding, turned=turned)
 
 
 def has_whole_experts(tensor: Tensor) -> bool:

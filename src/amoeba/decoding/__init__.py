@@ -11,22 +11,15 @@ transformers is imported by what is imported from here, and only then.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 __all__ = ["Decoder", "Sampling", "why_not"]
 
+_MODULES = {"Decoder": "decoder", "Sampling": "sampling", "why_not": "decoder"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Decoder":
-        from amoeba.decoding.decoder import Decoder
-
-        return Decoder
-    if name == "Sampling":
-        from amoeba.decoding.sampling import Sampling
-
-        return Sampling
-    if name == "why_not":
-        from amoeba.decoding.decoder import why_not
-
-        return why_not
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -25,7 +25,7 @@ from amoeba.cpu.node_library import activation_number
 from amoeba.cpu.weights import Path as CpuPath
 from amoeba.cpu.weights import current_path
 from amoeba.decoding.model_reader import ModelReader, NativeModel, Unknown, hidden_states, is_adapted, keys_and_values
-from amoeba.integrations.experts_module import LORA, routers_in, weights_of
+from amoeba.integrations.experts_module import routers_in, weights_of
 from amoeba.ops.exact import ExactOperators
 from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.system.cpu_features import compute_dtype
@@ -97,13 +97,7 @@ class _ExactReader(ModelReader):
                 raise Unknown("its experts are contiguous along no dimension")
         else:
             raise Unknown(f"its experts are {getattr(weights, 'placement', 'computed by their own functions')}")
-        self.kept.append(weights)
-        biases = weights.gate_up_bias_EJ, weights.down_bias_EH
-        wide = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
-        gate_up, down = (core.matrix("experts", *each, self.kept) for each in zip(stored, wide, strict=True))
-        if LORA in module._modules:
-            self._adapt(gate_up, down, module._modules[LORA].factors(), weights.activation)
-        return core.experts(gate_up, down, weights.activation)
+        return self._expert_matrices(module, weights, stored, [weights.gate_up_bias_EJ, weights.down_bias_EH])
 
     def _adapt(
         self, gate_up: core.CStepMatrix, down: core.CStepMatrix, factors: LoraFactors, activation: Activation

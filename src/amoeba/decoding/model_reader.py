@@ -366,11 +366,16 @@ class ModelReader:
             self.quantised |= weights.dtype != self.model.dtype  # streamed in bf16: the loop rounds rows of fp32
         else:
             raise Unknown(f"its experts are {getattr(weights, 'placement', 'computed by their own functions')}")
+        return self._expert_matrices(module, weights, stored, biases, in_slots=streamed is not None)
+
+    def _expert_matrices(
+        self, module: Any, weights: Any, stored: list[Any], biases: list[Any], in_slots: bool = False
+    ) -> core.CStepExperts:
+        """stored, biases: of gate_up and down. in_slots: what they hold changes."""
         self.kept.append(weights)
-        wide = biases
-        if streamed is None:  # what is in a slot changes
-            wide = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
-        gate_up, down = (core.matrix("experts", *each, self.kept) for each in zip(stored, wide, strict=True))
+        if not in_slots:
+            biases = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
+        gate_up, down = (core.matrix("experts", *each, self.kept) for each in zip(stored, biases, strict=True))
         if LORA in module._modules:
             self._adapt(gate_up, down, module._modules[LORA].factors(), weights.activation)
         return core.experts(gate_up, down, weights.activation)

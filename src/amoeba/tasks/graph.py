@@ -31,8 +31,6 @@ from amoeba.tasks.sizes import Sizes, Tiling, blocks
 
 
 class Kind(IntEnum):
-    """`FLASHMOE_KIND` has the name of each in FlashMoE's backward."""
-
     SEND = 0  # dy of some tokens, to a rank that owns experts of theirs
     DOWN = 1  # a tile of dA' = dy · down
     ACTIVATE = 2  # of a row tile: dh = act'(h) ∘ (s·dA'), s·a, ds = <dA', a> + <dy, down_bias>
@@ -47,20 +45,6 @@ class Kind(IntEnum):
     UP_BIAS = 11  # some columns of an expert's d_gate_up_bias = Σ dh
 
 
-FLASHMOE_KIND = {
-    Kind.SEND: "gradCombine",
-    Kind.DOWN: "gradPostGEMM",
-    Kind.ACTIVATE: "gradGateCombine",
-    Kind.UP: "gradPreGEMM",
-    Kind.DOWN_WEIGHTS: "gradPostGEMM",
-    Kind.UP_WEIGHTS: "gradPreGEMM",
-    Kind.RETURN: "gradInputCombine",
-    Kind.COMBINE: "gradInputCombine",
-    Kind.ROUTER: "gradGateGEMM",
-    Kind.ROUTER_WEIGHTS: "gradGateGEMM",
-    Kind.DOWN_BIAS: "gradPostGEMM",
-    Kind.UP_BIAS: "gradPreGEMM",
-}
 BIAS_OF = {Kind.DOWN_WEIGHTS: Kind.DOWN_BIAS, Kind.UP_WEIGHTS: Kind.UP_BIAS}  # handed out behind an expert's matrix
 OF_EXPERT = (*BIAS_OF, *BIAS_OF.values())
 
@@ -383,14 +367,7 @@ class ShareGraph(Graph):
     """
 
     def __init__(
-        self,
-        rank: int,
-        rows: Sequence[RankRows],
-        sizes: Sizes,
-        tiling: Tiling,
-        *,
-        remote: frozenset[int] = frozenset(),
-        biases: bool = False,
+        self, rank: int, rows: Sequence[RankRows], sizes: Sizes, tiling: Tiling, *, biases: bool = False
     ) -> None:
         super().__init__(rank, rows, sizes, tiling, router=False, biases=biases)
 

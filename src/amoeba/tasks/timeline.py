@@ -37,12 +37,12 @@ class Record(NamedTuple):
 
 
 class DeviceTrace:
-    """rank: whose. On one GPU the clock is the same for all."""
+    """Of one rank, by the clock of its GPU."""
 
-    def __init__(self, device: torch.device, rank: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         from amoeba.tasks.triton.tickets import FIELDS  # needs Triton
 
-        self._rank, self._fields = rank, len(FIELDS)
+        self._fields = len(FIELDS)
         self._device, self._buffer = device, torch.empty(0, dtype=torch.int64, device=device)
         self._row_block = 1
 
@@ -52,24 +52,16 @@ class DeviceTrace:
         self._buffer[0] = 0
         return self._buffer
 
-    def began(self) -> int:
-        """When the first task was come to, by the device's clock."""
-        lines = self._buffer[1:].view(-1, self._fields)
-        return int(lines[lines[:, 0] != _UNUSED][:, 4].min())
-
-    def records(self, since: int | None = None) -> list[Record]:
-        """In the order of tickets. Microseconds from the first task on, or from a time that all ranks agree on; in the
-        interpreter, looks at the clock."""
+    def records(self) -> list[Record]:
+        """In the order of tickets. Microseconds from the first task on; in the interpreter, looks at the clock."""
         lines = self._buffer[1:].view(-1, self._fields).cpu()
         lines = lines[lines[:, 0] != _UNUSED]
         if not len(lines):
             return []
-        lines[:, 4:] -= lines[:, 4].min() if since is None else since
+        lines[:, 4:] -= lines[:, 4].min()
         unit = 1e3 if self._device.type == "cuda" else 1.0
         return [
-            Record(
-                self._rank, place, 1, ticket, Task(Kind(kind), item, part), came / unit, started / unit, ended / unit
-            )
+            Record(0, place, 1, ticket, Task(Kind(kind), item, part), came / unit, started / unit, ended / unit)
             for ticket, (kind, item, part, place, came, started, ended) in enumerate(lines.tolist())
         ]
 

@@ -49,8 +49,6 @@ REMOTE = "AMOEBA_REMOTE_RANKS"
 # From this many bytes of rows on, sums go straight to their ranks. Such a pass is launched kernel by kernel, without a
 # launch plan: below it is the host that counts. Not measured.
 STRAIGHT_BYTES = 16 * 2**20
-# Whether rows of dy are read where they have come to, and not copied from there.
-READ_IN_PLACE = True
 
 
 class Peers(Transport):
@@ -210,7 +208,7 @@ class PeerExchange(Exchange):
         this rank until then: it must not wait for them in between."""
         from amoeba.kernels.peer_copies import cells_as_rows
 
-        if not READ_IN_PLACE or not self.straight:
+        if not self.straight:
             return None
         return cells_as_rows(self.buffer.checked(), self.plan, rows_TH)
 

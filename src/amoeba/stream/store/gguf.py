@@ -77,7 +77,7 @@ class GgufStore(FolderStore):
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._sources, self._config = sources_of(self.header, config, model), config
         self.rest = {
-            name: TensorEntry(first.file, first.start, _dtype_of(first, self.header.dtype), shapes[name])
+            name: TensorEntry(first.file, first.start, PLAIN.get(first.kind, self.header.dtype), shapes[name])
             for name, ((first, *_), _) in self._sources.items()
         }
         self._check_rest(shapes)
@@ -158,10 +158,6 @@ class GgufStore(FolderStore):
             ):
                 got = " and ".join(map(str, sizes))
                 raise bad_value(str(self.folder), f"{name} of shape {tuple(expected)}", got, AGAIN)
-
-
-def _dtype_of(tensor: GgufTensor, dtype: torch.dtype) -> torch.dtype:
-    return PLAIN.get(tensor.kind, dtype)
 
 
 class _Layer:
