@@ -55,32 +55,21 @@ NO_TIME = "not run: the time was over"
 # Of a prompt: a token each, nearly. Few words, repeated, would ask for few experts.
 _LETTERS = string.ascii_letters + string.digits + string.punctuation.replace("-", "")
 _MIDDLE = {
-    "hidden_size": 1024,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 512,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
-MODELS: dict[str, Size] = {
-    "tiny": SIZES["tiny"],
-    "middle": replace(SIZES["tiny"], name="middle", config={**_MIDDLE, "num_hidden_layers": 4}, texts=200),
-    "1b": replace(
-        SIZES["tiny"],
-        name="1b",
-        config={**_MIDDLE, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 12},
-        texts=900,
-    ),
-    "qwen3_30b": replace(
-        SIZES["qwen3_30b"], name="qwen3_30b", config={**SIZES["qwen3_30b"].config, "num_hidden_layers": 4}
-    ),
-    # 27 GiB of experts: more than three of the budgets below
-    "qwen3_30b_24": replace(
-        SIZES["qwen3_30b"], name="qwen3_30b_24", config={**SIZES["qwen3_30b"].config, "num_hidden_layers": 24}
-    ),
-}
+    "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 512, "num_experts": 32,
+    "num_experts_per_tok": 4, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+_TINY, _QWEN3 = SIZES["tiny"], SIZES["qwen3_30b"]
+_1B = _MIDDLE | {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 12}
+_24_LAYERS = _QWEN3.config | {"num_hidden_layers": 24}  # 27 GiB of experts: more than three of the budgets below
+_SIZES = (
+    _TINY,
+    replace(_TINY, name="middle", config=_MIDDLE, texts=200),
+    replace(_TINY, name="1b", config=_1B, texts=900),
+    replace(_QWEN3, config=_QWEN3.config | {"num_hidden_layers": 4}),
+    replace(_QWEN3, name="qwen3_30b_24", config=_24_LAYERS),
+)
+MODELS = {size.name: size for size in _SIZES}
 BUDGETS = ("8GiB", "16GiB", "24GiB")
 PLACES = ("resident", "streamed", "mxfp4-weights", "fp8-weights", "cpu-bf16", "cpu-int8")
 # Modules that wait with the clock have their own reference to it by then.

@@ -64,12 +64,8 @@ class DividedCase:
         return ", ".join(word for word in (*words, "" if self.local == RESIDENT else self.local) if word)
 
 
-def divided_cases(ranks: int) -> list[DividedCase]:
+def divided_cases(ranks: int) -> Iterator[DividedCase]:
     """Awkward first: uneven experts and tokens, ranks without either, all rows on one rank."""
-    return list(_divided_cases(ranks))
-
-
-def _divided_cases(ranks: int) -> Iterator[DividedCase]:
     uneven = _uneven(63, ranks)
     everything = Case(63, 4, SILU, True, "sentinels", num_experts=10, lora="all", rank=5)
     yield DividedCase(everything, uneven)
