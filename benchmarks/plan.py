@@ -61,12 +61,12 @@ _MIDDLE = {
 }  # fmt: skip
 _TINY, _QWEN3 = SIZES["tiny"], SIZES["qwen3_30b"]
 _1B = _MIDDLE | {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 12}
-_24_LAYERS = _QWEN3.config | {"num_hidden_layers": 24}  # 27 GiB of experts: more than three of the budgets below
+_24_LAYERS = {**_QWEN3.config, "num_hidden_layers": 24}  # 27 GiB of experts: more than three of the budgets below
 _SIZES = (
     _TINY,
     replace(_TINY, name="middle", config=_MIDDLE, texts=200),
     replace(_TINY, name="1b", config=_1B, texts=900),
-    replace(_QWEN3, config=_QWEN3.config | {"num_hidden_layers": 4}),
+    replace(_QWEN3, config={**_QWEN3.config, "num_hidden_layers": 4}),
     replace(_QWEN3, name="qwen3_30b_24", config=_24_LAYERS),
 )
 MODELS = {size.name: size for size in _SIZES}
