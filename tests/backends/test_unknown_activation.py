@@ -55,7 +55,7 @@ def test_rows_in_plain_torch(activation: Activation) -> None:
         rowwise._act_backward(x_TH, x_TH, activation)
 
 
-@each_value_once("placement")
+@each_value_once()
 @pytest.mark.parametrize("tokens", [1, 5])  # decoded, and in a pass of many rows
 @pytest.mark.parametrize("placement", [RESIDENT, *PLACEMENTS])
 def test_every_backend(placement: str, tokens: int, activation: Activation) -> None:

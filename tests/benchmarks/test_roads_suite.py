@@ -70,6 +70,7 @@ def test_the_documentation_has_every_sentence(documented: suite.Documented) -> N
 class TestHere:
     """On this machine as it is."""
 
+    @quick(lambda words: words[0] in ("prompts", "finetune resumed") or words[1] == "cpu")
     @pytest.mark.parametrize(
         "words",
         [
@@ -156,6 +157,7 @@ class TestWithASimulatedGpu:
             assert (found.state, found.path, found.says) == ("green", "captured", ())
 
     @needs_engine
+    @quick(lambda road: road != "generate")
     @pytest.mark.parametrize("road", ["generate", "adapter", "finetune"])
     def test_experts_on_the_cpu_say_what_the_host_waits_for(self, road, seen, monkeypatch):
         monkeypatch.setattr(fast_paths, "WORTH_COMPILING", 0.0)  # nor are layers compiled around them

@@ -1,46 +1,18 @@
 """With --json the last line of stdout is a document also where a command fails; and an empty value is no value."""
 
 import json
-import sys
 import typing
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from few_cases import all_commands
 
-from amoeba import cli
 from amoeba.commands import exits
 from amoeba.core.errors import bad_value
+from called import Ended
 from selection import each_value_once
 
 COMMANDS = {words: command for words, command in all_commands() if not hasattr(command, "commands")}
 IDS = [" ".join(words) for words in COMMANDS]
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict:
-        return json.loads(self.out.splitlines()[-1])
-
-
-@pytest.fixture
-def amoeba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Ended]:
-    monkeypatch.chdir(tmp_path)  # where an option is not refused, the command runs
-
-    def run(*words: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["amoeba", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return Ended(int(left.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def arguments_of(command) -> list[str]:

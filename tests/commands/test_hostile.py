@@ -41,16 +41,6 @@ TEXT = "a few words to learn from, and some more of them.\n\n" * 40
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def sentence(self) -> str:
-        return self.err.strip().splitlines()[-1]
-
-
 class Place(NamedTuple):
     """Copies that a case may spoil."""
 
@@ -74,18 +64,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(saved: Path, tmp_path: Path) -> Place:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return Place(tmp_path / "model", tmp_path / "adapter", tmp_path)
-
-
-@pytest.fixture
-def amoeba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    def run(*words: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["amoeba", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return Ended(int(left.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 # --- the table

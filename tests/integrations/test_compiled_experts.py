@@ -160,8 +160,8 @@ def test_compiled_moe_block(recorder: Recorder) -> None:
     assert not recorder.own_functions_called
 
 
-# the experts of gpt_oss by themselves: test_compiled_experts
-@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # its parts are compiled above, its layers in tests/jobs/test_fast_paths.py
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_compiled_model(model_type: str, recorder: Recorder) -> None:
     model = build(model_type, num_hidden_layers=1)
     model.set_experts_implementation("amoeba")

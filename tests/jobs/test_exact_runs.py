@@ -92,7 +92,7 @@ def test_training_has_the_numbers_of_generation(run: tuple[str, Any, Path, list[
         texts = texts_of(given, logits)
         assert sum(len(text) for text, _ in texts) > 20
         with amoeba.exact(model):
-            for text, wanted in texts[-2:]:
+            for text, wanted in texts[-1:]:  # behind another document of its row
                 assert torch.equal(decoded(model, text), wanted)
 
 

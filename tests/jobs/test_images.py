@@ -144,21 +144,27 @@ def test_a_step_on_rows_with_and_without_images_has_the_loss_of_transformers(fol
 
 
 @quick(lambda folder: folder == KINDS[0])
-def test_stores_and_merged_and_quantised_folders_read_images(folder: Path, tmp_path: Path) -> None:
-    write_rows(folder)
-    finetune(settings_for(folder, tmp_path / "run", steps=2), Quiet())
-    options = ("--image", folder.parent / "cat.png", "--max-new-tokens", 5, *GREEDY)
+def test_stores_and_quantised_folders_read_images(folder: Path, tmp_path: Path) -> None:
     call("pack", folder, "--out", tmp_path / "store")
     call("quantise", folder, "--format", "mxfp8", "--out", tmp_path / "codes")
+    assert about_the_cat(folder, tmp_path / "store", "--ram", "1GiB") == about_the_cat(
+        folder, folder, "--device", "cpu"
+    )
+    assert len(about_the_cat(folder, tmp_path / "codes")) == 5
+
+
+def about_the_cat(folder: Path, model: Path, *more: object) -> list[int]:
+    words = model, QUESTION, "--image", folder.parent / "cat.png", "--max-new-tokens", 5, *GREEDY, *more
+    return call("generate", *words).document["generated_ids"]
+
+
+@pytest.mark.thorough  # logits of a merged one: tests/integrations/test_composite_models.py
+def test_merged_folders_read_images(folder: Path, tmp_path: Path) -> None:
+    write_rows(folder)
+    finetune(settings_for(folder, tmp_path / "run", steps=2), Quiet())
     merge(folder, tmp_path / "run", tmp_path / "merged")
-
-    def tokens(name: Path, *more: object) -> list[int]:
-        return call("generate", name, QUESTION, *options, *more).document["generated_ids"]
-
-    assert tokens(tmp_path / "store", "--ram", "1GiB") == tokens(folder, "--device", "cpu")
-    assert len(tokens(tmp_path / "codes")) == 5
-    adapted = tokens(folder, "--adapter", tmp_path / "run", "--device", "cpu")
-    assert tokens(tmp_path / "merged", "--device", "cpu") == adapted
+    adapted = about_the_cat(folder, folder, "--adapter", tmp_path / "run", "--device", "cpu")
+    assert about_the_cat(folder, tmp_path / "merged", "--device", "cpu") == adapted
 
 
 def test_an_adapter_of_the_text_part_alone_fits_the_whole_model(tmp_path: Path) -> None:

@@ -205,7 +205,9 @@ def test_a_folder_with_a_config_alone_gets_a_tokenizer_of_the_data(model_type, t
     from transformers import AutoTokenizer
 
     preset = {"qwen3_moe": "demo", "olmoe": "olmoe"}[model_type]
-    find_preset(preset).build(vocab_size=600, sequence_length=64).save_pretrained(tmp_path / "model")
+    config = find_preset(preset).build(vocab_size=600, sequence_length=64)
+    config.num_hidden_layers = 1
+    config.save_pretrained(tmp_path / "model")
     console = Quiet()
     told = {name: value for name, value in TINY.items() if name != "vocab_size"}
     told |= {"model": str(tmp_path / "model"), "data": corpus_file, "out": str(tmp_path / "run"), "steps": 4}

@@ -463,7 +463,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 interpreted = pytest.mark.skipif(kernel_device().type != "cpu", reason="the rest of a pass is interpreted")
 
 
-@each_value_once()
+@each_value_once("many_rows")
 @interpreted
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("many_rows", [False, True], ids=["decoded", "dequantised"])

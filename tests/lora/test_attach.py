@@ -66,7 +66,8 @@ def peft_logits(model_type: str, folder: Path) -> Tensor:
 
 
 # Every model with all its projections, which are those of the other kinds together; each kind with two layouts.
-@quick(lambda model_type, kind: kind == "all-linear" or model_type == "gpt_oss")
+# Mixtral's and OLMoE's experts lie as those of Qwen3.
+@quick(lambda model_type, kind: (kind == "all-linear" and model_type not in MODELS[1:3]) or model_type == "gpt_oss")
 @pytest.mark.parametrize("kind", ["experts", "attention and router", "all-linear", "gate"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_peft_computes_what_we_do_and_the_base_comes_back(model_type: str, kind: str, tmp_path: Path) -> None:

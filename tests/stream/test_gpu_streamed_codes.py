@@ -109,7 +109,7 @@ def test_tokens_decoded_by_expert_give_the_bits_of_resident_codes(name, slots, m
             assert y_TH.count_nonzero() > 0 and torch.equal(y_TH, by_triton(x_TH, routing, resident, lora=each))
 
 
-@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) in ((FP8.name, 4), ("nvfp4", E)))
+@quick(lambda name, slots: DEVICE.type == "cuda" or (name, slots) == (FP8.name, 4))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])
 @pytest.mark.parametrize("name", FORMATS)
@@ -213,7 +213,7 @@ def test_a_gguf_file_streams_to_a_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
         vram = store.rest_bytes + 3 * sum(LayerTiers.slot_bytes(entry) for entry in store.layers)
     choice = DtypeChoice(None, None, "")
     resident, _ = load_placed(str(path), choice, "auto", trains=False, device=torch.device("cpu"))
-    ids = torch.randint(0, 256, (1, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randint(0, 256, (1, 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     streamed, _ = attach_in(choice, str(path), vram=vram, ram="1MiB")
     with streamed, torch.no_grad():
         assert [memory.slots.down_format for memory in streamed.memory.layers] == [Q6_K, None]

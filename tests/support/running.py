@@ -38,6 +38,7 @@ settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
+os.fsync = os.fstat  # no test pulls the plug, and a disk takes milliseconds for each of 6000 files
 gc.disable()  # until all is imported and collected: two seconds of looking through what stays
 torch.set_num_threads(1)
 with torch.device("meta"):
@@ -85,7 +86,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported is never garbage: each run of a Trainer would look through a million of its objects."""
+    """What was imported is never garbage: each run of a Trainer would look through a million of its objects. And
+    pytest adds a handler to each logger that does not hand on its records, six times a test: torch has 50 of them."""
+    for name, found in logging.root.manager.loggerDict.items():
+        if isinstance(found, logging.Logger) and name.partition(".")[0] == "torch":
+            found.propagate = True
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # extension modules complain of what is left when they go
