@@ -2,7 +2,7 @@
 
 T tokens · K experts per token · E experts · H hidden · I intermediate · W ranks
 
-    case = random_case(seed=3)
+    case = make_case(sizes, tiling, tokens=[[5, 3]], owner_E=(0, 1, 1))
     errors = case.check(simulate(case.job(), workers=2, pace=Pace(seed=0, slowness=[1.0] * case.ranks)))
 
 A case is a layer and some passes through it. Each has its own tokens and routing, so that in one pass two ranks
@@ -11,7 +11,6 @@ exchange rows and in another they do not.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,10 +23,10 @@ from amoeba.core.weights import ExpertWeights
 from amoeba.proof.conformance import relative_error
 from amoeba.proof.reference.experts import experts_backward
 from amoeba.proof.reference.router import router_backward, router_forward
-from amoeba.tasks.graph import Graph, ShareGraph
+from amoeba.tasks.graph import Graph
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.sizes import Sizes, Tiling, blocks
-from benchmarks.schedules.computation import Computation, Layer, Region, ShareComputation, Tokens
+from benchmarks.schedules.computation import Computation, Layer, Region, Tokens
 from benchmarks.schedules.simulator import Ran, Script
 
 # fp64; of d_gate not much more is left where a renormalised weight is close to 1
@@ -169,49 +168,6 @@ def _router_config(sizes: Sizes) -> RouterConfig:
     return RouterConfig(num_experts=sizes.experts, top_k=sizes.top_k, score="softmax", renormalize=True)
 
 
-def random_case(seed: int) -> ScheduleCase:
-    """A small one; ranks and experts without rows, tokens without experts, remote ranks: all of it now and then."""
-    draw = random.Random(seed)
-    ranks = draw.choice((1, 1, 2, 2, 3))
-    experts = draw.randint(1, 5)
-    sizes = Sizes(draw.randint(2, 6), draw.randint(1, 5), experts, draw.randint(1, min(3, experts)))
-    tiling = Tiling(
-        rows=draw.randint(1, 4),
-        down_columns=draw.randint(1, 4),
-        up_columns=draw.randint(2, 6),
-        weight_rows=draw.randint(3, 10),
-        weight_columns=draw.randint(2, 6),
-        router_columns=draw.randint(2, 6),
-        tokens=draw.randint(1, 4),
-        sent=draw.randint(1, 3),
-        wave=draw.randint(1, 3),
-        group=draw.randint(1, 3),
-        kept=draw.randint(1, 3),
-        behind=draw.choice((0, 0, 1, 3)),
-        bundle=draw.choice((1, 1, 2, 3)),
-        bias_columns=2 + seed % 5,
-    )
-    passes = draw.choice((1, 1, 3)) if ranks > 1 else 1
-    tokens = [[draw.choice((0, 1, 2, 3, 5)) for _ in range(ranks)] for _ in range(passes)]
-    if passes == 3:  # a rank that sends nothing for a while lets others run ahead, or runs ahead itself
-        quiet = draw.randrange(ranks)
-        tokens[1][quiet], tokens[2][quiet] = 0, draw.choice((0, tokens[2][quiet]))
-    owners = draw.choice((range(ranks), [draw.randrange(ranks)]))  # anybody, or one rank for all
-    owner = tuple(draw.choice(owners) for _ in range(experts))
-    remote = frozenset(rank for rank in range(ranks) if draw.random() < 0.4)
-    return make_case(
-        sizes,
-        tiling,
-        tokens,
-        owner,
-        remote,
-        seed=seed,
-        dropped=draw.choice((0.0, 0.0, 0.3)),
-        skew=draw.choice((0.0, 2.0)),
-        biases=draw.random() < 0.5,
-    )
-
-
 def make_case(
     sizes: Sizes,
     tiling: Tiling,
@@ -254,34 +210,3 @@ def make_case(
         all_tokens.append(tokens_W)
         all_logits.append(logits_W)
     return ScheduleCase(layer, all_tokens, all_logits, sizes, tiling, len(tokens[0]), remote)
-
-
-class ShareCase(ScheduleCase):
-    """Without the router, and with what the transport adds up added up here."""
-
-    def job(self, make_graph: MakeGraph = ShareGraph) -> list[list[Script]]:
-        return super().job(make_graph)
-
-    def _scripts(self, epoch: int, tokens_W: list[Tokens], make_graph: MakeGraph) -> list[Script]:
-        expert_WTK = [tokens.expert_TK.tolist() for tokens in tokens_W]
-        rows = divide_rows(expert_WTK, self.layer.owner_E, self.ranks, self.tiling.rows, everywhere=True)
-        biases = self.layer.down_bias_EH is not None
-        graphs = [make_graph(rank, rows, self.sizes, self.tiling, biases=biases) for rank in range(self.ranks)]
-        return [Script(ShareComputation(graph, self.layer, tokens_W, epoch)) for graph in graphs]
-
-    def _expected_of(self, tokens_W: Sequence[Tokens], logits_W: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """One entry: of all ranks."""
-        x, dy, _, expert, weight = (torch.cat(each) for each in zip(*tokens_W, strict=True))
-        return [experts_backward(dy, x, expert, weight, self._weights)]
-
-    def _found(self, memory_W: list[dict[Region, Tensor]]) -> list[dict[str, Tensor]]:
-        parts = [self._gradients(rank, memory) for rank, memory in enumerate(memory_W)]
-        found = {name: torch.stack([part[name] for part in parts]).sum(0) for name in ("x", "weight")}
-        for name in self._of_experts:
-            owned = {rank: iter(part[name]) for rank, part in enumerate(parts)}
-            found[name] = torch.stack([next(owned[owner]) for owner in self.layer.owner_E])
-        return [found]
-
-
-def share_case(case: ScheduleCase) -> ShareCase:
-    return ShareCase(case.layer, case.tokens, case.logits, case.sizes, case.tiling, case.ranks)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amoeba.tasks.graph import Graph, Kind, ShareGraph, Task
+from amoeba.tasks.graph import Graph, Kind, Task
 
 
 class Region(NamedTuple):
@@ -343,25 +343,6 @@ class Computation(Regions):
             )
             for line, column in places
         ]
-
-
-class ShareComputation(Computation):
-    """dx of experts and d_weight: of each received row, what this rank's experts gave to it."""
-
-    graph: ShareGraph
-
-    def _cell(self, rank: int, name: str, *at: int) -> Region:
-        return Region(rank, name, (0, *at), heap=True)
-
-    def _combine(self, task: Task, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        graph, received = self.graph, self.graph.tokens_of(task.item)
-        dx_of, ds_of = self._by_slot(graph.tiles_combined(task.item), values)
-        dx = self.tokens.x_TH.new_zeros(len(received), graph.sizes.hidden)
-        ds = self.tokens.x_TH.new_zeros(len(received), graph.sizes.top_k)
-        for owner, _, row, slot in graph.loaded(task.item):
-            dx[row - received.start] += dx_of[owner, row, slot]
-            ds[row - received.start, slot] = ds_of[owner, row, slot]
-        return dx, ds
 
 
 def _product(left: Sequence[Tensor], right: Sequence[Tensor], height: slice, width: slice, like: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from amoeba.tasks.graph import FLAGS, Graph, Kind, Lane, grouped, merged
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.sizes import Sizes, Tiling
-from benchmarks.schedules.cases import random_case
 from benchmarks.schedules.simulator import all_tasks
+from schedule_cases import random_case
 
 SIX = {"gradCombine", "gradPostGEMM", "gradGateCombine", "gradPreGEMM", "gradInputCombine", "gradGateGEMM"}
 FLASHMOE_KIND = {

@@ -7,9 +7,10 @@ import pytest
 from test_task_schedules import NAMED, run_at_random
 
 from amoeba.tasks.graph import BIAS_OF, FLAGS, Counter, Gate, Graph, Kind, Lane, Signal, Task
-from benchmarks.schedules.cases import TOLERANCE, ScheduleCase, random_case
+from benchmarks.schedules.cases import TOLERANCE, ScheduleCase
 from benchmarks.schedules.computation import Computation, Region, Regions
 from benchmarks.schedules.simulator import ScheduleFault
+from schedule_cases import random_case
 from selection import quick
 
 GATES = [

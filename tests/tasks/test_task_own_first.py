@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from amoeba.tasks.graph import Kind, ShareGraph
+from amoeba.tasks.graph import Kind
 from amoeba.tasks.rows import divide_rows
 from amoeba.tasks.sizes import Sizes, Tiling
 
@@ -15,6 +15,7 @@ import triton.language as tl  # noqa: E402
 from amoeba.kernels.launch import next_power_of_2  # noqa: E402
 from amoeba.tasks.triton.arrivals import local_tiles_first, make_local_table  # noqa: E402
 from amoeba.tasks.triton.tickets import make_table  # noqa: E402
+from schedule_cases import ShareGraph  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,8 +8,9 @@ import pytest
 
 from amoeba.tasks.graph import Kind
 from amoeba.tasks.sizes import Sizes, Tiling
-from benchmarks.schedules.cases import TOLERANCE, ScheduleCase, make_case, random_case
+from benchmarks.schedules.cases import TOLERANCE, ScheduleCase, make_case
 from benchmarks.schedules.simulator import Pace, Script, simulate
+from schedule_cases import random_case
 from selection import quick
 
 SMALL = Tiling(

@@ -6,9 +6,10 @@ import pytest
 from test_task_mutants import EARLY, STUCK, how_it_dies, named, raised, with_gates, with_signals
 from test_task_schedules import NAMED, SMALL, check
 
-from amoeba.tasks.graph import Kind, ShareGraph
+from amoeba.tasks.graph import Kind
 from amoeba.tasks.sizes import Sizes
-from benchmarks.schedules.cases import ShareCase, make_case, random_case, share_case
+from benchmarks.schedules.cases import make_case
+from schedule_cases import ShareCase, ShareGraph, random_case, share_case
 from selection import each_value_once, quick
 
 OVER_RANKS = [name for name, case in NAMED.items() if case.ranks > 1]

@@ -355,48 +355,6 @@ class Graph(Reach):
         return found
 
 
-class ShareGraph(Graph):
-    """One rank's share of a layer over ranks, as its kernel runs it: dy starts from here and is used as it arrives.
-
-    rows: of tokens that have a place everywhere, `divide_rows(..., everywhere=True)`.
-
-    What goes out is a task, and a product waits for the cells that its rows come in, as in `Graph`. COMBINE sums up
-    what the experts of this rank gave to each received row; the kernel writes that into the memory of the row's rank,
-    and the transport adds up there (docs/parallel.md). There is one cell, not two, so what is sent waits until its
-    reader has finished the pass before, with all that came in it.
-    """
-
-    def __init__(
-        self, rank: int, rows: Sequence[RankRows], sizes: Sizes, tiling: Tiling, *, biases: bool = False
-    ) -> None:
-        super().__init__(rank, rows, sizes, tiling, router=False, biases=biases)
-
-    @property
-    def combined(self) -> int:
-        return len(self.rows.received)
-
-    def loaded(self, block: int) -> Iterator[tuple[int, int, int, int]]:
-        """(this rank, row tile, received row, slot)."""
-        for received in self.tokens_of(block):
-            for slot in range(self.sizes.top_k):
-                if (received, slot) in self.rows.tile_of_slot:
-                    yield self.rank, self.rows.tile_of_slot[received, slot], received, slot
-
-    def gates(self, task: Task, epoch: int) -> Iterator[Gate]:
-        for gate in super().gates(task, epoch):
-            if task.kind != Kind.ACTIVATE or gate.counter.name != "finished":  # no peer loads ds and dx from here
-                yield gate
-        if task.kind == Kind.COMBINE:  # also rows that no expert here reads: the next pass is sent to the same cell
-            for cell in self.cells_of(self.tokens_of(task.item)):
-                yield Gate(Counter(self.rank, "arrived", cell), epoch)
-
-    def _cell_is_free(self, reader: int, epoch: int) -> Gate:
-        return super()._cell_is_free(reader, epoch + 1)
-
-    def signals(self, task: Task, epoch: int) -> Iterator[Signal]:
-        return (signal for signal in super().signals(task, epoch) if signal.counter.name != "ready")
-
-
 def merged(run: Sequence[Lane], index: int) -> tuple[Lane, int]:
     """The lane of a run's index-th ticket and the place in that lane. Of two lanes with a and b tickets, the first has
     floor(i · a / (a + b)) among the first i."""

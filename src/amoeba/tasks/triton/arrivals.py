@@ -12,7 +12,7 @@ dy_RH is this rank's part of the symmetric heap of `amoeba.kernels.peer_rows`: C
 lie flags, one for each block of rows of each source, which hold the exchange that the block last came in; they only
 grow. A SEND task puts a block of dy into another rank's heap and raises its flag there; a COMBINE task writes what the
 experts here gave to another rank's tokens into that rank's cells for sums, and `close` says that all of it is there.
-The graph is `ShareGraph`.
+The graph is `ShareGraph` (tests/support/schedule_cases.py).
 
 Where another rank's memory has no address here (`shmem`), the transport puts blocks of dy and raises their flags ahead
 of the kernel, which has no SEND tasks then and waits for the same flags; COMBINE writes to this rank's outbox, and the
