@@ -142,7 +142,7 @@ def test_attention(
 ) -> None:
     monkeypatch.setattr(exact_attention, "SPLIT", 64)
     given, seen = heads(device, tokens, dtype, size, width), causal(device, tokens, window)
-    if softcap:
+    if tokens in (63, 65):
         seen = with_holes(seen)
     sink = random(device, Q, seed=5, dtype=dtype) if with_sink else None
     found = attend(*given, seen, sink, softcap)
