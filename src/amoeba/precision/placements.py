@@ -16,8 +16,6 @@ from amoeba.precision.formats import E4M3, FP8_128, MXFP4, MXFP8, NVFP4, OF_BLOC
 from amoeba.precision.quantised_experts import dequantise_experts, quantise_experts
 from amoeba.precision.recipes import W8A8, Fp8Experts, with_precision
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def _represented(weights: ExpertWeights, format: Format) -> ExpertWeights:
     return dequantise_experts(quantise_experts(weights, format), weights.dtype)
