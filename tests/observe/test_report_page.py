@@ -15,7 +15,7 @@ from recorded_runs import EVERY, LAYERS, metrics, train_line, write_run
 
 from amoeba.observe import report
 from amoeba.observe.report import write_report
-from selection import quick
+from selection import each_value_once, quick
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "test-artifacts"
 needs_chromium = pytest.mark.skipif(
@@ -55,6 +55,7 @@ def centre_of(chromium: Chromium, selector: str) -> list[float]:
 
 
 @needs_chromium
+@each_value_once()
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 600])
 def test_the_page_shows_everything_without_an_error(chromium, whole_run, width, scheme):
