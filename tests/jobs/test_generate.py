@@ -257,7 +257,7 @@ def test_experts_may_be_packed_for_the_cpu(folder, kind):
 def test_auto_packs_experts_that_a_gpu_has_no_room_for(folder, monkeypatch):
     model, cuda = AutoModelForCausalLM.from_pretrained(folder), torch.device("cuda")
     size = sum(parameter.nbytes for parameter in model.parameters())
-    monkeypatch.setattr(placement, "place", lambda *_: None)
+    monkeypatch.setattr(placement.experts_module, "place", lambda *_: None)
     for free, expected in ((2 * size, "resident"), (size, "cpu-bf16")):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
         placed = placement.place_experts(model, "auto", trains=False, device=cuda)

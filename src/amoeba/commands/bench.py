@@ -50,17 +50,13 @@ def bench(
 
     with usage():
         place = parse_device(device)
-        plan = Plan(
-            bench_layers.choose_shapes(shape or [], suite, place),
-            place,
+        shapes = bench_layers.choose_shapes(shape or [], suite, place)
+        dtypes, kinds = (
             parse_dtypes(dtype or [], bench_layers.default_dtypes(place)),
             bench_layers.choose_passes(passes),
-            repeats,
-            bench_layers.choose_peers(peer or []),
-            bench_layers.choose_ours(ours or []),
-            sustained,
-            graphs,
         )
+        peers, own = bench_layers.choose_peers(peer or []), bench_layers.choose_ours(ours or [])
+        plan = Plan(shapes, place, dtypes, kinds, repeats, peers, own, sustained, graphs)
         bench_layers.check_plan(plan)
         path = free_path(out)
     document, ok = bench_layers.run(plan, path, output)

@@ -129,7 +129,8 @@ def _print(report: Report, limits: Ceilings | None, output: Output) -> None:
     title = f"{shape.name} ({sizes}) {report.measured_pass}, {dtype_name(report.dtype)} on {report.device}"
     timed = [measurement for measurement in report.measurements if measurement.status == "timed"]
     peers = [measurement.implementation for measurement in timed if not measurement.ours]
-    rows = [_row(measurement, report, peers, _rate_unit(timed), limits) for measurement in timed]
+    unit = "TFLOP/s" if max((m.flops_per_second or 0 for m in timed), default=0) >= 1e12 else "GFLOP/s"
+    rows = [_row(measurement, report, peers, unit, limits) for measurement in timed]
     output.table(title, list(rows[0]) if rows else [""], [list(row.values()) for row in rows])
     for note in _notes(report, timed):
         output.line(f"  {note}")
@@ -212,19 +213,16 @@ def _print_captured(title: str, timed: Sequence[Measurement], output: Output) ->
 def _captured_row(measurement: Measurement, names: Sequence[str]) -> dict[str, str]:
     graphs, host = measurement.in_graphs, measurement.backward_host
     assert host is not None
-    row = {
-        "": measurement.implementation,
-        "forward": _ms(measurement.forward_median_ms),
-        "in graph": "-" if graphs is None else _ms(graphs.forward_median_ms),
-        "backward": _ms(measurement.backward_median_ms),
-        "in graph ": "-" if graphs is None else _ms(graphs.backward_median_ms),
-        "host": f"{_ms(host.median_ms)} ({_ms(host.min_ms)})",
-        f"of {host.layers}": f"{_ms(host.of_several_median_ms)} ({_ms(host.of_several_min_ms)})",
-    }
+    forward, backward = (
+        ("-", "-") if graphs is None else (_ms(graphs.forward_median_ms), _ms(graphs.backward_median_ms))
+    )
+    row = {"": measurement.implementation, "forward": _ms(measurement.forward_median_ms), "in graph": forward}
+    row |= {"backward": _ms(measurement.backward_median_ms), "in graph ": backward}
+    row["host"] = f"{_ms(host.median_ms)} ({_ms(host.min_ms)})"
+    row[f"of {host.layers}"] = f"{_ms(host.of_several_median_ms)} ({_ms(host.of_several_min_ms)})"
     faster = {} if graphs is None else graphs.backward_times_faster_than
-    return row | {
-        f"vs {name.removeprefix('amoeba ')}": f"{faster[name]:.3f}x" if name in faster else "-" for name in names
-    }
+    versus = {name: f"{faster[name]:.3f}x" if name in faster else "-" for name in names}
+    return row | {f"vs {name.removeprefix('amoeba ')}": cell for name, cell in versus.items()}
 
 
 def _row(
@@ -234,11 +232,8 @@ def _row(
     assert measurement.min_ms is not None
     assert measurement.flops_per_second is not None
     scale = 1e12 if unit == "TFLOP/s" else 1e9
-    row = {
-        "": measurement.implementation,
-        "ms": three_digits(measurement.median_ms),
-        "min": three_digits(measurement.min_ms),
-    }
+    row = {"": measurement.implementation, "ms": three_digits(measurement.median_ms)}
+    row["min"] = three_digits(measurement.min_ms)
     if report.measured_pass == "training":
         row["forward"] = three_digits(measurement.forward_median_ms or 0)
         row["backward"] = three_digits(measurement.backward_median_ms or 0)
@@ -265,10 +260,6 @@ def _row(
     faster = measurement.times_faster_than
     versus = {peer: f"{faster[peer]:.2f}x" if peer in faster else "-" for peer in peers}
     return row | {f"vs {peer.removeprefix('transformers ')}": cell for peer, cell in versus.items()}
-
-
-def _rate_unit(timed: Sequence[Measurement]) -> str:
-    return "TFLOP/s" if max((m.flops_per_second or 0 for m in timed), default=0) >= 1e12 else "GFLOP/s"
 
 
 def _mib(size: int | None) -> str:

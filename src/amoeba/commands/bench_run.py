@@ -40,7 +40,9 @@ class BenchRun:
         self.limits: Ceilings | None = None
         self._command, self._table, self._path = command, table, path
         self._reports: list[Any] = []
-        self._load = warn_if_busy(output)
+        self._load = load = load_average()
+        if load is not None and load > _BUSY * usable_cores():
+            output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are unreliable")
         self._is_written = False
 
     def measure_ceilings(
@@ -84,13 +86,6 @@ class BenchRun:
         return strict_json(make_document(self._command, self._load, self.limits, finished, **tables))
 
 
-def warn_if_busy(output: Output) -> float | None:
-    load = load_average()
-    if load is not None and load > _BUSY * usable_cores():
-        output.warning(f"this machine is busy (load {load} on {usable_cores()} cores): the times are unreliable")
-    return load
-
-
 def free_path(directory: Path | None) -> Path | None:
     """Where the document will go; raises before anything is measured if there is an earlier one."""
     return None if directory is None else result_path(directory)
@@ -122,6 +117,10 @@ def make_document(
     results, tables: the reports of the suite that was run, `results` those of layers; one of TABLES, or another.
     finished: False while the run goes on, and for good where it was stopped.
     """
+    peers = {}
+    for name in PEER_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # it is not installed
+            peers[name] = importlib.metadata.version(name)
     return {
         "document": "amoeba bench",
         "format": FORMAT,
@@ -133,7 +132,7 @@ def make_document(
         "load_before": load_before,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),  # passive: torch's threads do not spin while they wait
         "versions": versions(),
-        "peer_versions": _peer_versions(),
+        "peer_versions": peers,
         "ceilings": None if ceilings is None else asdict(ceilings),
         "results": [_plain(report) for report in results],
         **{
@@ -141,14 +140,6 @@ def make_document(
             for name, reports in {**dict.fromkeys(TABLES, ()), **tables}.items()
         },
     }
-
-
-def _peer_versions() -> dict[str, str]:
-    found = {}
-    for name in PEER_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def _plain(report: Report) -> dict[str, Any]:

@@ -85,10 +85,8 @@ def _pack(folder: Path, store: Path, trust_remote_code: bool, output: Output) ->
         output.line(f"{report.resumed_layers} of {report.layers} layers were already packed")
     if report.left_out:
         output.line(f"skipped {len(report.left_out)} tensors that the model does not use ({report.left_out[0]}, ...)")
-    size = (
-        f"{show_size(report.expert_bytes)} of experts in {report.numbers}, {show_size(report.rest_bytes)} of the rest"
-    )
-    output.line(f"packed into {report.store}: {report.experts} experts in {report.layers} layers, {size}")
+    sizes = f"{show_size(report.expert_bytes)} of experts in {report.numbers}, {show_size(report.rest_bytes)}"
+    output.line(f"packed into {report.store}: {report.experts} experts in {report.layers} layers, {sizes} of the rest")
     return asdict(report)
 
 
@@ -188,8 +186,7 @@ def merge(
     layers = f"{report.experts_layers} layers of experts and {report.linear_layers} linear layers"
     output.line(f"written to {report.model} ({report.format or report.dtype}): {layers} changed")
     if report.quantisation_error is not None:
-        output.line(
-            f"quantised again in {report.format}: relative error of the experts {report.quantisation_error:.2%}"
-        )
+        error = f"relative error of the experts {report.quantisation_error:.2%}"
+        output.line(f"quantised again in {report.format}: {error}")
     output.line(f"try: {shell_command('generate', report.model, '...')}")
     finish(output, {"document": "amoeba merge", **asdict(report)}, True, json)

@@ -79,7 +79,6 @@ def _bfloat16_on_cpu() -> dict[str, str]:
 
 
 def _placements() -> list[dict[str, str | None]]:
-    """Where experts can be kept here, other than as plain tensors, and how they are computed with."""
     rows: list[dict[str, str | None]] = []
     for placement in all_placements():
         if placement.offered:
@@ -96,16 +95,8 @@ def _backends_on(device: torch.device) -> list[dict[str, Any]]:
     by_name = [backend for backend in named_backends() if backend.name not in {each.name for each in chosen}]
     for backend in (*chosen, *by_name):
         refusals = {name: backend.why_not(_of_its_kind(backend, request)) for name, request in requests.items()}
-        rows.append(
-            {
-                "backend": backend.name,
-                "summary": backend.summary,
-                "device": device.type,
-                "refusals": refusals,
-                "auto": [],
-                "by_name": backend in by_name,
-            }
-        )
+        row = {"backend": backend.name, "summary": backend.summary, "device": device.type, "refusals": refusals}
+        rows.append(row | {"auto": [], "by_name": backend in by_name})
     for name in DTYPES:
         first = next((row for row in rows if row["refusals"][name] is None and not row["by_name"]), None)
         if first is not None:
@@ -114,7 +105,6 @@ def _backends_on(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _of_its_kind(backend: Backend, request: Request) -> Request:
-    """The same with quantised experts, for a backend that serves those alone."""
     if ExpertWeights in backend.kinds:
         return request
     assert isinstance(request.weights, ExpertWeights)
@@ -155,7 +145,7 @@ def _request(device: torch.device, dtype: torch.dtype) -> Request:
 def _print(document: dict[str, Any], output: Output) -> None:
     found = document["machine"]
     cpu = found["cpu"]
-    have = set(cpu["instruction_sets"])
+    missing = " ".join(flag for flag in flags_looked_for() if flag not in cpu["instruction_sets"])
     free = available_memory(torch.device("cpu"))
     output.heading("machine")
     output.facts(
@@ -165,10 +155,7 @@ def _print(document: dict[str, Any], output: Output) -> None:
             *_standing_for(cpu["features_override"]),
             ("waiting threads", document["waiting_threads"]["what"]),
             ("has", " ".join(cpu["instruction_sets"]) or "none of the instruction sets looked for"),
-            (
-                "has not",
-                " ".join(flag for flag in flags_looked_for() if flag not in have) or "all looked for are there",
-            ),
+            ("has not", missing or "all looked for are there"),
             ("memory", f"{_gib(found['memory_bytes'])}, {_gib(free)} free"),
             ("huge pages", found["huge_pages"] or "no such setting on this system"),
             *(("gpu", _gpu(gpu)) for gpu in found["gpus"] or [None]),
@@ -176,20 +163,15 @@ def _print(document: dict[str, Any], output: Output) -> None:
         ]
     )
     output.heading("versions")
-    output.facts(
-        [
-            *(
-                (name, document["untried_versions"].get(name, version) or "not installed")
-                for name, version in document["versions"].items()
-            ),
-            ("commit", document["commit"] or "unknown (not a git checkout)"),
-        ]
-    )
+    versions_of = document["versions"] | document["untried_versions"]
+    versions_of["commit"] = document["commit"] or "unknown (not a git checkout)"
+    output.facts((name, version or "not installed") for name, version in versions_of.items())
     output.heading("bf16 on this CPU")
     bfloat16 = document["bfloat16_on_cpu"]
     output.line(f"  computed in {bfloat16['computed_in']}: {bfloat16['why']}")
     output.heading("placements of experts")
-    output.facts((row["name"], _of_placement(row)) for row in document["placements"])
+    where = ((row, f"not here: {row['why_not']}" if row["why_not"] else row["how"]) for row in document["placements"])
+    output.facts((row["name"], f"{row['summary']}; {what}" if what else row["summary"]) for row, what in where)
     output.heading("measured, for amoeba plan")
     output.facts(rates_in_words(document["rates"]))
     compiled = document["compiled_libraries"]
@@ -201,11 +183,6 @@ def _print(document: dict[str, Any], output: Output) -> None:
         (f"{row['name']} on {row['device']}", f"{row['summary']}; backend {row['backend']}")
         for row in document["precisions"]
     )
-
-
-def _of_placement(row: dict[str, Any]) -> str:
-    what = f"not here: {row['why_not']}" if row["why_not"] else row["how"]
-    return f"{row['summary']}; {what}" if what else row["summary"]
 
 
 def _standing_for(override: str | None) -> list[tuple[str, str]]:
@@ -224,12 +201,8 @@ def _print_backends(rows: list[dict[str, Any]], output: Output) -> None:
 
     lines = [[row["backend"], row["device"], *(cell(row, dtype) for dtype in DTYPES), row["summary"]] for row in rows]
     columns = ["backend", "device", *DTYPES, "what it is"]
-    output.table(
-        "backends, fastest first (auto: taken by default; by name: when asked for, or measured to be faster)",
-        columns,
-        lines,
-        text=columns,
-    )
+    title = "backends, fastest first (auto: taken by default; by name: when asked for, or measured to be faster)"
+    output.table(title, columns, lines, text=columns)
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         for dtype, reason in row["refusals"].items():

@@ -190,12 +190,8 @@ def _in_our_words(error: Exception) -> Exception | None:
         return None
     if isinstance(error, OSError) and error.errno is not None:
         name = "output" if error.filename is None else str(error.filename)
-        return bad_value(
-            name,
-            "a file or folder that can be read or written",
-            error.strerror or one_line(error),
-            _REMEDIES.get(error.errno, "check the path"),
-        )
+        got, remedy = error.strerror or one_line(error), _REMEDIES.get(error.errno, "check the path")
+        return bad_value(name, "a file or folder that can be read or written", got, remedy)
     if is_out_of_memory(error):
         if isinstance(error, MemoryError) and str(error):
             return error  # foreseen by us, in our words

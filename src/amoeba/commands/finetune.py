@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from amoeba.commands import options
 from amoeba.commands.exits import TRAINER, need, usage
-from amoeba.commands.options import (
-    FrozenExperts,
-    FrozenPrecision,
-    Json,
-    ModelArgument,
-    Ram,
-    RunOptions,
-    Verbose,
-    Vram,
-    experts_in,
-    launched_processes,
-)
 from amoeba.commands.output import Output
 from amoeba.commands.run_plan import finish_run, with_plan
 from amoeba.commands.start import start
@@ -36,7 +25,7 @@ if TYPE_CHECKING:
 class FinetuneOptions:
     """Fields are named as those of `FinetuneSettings`. None: the default."""
 
-    model: Annotated[str | None, ModelArgument] = None
+    model: Annotated[str | None, options.ModelArgument] = None
     data: Annotated[
         str | None, Option(help="JSONL with `messages`, `prompt` and `completion`, or `text`; or a folder.")
     ] = None
@@ -49,10 +38,10 @@ class FinetuneOptions:
         str | None, Option(help="What to adapt: experts (default), all-linear, or names: experts,q_proj.")
     ] = None
     train_router: Annotated[bool, Option("--train-router", help="Also train the routers in full.")] = False
-    experts: Annotated[str | None, FrozenExperts] = None
-    precision: FrozenPrecision = None
-    ram: Ram = None
-    vram: Vram = None
+    experts: Annotated[str | None, options.FrozenExperts] = None
+    precision: options.FrozenPrecision = None
+    ram: options.Ram = None
+    vram: options.Vram = None
     epochs: Annotated[float | None, Option(help="Passes over the data (default: 3).")] = None
     steps: Annotated[int | None, Option(help="Optimizer steps, instead of --epochs.")] = None
     batch_size: Annotated[int | None, Option(help="Rows per batch, in total over all ranks; packed on a GPU.")] = None
@@ -66,17 +55,19 @@ class FinetuneOptions:
 
     def given(self) -> dict[str, Any]:
         """By the names of the settings; ValueError where --precision and --experts do not go together."""
-        told = vars(self) | {"experts": experts_in(self.precision, self.experts)}
+        told = vars(self) | {"experts": options.experts_in(self.precision, self.experts)}
         del told["precision"]
         if self.targets is not None:
             told["targets"] = tuple(self.targets.replace(",", " ").split())
         return told
 
 
-def finetune(own: FinetuneOptions, shared: RunOptions, json: Json = False, verbose: Verbose = False) -> None:
+def finetune(
+    own: FinetuneOptions, shared: options.RunOptions, json: options.Json = False, verbose: options.Verbose = False
+) -> None:
     """Fine-tune a mixture-of-experts model with LoRA. Trains on the answers only and saves a PEFT adapter."""
     output = start(verbose, over_ranks=True)
-    with usage(), compiling_beside(wanted=launched_processes() == 1, heard=output.verbose) as compiler:
+    with usage(), compiling_beside(wanted=options.launched_processes() == 1, heard=output.verbose) as compiler:
         with loading():
             from amoeba.jobs.settings import FinetuneSettings
             from amoeba.jobs.train.resume import settings_of

@@ -159,15 +159,9 @@ class Computing:
             raise bad_value("--plan", "a command without --exact", "both", remedy)
         if launched_processes() > 1 or self.exact:  # exact mode takes no placement that a plan would choose
             return Taken()
-        return take_plan(
-            model,
-            Work(purpose, context, batch, prompt=prompt),
-            file=self.plan,
-            given=given,
-            gpu=self.device != "cpu",
-            dtype=parse_dtype(self.dtype),
-            trust_remote_code=self.trust_remote_code,
-        )
+        told: dict[str, Any] = {"file": self.plan, "given": given, "trust_remote_code": self.trust_remote_code}
+        work, dtype = Work(purpose, context, batch, prompt=prompt), parse_dtype(self.dtype)
+        return take_plan(model, work, gpu=self.device != "cpu", dtype=dtype, **told)
 
 
 def generate(
@@ -222,9 +216,8 @@ def generate(
                 check_same_job(rank_zero, "amoeba generate", options, told, model=model, adapter=adapter)
                 if rank_zero.count > 1 and options.experts != "ranks":
                     remedy = "start it without torchrun, or add --experts ranks"
-                    raise bad_value(
-                        "generate", "one process, or --experts ranks", f"{rank_zero.count} processes", remedy
-                    )
+                    got = f"{rank_zero.count} processes"
+                    raise bad_value("generate", "one process, or --experts ranks", got, remedy)
                 if many.prompts is None:
                     assert prompt is not None
                     report = _one(model, prompt, options, adapter, output, rank_zero, taken)

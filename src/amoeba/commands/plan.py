@@ -164,29 +164,16 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
     for each in plan.candidates:
         if each.rejected is not None and not each.lines:
             continue
-        of_speed = each.speed
-        numbers = (
-            (of_speed.step_seconds, of_speed.step_tokens_per_second) if trains else (of_speed.prefill, of_speed.decode)
-        )
+        speed = each.speed
+        numbers = (speed.step_seconds, speed.step_tokens_per_second) if trains else (speed.prefill, speed.decode)
         parts = f"{each.micro_batches} micro-batches" if each.micro_batches > 1 else None
-        more = (
-            parts,
-            each.slots,
-            each.checkpointing and "checkpointing",
-            each.options.get("optimizer_states") and "bf16 moments",
-        )
+        states = each.options.get("optimizer_states") and "bf16 moments"
+        more = (parts, each.slots, each.checkpointing and "checkpointing", states)
         what = ", ".join([each.placement, *(word for word in more if word)])
-        rows.append(
-            [
-                what,
-                each.numbers,
-                *([show_size(each.gpu_bytes)] if plan.machine.gpu else []),
-                show_size(each.host_bytes),
-                *("-" if number is None else three_digits(number) for number in numbers),
-                f"{100 * each.error:.3g} %" if each.error else "0",
-                "best" if each is best else each.rejected or "",
-            ]
-        )
+        sizes = [*([show_size(each.gpu_bytes)] if plan.machine.gpu else []), show_size(each.host_bytes)]
+        speeds_of = ("-" if number is None else three_digits(number) for number in numbers)
+        error = f"{100 * each.error:.3g} %" if each.error else "0"
+        rows.append([what, each.numbers, *sizes, *speeds_of, error, "best" if each is best else each.rejected or ""])
     work = plan.work
     rowed = f"{work.batch} x {work.context:,} tokens" + (f" on each of {work.ranks} ranks" if work.ranks > 1 else "")
     output.table(f"{plan.model} to {work.purpose}, {rowed}", columns, rows, text=("experts", "format", ""))
@@ -210,7 +197,9 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
         if best.first is not None:
             output.line(f"  first: {best.first}")
         if best.options:
-            output.line(f"  options: {_flags(best.options)}")
+            flags = {f"--{name.replace('_', '-')}": value for name, value in best.options.items()}
+            told = (flag if value is True else f"{flag} {value}" for flag, value in flags.items())
+            output.line(f"  options: {' '.join(told)}")
     if plan.helps:
         output.heading("what would help")
         for words, times in plan.helps:
@@ -219,11 +208,6 @@ def show(plan: Plan, output: Output, written: Path | None) -> None:
         readers = work.purpose if trains else "generate, chat or serve"
         how = f": pass --plan {written} to {readers}" if best is not None else ""
         output.line(f"\nsaved to {written}{how}")
-
-
-def _flags(options: dict[str, Any]) -> str:
-    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
 
 
 def _of_machine(machine: Machine) -> list[tuple[str, str]]:

@@ -45,7 +45,8 @@ class RunConsole:
     def step(self, line: dict[str, Any], total: int) -> None:
         now = time.monotonic()
         self._first = self._first or (line["step"], now)
-        left = self._seconds_left(line["step"], total, now)
+        (first, began), step = self._first, line["step"]
+        left = None if step == first else (now - began) / (step - first) * (total - step)
         if self._bar is None:
             if self._output.verbose or self._due(line["step"], total, now):
                 self._shown = now
@@ -64,11 +65,6 @@ class RunConsole:
 
     def _has_bar(self) -> bool:
         return self._output.progress_console.width >= WIDTH
-
-    def _seconds_left(self, step: int, total: int, now: float) -> float | None:
-        assert self._first is not None
-        first, began = self._first
-        return None if step == first else (now - began) / (step - first) * (total - step)
 
     def _due(self, step: int, total: int, now: float) -> bool:
         assert self._first is not None

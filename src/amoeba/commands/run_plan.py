@@ -32,6 +32,7 @@ def with_plan(
 ) -> tuple[Settings, Taken | None]:
     """The settings with the best of the plan, unless they say where experts go. A run that is resumed keeps its own."""
     with loading():
+        from amoeba.jobs.presets import PRESETS
         from amoeba.plan.memory import Work
         from amoeba.plan.taking import take_plan
 
@@ -41,8 +42,8 @@ def with_plan(
         raise bad_value("--plan", "a run without --exact", "both", "leave it out: exact mode keeps experts resident")
     if shared.resume is not None or settings.exact or launched_processes() > 1:
         return settings, None
-    told = {name: getattr(settings, name, None) for name in _DEFAULTS}
-    given = {name: value for name, value in told.items() if value not in (*_DEFAULTS[name], None)}
+    told = {name: getattr(settings, name, None) for name in (*_DEFAULTS, "vocab_size")}
+    given = {name: told[name] for name in _DEFAULTS if told[name] not in (*_DEFAULTS[name], None)}
     if getattr(settings, "gradient_checkpointing", False):
         given |= {"gradient_checkpointing": True} if shared.plan is not None else {}
     work = Work(
@@ -54,28 +55,16 @@ def with_plan(
         checkpointing=True if settings.gradient_checkpointing else None,
         precision=getattr(settings, "precision", "bf16"),
     )
-    taken = take_plan(
-        settings.model,
-        work,
-        file=shared.plan,
-        given=given,
-        config=_config_of(settings),
-        trust_remote_code=shared.trust_remote_code,
-    )
+    preset = PRESETS.get(settings.model) if purpose == "train" else None  # which has no folder
+    config = None if preset is None else preset.build(told["vocab_size"] or 0, settings.sequence_length)
+    options: dict[str, Any] = {"file": shared.plan, "given": given, "config": config}
+    taken = take_plan(settings.model, work, trust_remote_code=shared.trust_remote_code, **options)
     if taken.words is not None:
         output.say(taken.words)
     options = dict(taken.options)
     if "accumulation" in options:
         options["accumulation"] *= settings.accumulation
     return replace(settings, **options), taken
-
-
-def _config_of(settings: RunSettings) -> Any:
-    """Of a preset, which has no folder."""
-    from amoeba.jobs.presets import PRESETS
-
-    preset = PRESETS.get(settings.model) if hasattr(settings, "vocab_size") else None
-    return None if preset is None else preset.build(settings.vocab_size, settings.sequence_length)  # type: ignore[attr-defined]
 
 
 def finish_run(report: RunReport, taken: Taken | None, output: Output, json: bool) -> None:
@@ -88,7 +77,6 @@ def finish_run(report: RunReport, taken: Taken | None, output: Output, json: boo
 
 
 def _compared(taken: Taken, document: dict[str, Any], output: Output) -> dict[str, Any] | None:
-    """What was predicted next to what was measured, for people too where the machine's speeds are known."""
     found = None if not document.get("steps") else taken.compared(document)
     if found is not None and "tokens_per_second" in found["predicted"]:
         predicted, measured = found["predicted"], found["measured"]

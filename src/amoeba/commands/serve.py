@@ -84,12 +84,8 @@ def serve(
             output.say(f"steps {engine.kind}: {engine.reason}; {engine.slots} slots of {served.context} tokens")
             app = make_app(served, Limits(queue, max_body), api_key or os.environ.get(_KEY) or None, taken.chosen)
             shown = f"[{host}]" if ":" in host else host
-            run(
-                app,
-                served,
-                address,
-                lambda chosen: output.say(f"{', '.join(served.names)} at http://{shown}:{chosen}/v1"),
-            )
+            where = f"{', '.join(served.names)} at http://{shown}"
+            run(app, served, address, lambda chosen: output.say(f"{where}:{chosen}/v1"))
             document = {"document": "amoeba serve", **served.status(), **served.loaded.facts()}
             document["plan"] = taken.compared(document)
     finish(output, document, True, json)

@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from amoeba.commands import options
 from amoeba.commands.exits import finish, need, usage
-from amoeba.commands.options import (
-    Json,
-    Verbose,
-    check_file_to_write,
-    check_seed,
-    dtype_name,
-    parse_device,
-    parse_dtypes,
-)
 from amoeba.commands.output import Output
 from amoeba.commands.start import start
 from amoeba.core.errors import bad_value
@@ -41,8 +33,8 @@ def trace(
     dtype: Annotated[str | None, Option(help="bfloat16 (default), float16, float32.")] = None,
     device: Annotated[str, Option(help="auto, cpu (TRITON_INTERPRET=1) or cuda.")] = "auto",
     seed: Annotated[int, Option(help="Random seed for weights, tokens and routing.")] = 0,
-    json: Json = False,
-    verbose: Verbose = False,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Run the scheduled backward once and save a timeline of every multiprocessor, for ui.perfetto.dev."""
     output = start(verbose)
@@ -52,14 +44,16 @@ def trace(
 
         from amoeba.bench.workload import check_memory, parse_shape
 
-        place = parse_device(device)
+        place = options.parse_device(device)
         default = INTERPRETED_SHAPE if place.type == "cpu" else GPU_SHAPE
         found = parse_shape(shape or default)
-        (kind,) = parse_dtypes([dtype] if dtype else [], [torch.float32 if place.type == "cpu" else torch.bfloat16])
+        (kind,) = options.parse_dtypes(
+            [dtype] if dtype else [], [torch.float32 if place.type == "cpu" else torch.bfloat16]
+        )
         drawn = picture or out.with_suffix(".svg")
-        check_seed(seed)
+        options.check_seed(seed)
         for option, file, name in (("--out", out, "trace.json"), ("--picture", drawn, "trace.svg")):
-            check_file_to_write(option, file, name)
+            options.check_file_to_write(option, file, name)
         if drawn == out:
             remedy = "leave it out to write it next to the JSON file"
             raise bad_value("--picture", "a file other than --out", drawn, remedy)
@@ -72,12 +66,13 @@ def trace(
 def run(
     shape: Shape, problem: Problem, dy_TH: torch.Tensor, out: Path, picture: Path, output: Output
 ) -> dict[str, Any]:
+    from amoeba.core.cost import backward_flops
     from amoeba.system.files import write_whole
     from amoeba.tasks.picture import draw
     from amoeba.tasks.timeline import summarise, trace_text
     from amoeba.tasks.triton.backward import programs
 
-    device, dtype = problem.x_TH.device, dtype_name(problem.x_TH.dtype)
+    device, dtype = problem.x_TH.device, options.dtype_name(problem.x_TH.dtype)
     output.line(
         f"one backward of {shape.tokens} tokens, {shape.top_k} of {shape.experts} experts each, hidden {shape.hidden}, "
         f"intermediate {shape.intermediate}, {dtype}, on {device.type}"
@@ -94,7 +89,9 @@ def run(
     output.line(f"{workers} {noun}: {summary.busy:.0%} busy, {summary.waited:.0%} waiting at gates, {idle:.0%} idle")
     tensor_cores = None
     if ceiling is not None:
-        reached = _flops(problem, rows) / (summary.span * 1e-6)
+        _, hidden, intermediate = problem.weights.down_EHI.shape
+        sizes_of = {"hidden": hidden, "intermediate": intermediate, "gated": problem.weights.activation.gated}
+        reached = backward_flops(rows=rows, **sizes_of) / (summary.span * 1e-6)
         tensor_cores = {"flops_per_second": reached, "ceiling": ceiling, "share": reached / ceiling}
         output.line(
             f"tensor cores: {reached / ceiling:.0%} busy, {reached / 1e12:.0f} TFLOP/s over the whole backward "
@@ -104,23 +101,12 @@ def run(
     sizes = "T={} H={} I={} E={} K={}".format(*_numbers(shape))
     write_whole(picture, draw(records, workers, f"{sizes}, {dtype}, {_named(device)}", unit))
     output.line(f"{out}: open it at ui.perfetto.dev; {picture}: a picture of it")
-    return {
-        "document": "amoeba trace",
-        "shape": _numbers(shape),
-        "dtype": dtype,
-        "device": device.type,
-        "unit": unit,
-        "workers": workers,
-        "tasks": len(records),
-        "kinds": {kind.name.lower(): each._asdict() for kind, each in summary.kinds.items() if each.tasks},
-        "span": summary.span,
-        "busy": summary.busy,
-        "waited": summary.waited,
-        "idle": idle,
-        "tensor_cores": tensor_cores,
-        "trace": str(out),
-        "picture": str(picture),
-    }
+    kinds = {kind.name.lower(): each._asdict() for kind, each in summary.kinds.items() if each.tasks}
+    document: dict[str, Any] = {"document": "amoeba trace", "shape": _numbers(shape), "dtype": dtype}
+    document |= {"device": device.type}
+    document |= {"unit": unit, "workers": workers, "tasks": len(records), "kinds": kinds, "span": summary.span}
+    document |= {"busy": summary.busy, "waited": summary.waited, "idle": idle, "tensor_cores": tensor_cores}
+    return document | {"trace": str(out), "picture": str(picture)}
 
 
 def _numbers(shape: Shape) -> list[int]:
@@ -140,13 +126,6 @@ def _ceiling(device: torch.device, dtype: torch.dtype) -> float | None:
     from amoeba.bench.timing import measure_ceilings
 
     return measure_ceilings(device, [dtype]).matmul_flops_per_second(dtype)
-
-
-def _flops(problem: Problem, rows: int) -> int:
-    from amoeba.core.cost import backward_flops
-
-    _, hidden, intermediate = problem.weights.down_EHI.shape
-    return backward_flops(rows=rows, hidden=hidden, intermediate=intermediate, gated=problem.weights.activation.gated)
 
 
 def _problem(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Problem, torch.Tensor]:
@@ -190,29 +169,19 @@ def _trace(problem: Problem, dy_TH: torch.Tensor) -> tuple[list[Record], list[tu
     assert isinstance(saved, Saved)
     weights, trace = problem.weights, DeviceTrace(problem.x_TH.device)
     for _ in range(2):
-        kernel_for(problem)(
-            dy_TH,
-            problem.x_TH,
-            saved.h_NJ,
-            problem.expert_TK,
-            problem.weight_TK,
-            weights.gate_up_EJH,
-            weights.down_EHI,
-            weights.activation,
-            saved.maps,
-            trace=trace.room,
-        )
+        rows = dy_TH, problem.x_TH, saved.h_NJ, problem.expert_TK, problem.weight_TK
+        experts = weights.gate_up_EJH, weights.down_EHI, weights.activation
+        kernel_for(problem)(*rows, *experts, saved.maps, trace=trace.room)
     records, ends = trace.records(), saved.offs_E.tolist()
     return records, trace.gates(records, ends), ends[-1]
 
 
 def print_summary(summary: Summary, output: Output, title: str, unit: str = "steps") -> None:
     all_time = sum(each.time for each in summary.kinds.values()) or 1.0
-    rows = [
-        [kind.name.lower(), str(each.tasks), f"{100 * each.time / all_time:.1f}", f"{each.waited / each.tasks:.2f}"]
-        for kind, each in summary.kinds.items()
-        if each.tasks
-    ]
+    rows = []
+    for kind, each in ((kind, each) for kind, each in summary.kinds.items() if each.tasks):
+        numbers = [str(each.tasks), f"{100 * each.time / all_time:.1f}", f"{each.waited / each.tasks:.2f}"]
+        rows.append([kind.name.lower(), *numbers])
     columns = ["kind", "tasks", "time %", f"waited {unit} each"]
     output.table(title, columns, rows, text=("kind",))
     output.line(

@@ -46,8 +46,14 @@ def tune(
         if model is not None:
             need("transformers")
         device = check_device()
-        dtypes = check_dtypes(dtype or [])
-        check_minutes(minutes)
+        dtypes = parse_dtypes(dtype or [], [torch.bfloat16])
+        for wanted in map(dtype_name, dtypes):
+            if wanted not in SERVED:
+                remedy = "the kernels support no other dtype"
+                raise bad_value("--dtype", f"one of {', '.join(SERVED)}", wanted, remedy)
+        if not 0 < minutes <= MOST_MINUTES:
+            remedy = "5 minutes are enough for one layer"
+            raise bad_value("--minutes", f"more than 0, at most {MOST_MINUTES:g}", minutes, remedy)
         shapes, head_sizes = choose_shapes(shape or [], model, tokens, device, dtypes)
         from amoeba.tuning.searches import searches
 
@@ -69,23 +75,6 @@ def check_device() -> torch.device:
         raise bad_value("GPU", "compute capability 8.0 or newer, which the kernels need", found, remedy)
     need("triton")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def check_dtypes(names: Sequence[str]) -> list[torch.dtype]:
-    import torch
-
-    found = parse_dtypes(names, [torch.bfloat16])
-    for dtype in found:
-        if dtype_name(dtype) not in SERVED:
-            remedy = "the kernels support no other dtype"
-            raise bad_value("--dtype", f"one of {', '.join(SERVED)}", dtype_name(dtype), remedy)
-    return found
-
-
-def check_minutes(minutes: float) -> None:
-    if not 0 < minutes <= MOST_MINUTES:
-        remedy = "5 minutes are enough for one layer"
-        raise bad_value("--minutes", f"more than 0, at most {MOST_MINUTES:g}", minutes, remedy)
 
 
 def choose_shapes(
@@ -150,15 +139,14 @@ def run(
         )
     if results:
         output.line(f"saved to {path}; the next run uses it ({tuned.VARIABLE}=off ignores it)")
-    return {
+    kernels = [{"key": key, **found.entry(), "left_out": found.left_out} for key, found in results.items()]
+    document: dict[str, Any] = {
         "document": "amoeba tune",
         "gpu": gpu._asdict(),
         "path": str(path),
         "finished": finished,
-        "not_searched": left_over,
-        "seconds": round(clock() - began, 3),
-        "kernels": [{"key": key, **found.entry(), "left_out": found.left_out} for key, found in results.items()],
     }
+    return document | {"not_searched": left_over, "seconds": round(clock() - began, 3), "kernels": kernels}
 
 
 def _said(found: Found, candidates: int) -> str:
@@ -167,17 +155,9 @@ def _said(found: Found, candidates: int) -> str:
 
 
 def _print(results: dict[str, Found], output: Output) -> None:
-    columns = ["kernel", "ours ms", "best ms", "gain", "error", "configuration"]
-    rows = [
-        [
-            key,
-            f"{found.default_ms:.4g}",
-            f"{found.best_ms:.4g}",
-            f"{found.gain:.2f}x",
-            f"{found.error:.1e}",
-            str(found.best) if found.gain > 1 else "ours",
-        ]
-        for key, found in results.items()
-    ]
+    columns, rows = ["kernel", "ours ms", "best ms", "gain", "error", "configuration"], []
+    for key, found in results.items():
+        numbers = [f"{found.default_ms:.4g}", f"{found.best_ms:.4g}", f"{found.gain:.2f}x", f"{found.error:.1e}"]
+        rows.append([key, *numbers, str(found.best) if found.gain > 1 else "ours"])
     if rows:
         output.table("found (error: against ours, on the same inputs)", columns, rows, text=("kernel", "configuration"))

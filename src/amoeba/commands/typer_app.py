@@ -81,15 +81,11 @@ def _at_home(value: Any) -> Any:
 
 def _options_of(group: Any) -> list[Parameter]:
     hints = typing.get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in dataclasses.fields(group)
-    ]
+    found = []
+    for field in dataclasses.fields(group):
+        default = Parameter.empty if field.default is dataclasses.MISSING else field.default
+        found.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]))
+    return found
 
 
 def _name_of(option: Parameter) -> str | None:

@@ -133,10 +133,8 @@ def run_over_ranks(ranks: int, dtypes: Sequence[torch.dtype], output: Output) ->
 
     with output.working():
         results = verify_over_ranks(ranks, dtypes, tell)
-    document = _document(results, torch.device("cpu"), thorough=True) | {
-        "ranks": ranks,
-        "seconds": time.monotonic() - began,
-    }
+    document = _document(results, torch.device("cpu"), thorough=True)
+    document |= {"ranks": ranks, "seconds": time.monotonic() - began}
     _print(document, output)
     if document["ok"]:
         output.line("gradients of weights, biases, factors and routing weights: bitwise identical to one process")
@@ -151,17 +149,13 @@ def _document(results: Sequence[Result], device: torch.device, thorough: bool) -
         checked = [result for result in mine if result.refused is None]
         found = errors.get((backend, dtype), {})
         judged = ("output", "gradients", *(name for name in STAGES if name in found))
-        rows.append(
-            {
-                "backend": backend,
-                "dtype": dtype_name(dtype),
-                "tolerance": {name: tolerance(mine[0].judge, dtype, name) for name in judged},
-                "worst": found,
-                "cases_checked": len(checked),
-                "cases_refused": len(mine) - len(checked),
-                "ok": all(result.ok for result in checked),
-            }
-        )
+        row: dict[str, Any] = {"backend": backend, "dtype": dtype_name(dtype), "worst": found}
+        row |= {"tolerance": {name: tolerance(mine[0].judge, dtype, name) for name in judged}}
+        row |= {"cases_checked": len(checked), "cases_refused": len(mine) - len(checked)}
+        rows.append(row | {"ok": all(result.ok for result in checked)})
+    names, failures = ("backend", "case", "failure", "out_of_tolerance"), []
+    for result in (each for each in results if not each.ok):
+        failures.append({name: getattr(result, name) for name in names} | {"dtype": dtype_name(result.dtype)})
     return {
         "document": "amoeba verify",
         "ok": all(row["ok"] for row in rows) and any(row["cases_checked"] for row in rows),
@@ -172,17 +166,7 @@ def _document(results: Sequence[Result], device: torch.device, thorough: bool) -
         "versions": versions(),
         "backends": rows,
         "refusals": _refusals(results),
-        "failures": [
-            {
-                "backend": result.backend,
-                "dtype": dtype_name(result.dtype),
-                "case": result.case,
-                "failure": result.failure,
-                "out_of_tolerance": result.out_of_tolerance,
-            }
-            for result in results
-            if not result.ok
-        ],
+        "failures": failures,
     }
 
 
@@ -199,7 +183,11 @@ def _print(document: dict[str, Any], output: Output) -> None:
     columns, lines = _every_error(rows) if output.verbose else _worst_errors(rows)
     output.table(f"worst relative error on {document['device']}", columns, lines, text=("backend", "dtype", "of"))
     _print_refusals(document, output)
-    _print_not_reached(document.get("not_reached", ()), output)
+    if pairs := document.get("not_reached"):
+        output.heading("not reached in the time, nothing is known of them")
+        for backend in dict.fromkeys(pair["backend"] for pair in pairs):
+            dtypes = ", ".join(pair["dtype"] for pair in pairs if pair["backend"] == backend)
+            output.line(f"  {backend}: {dtypes}")
     _print_failures(document["failures"], output)
     output.line()
     if not document["thorough"]:
@@ -207,9 +195,8 @@ def _print(document: dict[str, Any], output: Output) -> None:
     if not rows:
         output.line("FAIL: nothing was checked, every case was refused", style="bold red")
     elif document["ok"]:
-        checked, refused = (
-            sum(row[f"cases_{what}"] for row in document["backends"]) for what in ("checked", "refused")
-        )
+        backends, names = document["backends"], ("cases_checked", "cases_refused")
+        checked, refused = (sum(row[name] for row in backends) for name in names)
         output.line(f"ok: {checked} checks, every gradient within tolerance; {refused} more were refused")
     else:
         output.line(f"FAIL: {len(document['failures'])} cases out of tolerance or in error", style="bold red")
@@ -235,14 +222,6 @@ def _refused(row: dict[str, Any]) -> str:
     # the first case, which has every property, is refused by backends that serve others
     only_first = row["cases_refused"] == 1 and row.get("cases_left_out")
     return f"{row['dtype']} (the first case, no other was reached)" if only_first else row["dtype"]
-
-
-def _print_not_reached(pairs: Sequence[dict[str, str]], output: Output) -> None:
-    if pairs:
-        output.heading("not reached in the time, nothing is known of them")
-        for backend in dict.fromkeys(pair["backend"] for pair in pairs):
-            dtypes = ", ".join(pair["dtype"] for pair in pairs if pair["backend"] == backend)
-            output.line(f"  {backend}: {dtypes}")
 
 
 def _left_out(document: dict[str, Any]) -> str:

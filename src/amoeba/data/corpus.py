@@ -68,15 +68,11 @@ def load_corpus(
             description += f", {share:.1%} instead of {held_out:.1%} because document lengths vary widely"
     for kind, count in left_out.items():
         description += f"; skipped: {counted(count, kind)}"
-    return Corpus(train, held, description, _by_kind(held, kinds))
-
-
-def _by_kind(documents: list[Document], kinds: dict[Document, str]) -> dict[str, list[Document]]:
-    found: dict[str, list[Document]] = {}
-    for document in documents:
+    by_kind: dict[str, list[Document]] = {}
+    for document in held if 2 <= len(set(kinds.values())) <= MOST_KINDS else ():
         if document in kinds:
-            found.setdefault(kinds[document], []).append(document)
-    return dict(sorted(found.items())) if 2 <= len(set(kinds.values())) <= MOST_KINDS else {}
+            by_kind.setdefault(kinds[document], []).append(document)
+    return Corpus(train, held, description, dict(sorted(by_kind.items())))
 
 
 def _documents(

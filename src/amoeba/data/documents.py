@@ -3,8 +3,7 @@
 document = parse_document({"messages": [...]}, "chat.jsonl, line 3")
 render(document, tokenizer)      # one string
 
-Images of a conversation are parts of its messages' content, as transformers and TRL have them: {"type": "image"} with
-"image", "path" or "url", or bare, with the files in the record's own list `images`.
+Images of a conversation are parts of its messages' content, as transformers and TRL have them.
 """
 
 from __future__ import annotations
@@ -255,9 +254,8 @@ def by_template(
     try:
         with _time_limit(TEMPLATE_SECONDS):
             _refuse_powers(tokenizer.chat_template)
-            text = tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=add_generation_prompt, **more
-            )
+            told = {"add_generation_prompt": add_generation_prompt} | more
+            text = tokenizer.apply_chat_template(turns, tokenize=False, **told)
         if not isinstance(text, str) or len(text) > most:
             raise ValueError(f"it wrote {len(text):,} characters")
         return text

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from amoeba.core.errors import bad_value, counted
 from amoeba.data.documents import (
@@ -34,9 +36,6 @@ from amoeba.data.documents import (
 )
 from amoeba.data.token_rows import NO_LABEL, begin_tokens
 from amoeba.integrations.images import ImageReader, is_of_tokens, joined
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # For a tokenizer without a chat template. The space after the colon is the answer's, as byte-level tokens have it.
 PLAIN_TEMPLATE = (
@@ -82,7 +81,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         if not self.rows:
             expected = f"an answer within the first {most_tokens} tokens of a row"
             raise bad_value("data", expected, f"none in {counted(len(found), 'row')}", "raise sequence_length")
-        tokens, answers = sum(len(row.ids) for row in self.rows), sum(map(_labelled, self.rows))
+        labels = chain.from_iterable(row.labels for row in self.rows)
+        tokens, answers = sum(len(row.ids) for row in self.rows), sum(label != NO_LABEL for label in labels)
         self.tokens_per_row = tokens / len(self.rows)
         self.description = f"{counted(len(self.rows), 'row')} of {self.tokens_per_row:.0f} tokens on average, "
         self.description += f"{answers / tokens:.0%} of them answers"
@@ -133,9 +133,8 @@ def pad_rows(
     length = max(least, *(len(row["input_ids"]) for row in rows))
 
     def padded(tensors: Iterator[Tensor], value: int) -> Tensor:
-        return torch.stack(
-            [torch.nn.functional.pad(tensor, (0, length - len(tensor)), value=value) for tensor in tensors]
-        )
+        pad = torch.nn.functional.pad
+        return torch.stack([pad(tensor, (0, length - len(tensor)), value=value) for tensor in tensors])
 
     return {
         "input_ids": padded((row["input_ids"] for row in rows), padding),
@@ -211,7 +210,8 @@ def _turns(document: Conversation) -> list[int]:
 
 
 def rows_of(document: Document, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None) -> Iterator[Row]:
-    special = _special_tokens(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
     rows = pieces_of(document, tokenizer)
     for number, pieces in enumerate(rows):
         row = _tokenised([piece for piece in pieces if piece.text], tokenizer)
@@ -270,15 +270,6 @@ def _tokenised(pieces: list[Piece], tokenizer: PreTrainedTokenizerBase) -> Row:
     return Row(ids, labels)
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
-
-
-def _labelled(row: Row) -> int:
-    return sum(label != NO_LABEL for label in row.labels)
-
-
 class PackedSftDataset(Dataset[dict[str, Tensor]]):
     def __init__(self, answers: SftDataset, length: int, padding: int) -> None:
         self.answers, self.length, self.padding = answers, length, padding
@@ -301,11 +292,8 @@ class PackedSftDataset(Dataset[dict[str, Tensor]]):
             labels += [NO_LABEL, *found.labels[1:]]  # nothing before it tells its first token
             positions += range(len(found.ids))
         missing = self.length - len(ids)
-        columns = {
-            "input_ids": ids + [self.padding] * missing,
-            "labels": labels + [NO_LABEL] * missing,
-            "position_ids": [*positions, *range(missing)],
-        }
+        columns = {"input_ids": ids + [self.padding] * missing, "labels": labels + [NO_LABEL] * missing}
+        columns |= {"position_ids": [*positions, *range(missing)]}
         return {name: torch.tensor(numbers, dtype=torch.int64, device="cpu") for name, numbers in columns.items()}
 
 

@@ -15,18 +15,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from amoeba.core.errors import bad_value
 from amoeba.data.documents import Document, characters, render
 from amoeba.data.tokenizer import WORTH_KEEPING, kept, key_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NO_LABEL = -100  # what the loss of transformers does not count
 DOCUMENTS_AT_ONCE = 256  # the Python lists of one batch are gone before those of the next

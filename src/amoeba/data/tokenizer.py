@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import logging
 import os
 import tempfile
 from collections import Counter
@@ -29,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.cpu.library_cache import prepared
 from amoeba.data.corpus import Corpus
 from amoeba.data.documents import Document, contents, render
@@ -54,25 +54,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         key = key_of("tokenizer", texts, vocab_size=vocab_size)
         made = kept(key, lambda: _trained(texts, vocab_size).to_str().encode())
         tokenizer = Tokenizer.from_str(made.decode())
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ends)
 
 
 def _trained(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    told: Any = {"special_tokens": [END_OF_TEXT], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **told)
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return tokenizer
 
@@ -95,12 +86,10 @@ def load_or_train_tokenizer(
             raise bad_value(model_folder, "a checkpoint with a tokenizer", "none of its files in there", remedy)
         most = vocabulary(load_config(model_folder, trust_remote_code=trust_remote_code))
         if most < SMALLEST_VOCABULARY:
-            raise bad_value(
-                f"{model_folder}: vocab_size",
-                f"at least {SMALLEST_VOCABULARY} (256 bytes and the end of text) for a tokenizer trained on the data",
-                most,
-                "raise it in config.json, or copy a tokenizer into the folder",
-            )
+            least = f"at least {SMALLEST_VOCABULARY} (256 bytes and the end of text)"
+            expected = f"{least} for a tokenizer trained on the data"
+            remedy = "raise it in config.json, or copy a tokenizer into the folder"
+            raise bad_value(f"{model_folder}: vocab_size", expected, most, remedy)
         return train_tokenizer(texts, min(vocab_size, most))
     tokenizer = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
@@ -132,8 +121,6 @@ def _letters(text: str) -> Counter[str]:
     """Without what tokenizers change on purpose: case and spaces."""
     return Counter("".join(text.casefold().split()))
 
-
-logger = logging.getLogger("amoeba")
 
 # Characters from which on keeping pays: below, tokenising takes a fraction of a second.
 WORTH_KEEPING = 1_000_000

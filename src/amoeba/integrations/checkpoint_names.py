@@ -1,11 +1,8 @@
 """The tensors of a checkpoint by the parameters that they become, by transformers' own table of names and conversions.
 
-    names = sort_names(model_on_meta, tensors_of_the_checkpoint)
-    names.sources("model.layers.0.mlp.experts.down_proj")   # {pattern: [...experts.0.down_proj.weight, ...]}
-    names.rest                                              # of the rest of the model
-
-transformers loads a checkpoint by renaming its tensors and running conversions over whole layers. What the model has no
-place for, as transformers ignores it in loading, is in neither.
+names = sort_names(model_on_meta, tensors_of_the_checkpoint)
+names.sources("model.layers.0.mlp.experts.down_proj")   # {pattern: [...experts.0.down_proj.weight, ...]}
+names.rest                                              # of the rest of the model
 """
 
 from __future__ import annotations
@@ -97,9 +94,8 @@ def as_stored(model: Any, names: CheckpointNames, parameters: Mapping[str, Tenso
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = {}
-    converted = {
-        name: tensor for name, tensor in parameters.items() if names.converter(names.made_together(name)[0]) is not None
-    }
+    whole = {name for name in parameters if names.converter(names.made_together(name)[0]) is None}
+    converted = {name: tensor for name, tensor in parameters.items() if name not in whole}
     reverted = revert_weight_conversion(model, converted) if converted else {}
     back = sort_names(model, reverted)
     for name, tensor in parameters.items():

@@ -93,17 +93,10 @@ def _operators(model: Any, layers: list[Any], tokens: int) -> dict[nn.Module, in
 
 
 def graph_passes() -> dict[str, Any]:
-    from amoeba.integrations.inductor_passes import (
-        JoinedLinears,  # which imports the compiler
-        KeptSums,
-        SumsIntoExperts,
-    )
+    from amoeba.integrations.inductor_passes import JoinedLinears, KeptSums, SumsIntoExperts  # imports the compiler
 
-    return {
-        "pre_grad_custom_pass": JoinedLinears(),
-        "joint_custom_post_pass": KeptSums(),
-        "post_grad_custom_pre_pass": SumsIntoExperts(),
-    }
+    found = {"pre_grad_custom_pass": JoinedLinears(), "joint_custom_post_pass": KeptSums()}
+    return found | {"post_grad_custom_pre_pass": SumsIntoExperts()}
 
 
 def decoder_layers(model: Any) -> list[Any]:

@@ -79,11 +79,9 @@ def _holds_experts(module: nn.Module) -> bool:
     if name.endswith("SharedExperts") or next(module.parameters(), None) is None:
         return False
     whole = name.endswith("MoE") and isinstance(getattr(module, "num_experts", None), int)
-    return name.endswith("Experts") or (whole and not any(_holds_or_hands_over(child) for child in module.modules()))
-
-
-def _holds_or_hands_over(module: nn.Module) -> bool:
-    return is_experts(module) or type(module).__name__.endswith("Experts")
+    if name.endswith("Experts") or not whole:
+        return name.endswith("Experts")
+    return not any(is_experts(each) or type(each).__name__.endswith("Experts") for each in module.modules())
 
 
 def why_waits(model: nn.Module, *, trains: bool = False) -> str | None:

@@ -24,6 +24,7 @@ from amoeba.core.operators import reverse_only
 from amoeba.ops.exact import OUTSIDE, looks_on, product
 
 _JOINED = "q_proj", "k_proj", "v_proj"
+_OF_PEFT = "base_layer", "lora_A", "lora_B", "lora_dropout", "scaling"
 _OTHERS, _MADE = "_amoeba_others", "_amoeba_made"  # of a first one, and of those that it computes
 
 
@@ -44,7 +45,7 @@ def few_launches(model: nn.Module) -> Iterator[None]:
             first.__dict__[_OTHERS] = others  # no children of its own
             for each in others:
                 change(each, _Other)
-        elif _has_factors(module):
+        elif all(hasattr(module, name) for name in _OF_PEFT):
             change(module, _WithFactors)
     try:
         yield
@@ -111,10 +112,6 @@ class _Linears(reverse_only("exact mode's linear layers")):  # type: ignore[misc
 
 
 # --- PEFT's layers
-
-
-def _has_factors(module: Any) -> bool:
-    return all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B", "lora_dropout", "scaling"))
 
 
 def _factors(layer: Any) -> tuple[Tensor, Tensor, float] | None:

@@ -3,13 +3,11 @@
     with amoeba.exact(model):
         tokens = model.generate(...)                        # or a Decoder
         model(input_ids=..., attention_mask=...).logits     # the same numbers, to the last bit
-
     exact = amoeba.exact(model)     # until exact.undo()
 
 Not on the batch, the padding or the length of the prompt, nor on whether a token was read in a prompt, generated or
-trained on. It serves transformers' models with experts_implementation="amoeba", with LoRA and quantised experts. What
-torch is asked for in a pass of the model, and of a decoder layer's parts (activation checkpointing repeats those in
-backward), is computed by `ops.exact`. `log_probabilities` does the same with logits afterwards.
+trained on. What torch is asked for in a pass of the model, and of a decoder layer's parts (activation checkpointing
+repeats those in backward), is computed by `ops.exact`.
 """
 
 from __future__ import annotations
@@ -127,7 +125,6 @@ class Exact:
 
 
 def _checked(model: nn.Module) -> list[PreTrainedModel]:
-    """The models of transformers in it; ValueError where it cannot be exact."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise bad_value("exact mode", "a model of transformers", type(model).__name__, "load it with transformers")

@@ -3,8 +3,7 @@
     with fused_rotations(model):        # while `ExactOperators` looks on; elsewhere the function is what it was
         model(...)
 
-A family's file has a function `apply_rotary_pos_emb`, which its layers call by this name. It is recognised by
-evaluating it, and stands behind ours as long as a model of the family is exact.
+A family's `apply_rotary_pos_emb` is recognised by evaluating it, and stands behind ours meanwhile.
 """
 
 from __future__ import annotations

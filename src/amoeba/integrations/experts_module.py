@@ -14,7 +14,6 @@ noticed; after a change of `_apply_gate` or of a flag, call `forget(module)`.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +25,10 @@ from torch import Tensor, nn
 
 from amoeba.core.config import Activation
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.core.placement import Placement
 from amoeba.core.weights import AnyExperts, ExpertWeights
 from amoeba.precision.recipes import UNCHANGED, with_precision
-
-logger = logging.getLogger("amoeba")
 
 ATTRIBUTE = "_amoeba"
 ROUTER_NAMES = ("gate", "router")  # what transformers calls the router, a sibling of the experts

@@ -19,7 +19,6 @@ attention (sinks, capped scores, masks) is refused with a sentence.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -30,10 +29,9 @@ from torch.func import functional_call
 from transformers import AttentionInterface
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.ops import rotary_attention
 from amoeba.ops.attention import document_attention, why_not
-
-logger = logging.getLogger("amoeba")
 
 _LINEARS = "q_proj", "k_proj", "v_proj", "o_proj"
 _NORMS = "q_norm", "k_norm"
@@ -221,7 +219,6 @@ class _FusedAttention:
 
 
 def _serves(layer: Any, hidden: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]) -> bool:
-    """Whether one joined product and our operator do what is asked for."""
     linears, norms = _projections(layer), [layer.q_norm, layer.k_norm]
     size = layer.q_norm.weight.shape[0]
     beyond = {name: value for name, value in others.items() if name not in ("cu_seq_lens_q", "max_length_q")}

@@ -3,8 +3,7 @@
     with fused_loss(model) as reason:       # None, or why the model keeps its own loss
         loss = model(input_ids=ids, labels=ids).loss
 
-The model's output head hands its input on, and the loss multiplies by the head's weight part by part. That is the same
-loss only where nothing stands between head and loss (no cap, no scale): a first small batch shows whether.
+That is the same loss only where nothing stands between head and loss (no cap, no scale): a small batch shows whether.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def fused_loss(model: Any) -> Iterator[str | None]:
         return
     head = model.get_output_embeddings()
     own = model.loss_function
-    head.forward, model.loss_function = _hand_on, _Loss(head)
+    head.forward, model.loss_function = lambda hidden_states: hidden_states, _Loss(head)
     try:
         yield None
     finally:
@@ -43,7 +42,9 @@ def why_not(model: Any) -> str | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is not nn.Linear:
         return f"its output head is {'not there' if head is None else f'a {type(head).__name__}'}, not a plain Linear"
-    if not _is_own_causal_loss(model):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
         return "it has a loss of its own"
     seen: list[Tensor] = []
 
@@ -58,9 +59,7 @@ def why_not(model: Any) -> str | None:
     ids = torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=head.weight.device)
     try:
         model.eval()
-        with (
-            torch.enable_grad()
-        ):  # without gradients so few tokens are decoded, by kernels that training has no use for
+        with torch.enable_grad():  # without, so few tokens are decoded by kernels that training has no use for
             model(input_ids=ids, labels=ids)
     finally:
         model.loss_function = own
@@ -96,13 +95,3 @@ class _Loss:
         if num_items_in_batch is None:
             return loss / (label_T != ignore_index).sum()
         return loss / num_items_in_batch
-
-
-def _hand_on(hidden_states: Tensor) -> Tensor:
-    return hidden_states
-
-
-def _is_own_causal_loss(model: Any) -> bool:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return model.loss_function is ForCausalLMLoss

@@ -13,7 +13,6 @@ same launch.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -23,11 +22,10 @@ from torch import Tensor, nn
 
 from amoeba.core.config import RouterConfig
 from amoeba.core.graph_replays import Replays
+from amoeba.core.log import logger
 from amoeba.integrations.experts_module import is_experts, placed_in, routers_in
 from amoeba.ops.exact import OUTSIDE, looks_on
 from amoeba.routing import fused_router, route
-
-logger = logging.getLogger("amoeba")
 
 _KINDS: tuple[dict[str, Any], ...] = (
     {"score": "softmax", "renormalize": True},

@@ -47,8 +47,10 @@ class _Facts:
             raise bad_value(str(self.header.path), f"a number {name}", repr(found), AGAIN)
         return float(f"{found:.7g}") if isinstance(found, float) else found  # 1e-6, not the fp32 number next to it
 
+    def numbers(self, **keys: str) -> dict[str, Any]:
+        return {field: self.number(key) for field, key in keys.items()}
+
     def has(self, *names: str) -> bool:
-        """Whether there is a tensor of one of these names in some layer."""
         return any(name.partition(".")[2].partition(".")[2] in names for name in self.header.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -60,40 +62,29 @@ class _Facts:
 def config_of(header: GgufHeader) -> Any:
     """The configuration that the model's config.json would give."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     facts = facts_of(header)
     model_type, own = _FAMILIES[header.architecture](facts)
     tokens = {f"{name}_token_id": header.metadata.get(f"tokenizer.ggml.{long}_token_id") for name, long in TOKENS}
-    common = {
-        "max_position_embeddings": facts.number("context_length"),
+    common = facts.numbers(max_position_embeddings="context_length", hidden_size="embedding_length")
+    common |= facts.numbers(num_attention_heads="attention.head_count", num_experts_per_tok="expert_used_count")
+    common |= {
         "num_hidden_layers": facts.number("block_count") - facts.number("nextn_predict_layers", 0),
-        "hidden_size": facts.number("embedding_length"),
-        "num_attention_heads": facts.number("attention.head_count"),
         "num_key_value_heads": _key_heads(facts),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "num_experts_per_tok": facts.number("expert_used_count"),
         "rope_parameters": _rope(facts),
         "vocab_size": facts.shape("token_embd.weight")[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": header.dtype,
     }
     config = AutoConfig.for_model(model_type, **common | tokens | own)
-    config.architectures = [_causal_class(model_type)]
-    config.gguf_fingerprint = _fingerprint(header)  # which an adapter records of its base model
-    return config
-
-
-def _fingerprint(header: GgufHeader) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    config.architectures = [str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])]
+    fingerprint = hashlib.blake2b(digest_size=16)
     for path in parts_of(header.path):
-        found.update(repr(sampled_hash(path)).encode())
-    return found.hexdigest()
-
-
-def _causal_class(model_type: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        fingerprint.update(repr(sampled_hash(path)).encode())
+    config.gguf_fingerprint = fingerprint.hexdigest()  # which an adapter records of its base model
+    return config
 
 
 def _rope(facts: _Facts) -> dict[str, Any]:
@@ -141,43 +132,34 @@ def _qwen3moe(facts: _Facts) -> tuple[str, dict[str, Any]]:
 
 
 def _olmoe(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    own = {"num_experts": facts.number("expert_count"), "intermediate_size": facts.number("feed_forward_length")}
+    own = facts.numbers(num_experts="expert_count", intermediate_size="feed_forward_length")
     return "olmoe", own | {"norm_topk_prob": False}
 
 
 def _gpt_oss(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    own = {
-        "num_local_experts": facts.number("expert_count"),
-        "intermediate_size": facts.number("expert_feed_forward_length"),
-        "sliding_window": facts.number("attention.sliding_window"),
-        "rope_parameters": _rope(facts) | {"truncate": False},
-    }
-    return "gpt_oss", own | _head_width(facts)
+    own = facts.numbers(num_local_experts="expert_count", intermediate_size="expert_feed_forward_length")
+    own |= facts.numbers(sliding_window="attention.sliding_window") | _head_width(facts)
+    return "gpt_oss", own | {"rope_parameters": _rope(facts) | {"truncate": False}}
 
 
 def _router_of_groups(facts: _Facts) -> dict[str, Any]:
-    shared = facts.number("expert_shared_count", 0)
-    return {
-        "n_routed_experts": facts.number("expert_count"),
-        "n_shared_experts": shared,
+    return facts.numbers(n_routed_experts="expert_count", intermediate_size="feed_forward_length") | {
+        "n_shared_experts": facts.number("expert_shared_count", 0),
         "routed_scaling_factor": float(facts.number("expert_weights_scale", 1.0)),
         "norm_topk_prob": bool(facts.get("expert_weights_norm", False)),
         "n_group": max(1, facts.number("expert_group_count", 1)),
         "topk_group": max(1, facts.number("expert_group_used_count", 1)),
         "first_k_dense_replace": facts.number("leading_dense_block_count", 0),
-        "intermediate_size": facts.number("feed_forward_length"),
     }
 
 
 def _deepseek2(facts: _Facts) -> tuple[str, dict[str, Any]]:
     rotary = facts.number("rope.dimension_count")
-    own = {
+    own = facts.numbers(kv_lora_rank="attention.kv_lora_rank", num_key_value_heads="attention.head_count") | {
         "q_lora_rank": facts.get("attention.q_lora_rank"),
-        "kv_lora_rank": facts.number("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": facts.number("attention.key_length_mla", facts.get("attention.key_length")) - rotary,
         "v_head_dim": facts.number("attention.value_length_mla", facts.get("attention.value_length")),
-        "num_key_value_heads": facts.number("attention.head_count"),
         "rope_parameters": _rope(facts),
     }
     if (scale := facts.get("rope.scaling.yarn_log_multiplier")) is not None:
@@ -185,8 +167,7 @@ def _deepseek2(facts: _Facts) -> tuple[str, dict[str, Any]]:
     router = _router_of_groups(facts)
     if facts.get("expert_gating_func") == _SIGMOID or facts.has("exp_probs_b.bias"):
         return "deepseek_v3", own | router | _expert_width(facts)
-    grouped = router["n_group"] > 1
-    router["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+    router["topk_method"] = "group_limited_greedy" if router["n_group"] > 1 else "greedy"
     return "deepseek_v2", own | router | _expert_width(facts)
 
 
@@ -195,12 +176,9 @@ _SIGMOID = 2  # as expert_gating_func
 
 def _glm4moe(facts: _Facts) -> tuple[str, dict[str, Any]]:
     width = _head_width(facts)
-    own = {
-        "use_qk_norm": facts.has("attn_q_norm.weight"),
-        "attention_bias": facts.has("attn_q.bias"),
-        "rope_parameters": _rope(facts)
-        | {"partial_rotary_factor": facts.number("rope.dimension_count") / max(1, width["head_dim"])},
-    }
+    factor = facts.number("rope.dimension_count") / max(1, width["head_dim"])
+    own: dict[str, Any] = {"rope_parameters": _rope(facts) | {"partial_rotary_factor": factor}}
+    own |= {"use_qk_norm": facts.has("attn_q_norm.weight"), "attention_bias": facts.has("attn_q.bias")}
     return "glm4_moe", own | _router_of_groups(facts) | _expert_width(facts) | width
 
 
@@ -214,14 +192,10 @@ def _qwen3next(facts: _Facts) -> tuple[str, dict[str, Any]]:
     values = max(1, facts.number("ssm.time_step_rank"))
     layers = range(facts.number("block_count"))
     kinds = ["linear" if f"blk.{layer}.ssm_a" in facts.header.tensors else "full" for layer in layers]
-    linear = {
-        "linear_conv_kernel_dim": facts.number("ssm.conv_kernel"),
-        "linear_key_head_dim": facts.number("ssm.state_size"),
-        "linear_num_key_heads": facts.number("ssm.group_count"),
-        "linear_num_value_heads": values,
-        "linear_value_head_dim": facts.number("ssm.inner_size") // values,
-        "layer_types": [f"{kind}_attention" for kind in kinds],
-    }
+    linear = facts.numbers(linear_conv_kernel_dim="ssm.conv_kernel", linear_key_head_dim="ssm.state_size")
+    linear |= {"linear_num_value_heads": values, "linear_value_head_dim": facts.number("ssm.inner_size") // values}
+    linear |= facts.numbers(linear_num_key_heads="ssm.group_count")
+    linear["layer_types"] = [f"{kind}_attention" for kind in kinds]
     return "qwen3_next", _qwen2moe(facts)[1] | _qwen3moe(facts)[1] | linear | _partial_rotary(facts)
 
 
@@ -255,12 +229,10 @@ def _granitemoe(facts: _Facts) -> tuple[str, dict[str, Any]]:
 def _lfm2moe(facts: _Facts) -> tuple[str, dict[str, Any]]:
     heads = facts.get("attention.head_count_kv")
     per_layer = heads if isinstance(heads, list) else [heads] * facts.number("block_count")
-    own = {
-        "num_experts": facts.number("expert_count"),
+    own = facts.numbers(num_experts="expert_count", intermediate_size="feed_forward_length")
+    own |= facts.numbers(norm_eps="attention.layer_norm_rms_epsilon", conv_L_cache="shortconv.l_cache")
+    own |= {
         "num_dense_layers": facts.number("leading_dense_block_count", 0),
-        "intermediate_size": facts.number("feed_forward_length"),
-        "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "conv_L_cache": facts.number("shortconv.l_cache"),
         "conv_bias": facts.has("shortconv.conv.bias"),
         "use_expert_bias": facts.has("exp_probs_b.bias"),
         "layer_types": ["full_attention" if each else "conv" for each in per_layer],
@@ -271,26 +243,20 @@ def _lfm2moe(facts: _Facts) -> tuple[str, dict[str, Any]]:
 def _ernie4_5(facts: _Facts) -> tuple[str, dict[str, Any]]:
     width, first = facts.number("expert_feed_forward_length"), facts.number("leading_dense_block_count", 0)
     shared = [each for each in facts.header.tensors if each.endswith(".ffn_up_shexp.weight")]
-    own = {
-        "moe_num_experts": facts.number("expert_count"),
-        "moe_k": facts.number("expert_used_count"),
+    own = facts.numbers(moe_num_experts="expert_count", moe_k="expert_used_count")
+    own |= facts.numbers(intermediate_size="feed_forward_length") | {
         "moe_num_shared_experts": facts.shape(shared[0])[0] // max(1, width) if shared else 0,
         "moe_layer_start_index": first,
         "moe_layer_end_index": facts.number("block_count") - 1,
         "moe_layer_interval": facts.number("interleave_moe_layer_step", 1),
-        "intermediate_size": facts.number("feed_forward_length"),
     }
     return "ernie4_5_moe", own | _expert_width(facts)
 
 
 def _hunyuan(facts: _Facts) -> tuple[str, dict[str, Any]]:
-    own = {
-        "num_experts": facts.number("expert_count"),
-        "moe_topk": facts.number("expert_used_count"),
-        "intermediate_size": _any_expert_width(facts),
-        "attention_bias": facts.has("attn_q.bias"),
-    }
-    return "hunyuan_v1_moe", own | _head_width(facts)
+    own = facts.numbers(num_experts="expert_count", moe_topk="expert_used_count") | _head_width(facts)
+    own |= {"intermediate_size": _any_expert_width(facts), "attention_bias": facts.has("attn_q.bias")}
+    return "hunyuan_v1_moe", own
 
 
 def _any_expert_width(facts: _Facts) -> int:
@@ -353,11 +319,11 @@ def sources_of(header: GgufHeader, config: Any, model: Any) -> dict[str, Source]
             raise bad_value(str(header.path), f"a name of {name} in GGUF files", "none known to the package gguf",
                             "upgrade it: pip install --upgrade gguf")  # fmt: skip
         whole = own if own in header.tensors else f"{own}.{suffix}"
-        found[name] = Source(_tensors(header, whole), _CHANGED.get(header.architecture, _unchanged)(name))
-    return {
-        name: source._replace(make=_latent_heads if len(source.tensors) == 2 and source.make is None else source.make)
-        for name, source in found.items()
-    }
+        found[name] = Source(_tensors(header, whole), _CHANGED.get(header.architecture, lambda name: None)(name))
+    for name, source in found.items():
+        if len(source.tensors) == 2 and source.make is None:
+            found[name] = source._replace(make=_latent_heads)
+    return found
 
 
 def _tensors(header: GgufHeader, name: str) -> list[GgufTensor]:
@@ -369,10 +335,6 @@ def _tensors(header: GgufHeader, name: str) -> list[GgufTensor]:
             return [tensor for part in parts for tensor in _tensors(header, name.replace(whole, part))]
     facts_of(header).shape(name)  # which says that it is missing
     raise AssertionError(name)
-
-
-def _unchanged(name: str) -> None:
-    return None
 
 
 def _latent_heads(tensors: list[Tensor], config: Any) -> Tensor:

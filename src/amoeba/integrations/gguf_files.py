@@ -3,8 +3,7 @@
     header = read_header("model.gguf")                    # all parts of a split file; no weight is read
     tokenizer = tokenizer_of(header)
 
-A header is somebody else's: every length in it is checked against the file before anything is read or allocated, and a
-file that is damaged, cut short or of an unknown version, architecture or number format is refused by name.
+A header is somebody else's: every length in it is checked against the file before anything is read or allocated.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import logging
 import math
 import mmap
 import re
@@ -25,8 +23,6 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import BadValue, bad_value, one_line
-
-logger = logging.getLogger("amoeba")
 
 SUFFIX = ".gguf"
 AGAIN = "copy or download it again"
@@ -251,9 +247,8 @@ def tokenizer_of(header: GgufHeader) -> Any:
     if (header.path.parent / "tokenizer.json").is_file():
         return AutoTokenizer.from_pretrained(header.path.parent, trust_remote_code=False)
     convert, splits = _converter(header)
-    data = {
-        key.removeprefix("tokenizer."): value for key, value in header.metadata.items() if key.startswith("tokenizer.")
-    }
+    own, prefix = header.metadata.items(), "tokenizer."
+    data = {key.removeprefix(prefix): value for key, value in own if key.startswith(prefix)}
     vocabulary = data.get("ggml.tokens")
     if not isinstance(vocabulary, list):
         raise bad_value(str(header.path), "a tokenizer in the file", "none", _OWN_TOKENIZER)
@@ -277,15 +272,11 @@ _TOKENIZER = {
     "token_type": "token_type", "merges": "merges", "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id",
     "unknown_token_id": "unk_token_id", "padding_token_id": "pad_token_id", "add_space_prefix": "add_prefix_space",
 }  # fmt: skip
-_TOKENIZER_OPTIONS = {
-    "chat_template": "chat_template",
-    "ggml.add_bos_token": "add_bos_token",
-    "ggml.add_eos_token": "add_eos_token",
-}
+_TOKENIZER_OPTIONS = {"chat_template": "chat_template"}
+_TOKENIZER_OPTIONS |= {"ggml.add_bos_token": "add_bos_token", "ggml.add_eos_token": "add_eos_token"}
 
 
 def _converter(header: GgufHeader) -> tuple[Callable[[str, dict], tuple[Any, dict]], Mapping[str, str]]:
-    """What makes a tokenizer, and the ways of splitting text that it knows."""
     import transformers
 
     try:

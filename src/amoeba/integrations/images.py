@@ -2,9 +2,8 @@
 
     reader = ImageReader(name, config, tokenizer)
     given = reader.read(text, ["cat.png"])       # input_ids, pixel_values, ...: what the model's forward takes
-    reader.ids(given)
 
-text: by the chat template, which has a placeholder for each image; the processor puts in as many as the image takes.
+text: by the chat template, which has a placeholder for each image.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ from amoeba.integrations.text_model import auto_class
 class ImageReader:
     def __init__(self, name: str, config: Any, tokenizer: Any, *, trust_remote_code: bool = False) -> None:
         """tokenizer: gets the processor's chat template where it has none."""
-        _check_reads_images(name, config)
+        known = auto_class(config)._model_mapping.get(type(config), None)
+        if known is not None and "pixel_values" not in inspect.signature(known.forward).parameters:
+            got = f"{name!r}, a {known.__name__}"
+            raise bad_value("images", "a model that reads images", got, "leave the images out, or use another model")
         try:
             from PIL import Image
         except ImportError as error:
@@ -60,14 +62,6 @@ class ImageReader:
             is_address = isinstance(image, str) and image.startswith(("http:", "https:"))
             remedy = "download it first" if is_address else "correct the path, or save a smaller copy as PNG or JPEG"
             raise bad_value("image", "an image that Pillow reads", f"{shown}: {one_line(error)}", remedy) from error
-
-
-def _check_reads_images(name: str, config: Any) -> None:
-    auto = auto_class(config)
-    known = auto._model_mapping.get(type(config), None)
-    if known is not None and "pixel_values" not in inspect.signature(known.forward).parameters:
-        got = f"{name!r}, a {known.__name__}"
-        raise bad_value("images", "a model that reads images", got, "leave the images out, or use another model")
 
 
 def _processor(name: str, config: Any, trust_remote_code: bool) -> Any:

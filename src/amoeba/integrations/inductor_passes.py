@@ -33,7 +33,8 @@ class KeptSums(custom_graph_pass()):  # type: ignore[misc]
     def __call__(self, graph: fx.Graph) -> None:
         of_backward: set[fx.Node] = set()
         for node in graph.nodes:
-            if _is_gradient_of_output(node) or any(each in of_backward for each in node.all_input_nodes):
+            is_gradient = node.op == "placeholder" and str(node.target).startswith("tangents")  # of an output
+            if is_gradient or any(each in of_backward for each in node.all_input_nodes):
                 of_backward.add(node)
             elif _is_sum(node):
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # where checkpointing has no say in it
@@ -55,10 +56,6 @@ class SumsIntoExperts(custom_graph_pass()):  # type: ignore[misc]
 
     def uuid(self) -> str:
         return "amoeba.integrations.inductor_passes.SumsIntoExperts 1"
-
-
-def _is_gradient_of_output(node: fx.Node) -> bool:
-    return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -105,9 +102,7 @@ def _join(graph: fx.Graph, experts: fx.Node, y: fx.Node, residual: fx.Node, tota
         flat.meta["val"] = residual_value.reshape(shape)
         joined = graph.call_function(_with_addend(experts), (*experts.args, flat), dict(experts.kwargs))
         joined.meta = dict(experts.meta)
-        if (
-            "eager_input_vals" in joined.meta
-        ):  # by which the compiler lays arguments out: those that it knows, no others
+        if "eager_input_vals" in joined.meta:  # by which the compiler lays out those arguments that it knows
             arguments, options = joined.meta["eager_input_vals"]
             joined.meta["eager_input_vals"] = (*arguments, flat.meta["val"]), options
     experts.replace_all_uses_with(joined)
@@ -121,11 +116,8 @@ def _join(graph: fx.Graph, experts: fx.Node, y: fx.Node, residual: fx.Node, tota
 
 
 # x += y, x[i] = y and their like.
-_IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("__i")} - {
-    operator.inv,
-    operator.index,
-}
-_IN_PLACE.add(operator.setitem)
+_IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("__i")} | {operator.setitem}
+_IN_PLACE -= {operator.inv, operator.index}
 
 
 class JoinedLinears(custom_graph_pass()):  # type: ignore[misc]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,11 +22,10 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import BadValue, bad_value, is_out_of_memory, one_line
+from amoeba.core.log import logger
 from amoeba.integrations.gguf_families import config_of, facts_of
 from amoeba.integrations.gguf_files import is_gguf, need_gguf, read_header, tokenizer_of
 from amoeba.integrations.text_model import auto_class, text_config
-
-logger = logging.getLogger("amoeba")
 
 TRUST_FLAG = "--trust-remote-code"
 ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
@@ -35,14 +33,8 @@ UNFINISHED = "quantise.unfinished.json"  # in a folder that `amoeba quantise` ha
 PACKING, STORE_INDEX = "packing.json", "index.json"  # of a store: while `amoeba pack` writes it, and when it is whole
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json"),
 )
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "model*.pt", "consolidated*", "*.pth", "*.ckpt")
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of experts, as families call it
@@ -87,14 +79,9 @@ def check_model(name: str) -> str:
         raise bad_value("MODEL", "a folder with a config.json", f"{name!r}, which has none", remedy)
     check_json(path / "config.json")
     if not has_tokenizer(path):
-        raise bad_value(
-            "MODEL",
-            "a folder with a tokenizer (tokenizer.json)",
-            f"{name!r}, which has none",
-            remedy
-            if of_a_run
-            else f"save the model's there: AutoTokenizer.from_pretrained(...).save_pretrained({name!r})",
-        )
+        if not of_a_run:
+            remedy = f"save the model's there: AutoTokenizer.from_pretrained(...).save_pretrained({name!r})"
+        raise bad_value("MODEL", "a folder with a tokenizer (tokenizer.json)", f"{name!r}, which has none", remedy)
     return str(path)
 
 
@@ -128,24 +115,19 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     if not (from_file := is_gguf(name)):
         _check_no_file(Path(name).expanduser())
     with _reading(name, "config.json"):
-        config = (
-            config_of(read_header(name))
-            if from_file
-            else AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        )
+        if from_file:
+            config = config_of(read_header(name))
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         text = text_config(config)
-    _check_choice(name, text)
-    return config
-
-
-def _check_choice(name: str, config: Any) -> None:
-    """More experts for a token than there are would end the first pass, in the words of torch's topk."""
+    # more experts for a token than there are would end the first pass, in the words of torch's topk
     for chosen, all_of_them in (("num_experts_per_tok", _COUNTS), ("topk_group", ("n_group",))):
-        count = getattr(config, chosen, None)
-        of = next((each for each in all_of_them if isinstance(getattr(config, each, None), int)), None)
-        if of is not None and isinstance(count, int) and not 1 <= count <= getattr(config, of):
-            expected = f"a number from 1 to {getattr(config, of)}, its {of}"
+        count = getattr(text, chosen, None)
+        of = next((each for each in all_of_them if isinstance(getattr(text, each, None), int)), None)
+        if of is not None and isinstance(count, int) and not 1 <= count <= getattr(text, of):
+            expected = f"a number from 1 to {getattr(text, of)}, its {of}"
             raise bad_value(f"{chosen} in config.json of {name!r}", expected, count, "correct the file")
+    return config
 
 
 def load_model(name: str, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> Any:
@@ -232,12 +214,9 @@ def load_rest(
 def _check_weights_fit(name: str, found: Any) -> None:
     """transformers would leave what is missing or of another size as it was drawn, at random."""
     for weight, there, expected in sorted(found["mismatched_keys"]):
-        raise bad_value(
-            "MODEL",
-            f"weights of the sizes that config.json gives: {tuple(expected)} of {weight}",
-            f"{tuple(there)} in {name!r}",
-            "correct config.json, or copy or download the folder again",
-        )
+        wanted = f"weights of the sizes that config.json gives: {tuple(expected)} of {weight}"
+        remedy = "correct config.json, or copy or download the folder again"
+        raise bad_value("MODEL", wanted, f"{tuple(there)} in {name!r}", remedy)
     missing = sorted(map(str, found["missing_keys"]))
     if missing:
         named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

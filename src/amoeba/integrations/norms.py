@@ -122,15 +122,10 @@ def _forward(x: Tensor, weight: Tensor, eps: float, rounds_late: bool, adds_one:
     return (rms_norm(x, weight, eps, rounds_late=rounds_late, adds_one=adds_one),)
 
 
+_FLAGS = Operand("rounds_late", "bool"), Operand("adds_one", "bool")
 operators.define_forward(
     "exact_rms_norm",
-    (
-        Operand("x", "Tensor"),
-        Operand("weight", "Tensor"),
-        Operand("eps", "float"),
-        Operand("rounds_late", "bool"),
-        Operand("adds_one", "bool"),
-    ),
+    (*(Operand(name, "Tensor") for name in ("x", "weight")), Operand("eps", "float"), *_FLAGS),
     results=("y",),
     forward=_forward,
     fake=lambda x, *_: (torch.empty_like(x),),

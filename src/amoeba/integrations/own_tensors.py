@@ -44,7 +44,8 @@ def own_tensors(model: nn.Module) -> dict[str, OwnTensor]:
     found: dict[str, OwnTensor] = {}
     for name, (module, placed) in sharded_modules(model).items():
         share, count = placed.owners.experts_of(placed.ranks.rank), placed.owners.num_experts
-        for place, leaf in enumerate(_leaves(module)):
+        up = described(module).up_name
+        for place, leaf in enumerate((up, "down_proj", f"{up}_bias", "down_proj_bias")):
             if f"placed_{place}" in module._parameters:
                 here = _here(share, module._parameters[f"placed_{place}"])
                 found[f"{name}.placed_{place}"] = OwnTensor(f"{name}.{leaf}", here, count, described(module).transposed)
@@ -58,9 +59,3 @@ def _here(share: list[int], tensor: Any) -> list[int]:
     """Of the experts of a share those that FSDP2 has left on this rank."""
     rows = rows_here(tensor)
     return share if rows is None else share[rows.start : rows.stop]
-
-
-def _leaves(module: Any) -> list[str]:
-    """The module's names for what `ExpertWeights.tensors` has, in that order."""
-    up = described(module).up_name
-    return [up, "down_proj", f"{up}_bias", "down_proj_bias"]

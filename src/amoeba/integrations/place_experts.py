@@ -10,7 +10,6 @@ Placed experts take no gradient, unless their kind of weights trains; x, the rou
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,25 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.core.placement import LayerSizes, Load, Placement, Situation
 from amoeba.cpu.packed_experts import PackedExperts
+from amoeba.integrations import experts_module
 from amoeba.integrations.coverage import check_coverage
-from amoeba.integrations.experts_module import (
-    LORA,
-    described,
-    experts_modules,
-    overlap_shared_experts,
-    place,
-    placed_in,
-    resident,
-)
 from amoeba.integrations.precision import set_products
 from amoeba.integrations.text_model import text_config
 from amoeba.placements import AUTO, RESIDENT, all_placements, placement_named
 from amoeba.precision.quantised_experts import QuantisedExperts
 from amoeba.precision.recipes import W8A8
-
-logger = logging.getLogger("amoeba")
 
 
 class Placed(NamedTuple):
@@ -58,10 +48,8 @@ def place_experts(
 ) -> Placed:
     """Places the experts of every layer, one after the other, and frees their tensors; "resident" changes nothing.
 
-    placement: "resident", "cpu-bf16", "cpu-int8", "cpu-int8-bf16", "fp8-weights", "w8a8", "mxfp8-weights",
-    "mxfp4-weights", "nvfp4-weights", "auto", or one that was registered.
-    load: how large a pass will be. Then the memory is planned first, and MemoryError says what would not fit and what
-    to change.
+    placement: a name of `amoeba.placements`, "resident" or "auto".
+    load: how large a pass will be. Then the memory is planned first, and MemoryError says what would not fit.
     trains: for "auto", whether LoRA factors will be trained on the experts; else the model generates.
     device: for "auto", where the rest of the model will be; None for a GPU, if there is one.
     stored_dtype: for "auto", the checkpoint's dtype where the model has another one only because it is faster here: a
@@ -70,7 +58,7 @@ def place_experts(
     before it is placed so; None for experts that stay resident.
     """
     check_placement(placement)
-    modules = experts_modules(model)
+    modules = experts_module.experts_modules(model)
     if not modules:
         if placement not in (AUTO, RESIDENT):
             check_coverage(model, "experts", f"leave the placement {placement} out")
@@ -89,7 +77,7 @@ def place_experts(
         return placed
     chosen = placement_named(placed.placement)
     for name, module in modules.items():
-        if LORA in module._modules:
+        if experts_module.LORA in module._modules:
             raise bad_value(name, "experts without factors yet", "LoRA factors", "place the experts, then attach")
     if load is not None and chosen.check_memory is not None:
         sizes = Counter(_sizes(module) for module in modules.values())
@@ -97,17 +85,15 @@ def place_experts(
         load = load._replace(top_k=top_k or min(load.top_k, max(size.experts for size in sizes)))
         owned = (p for module in modules.values() for p in module.parameters() if not p.is_cuda)
         placed = placed._replace(plans=chosen.check_memory(sizes, load, sum(p.nbytes for p in owned)))
-    from amoeba.integrations.transformers import register
+    from amoeba.integrations.transformers import take_over
 
-    register()
-
-    model.set_experts_implementation("amoeba")  # type: ignore[operator]  # nothing else finds them there
+    take_over(model)  # nothing else finds them there
     for name, module in modules.items():
         if read is not None:
             read(name, module, chosen)
-        place(module, chosen)
-        if isinstance(placed_in(module), PackedExperts):
-            overlap_shared_experts(model.get_submodule(name.rpartition(".")[0]), module)
+        experts_module.place(module, chosen)
+        if isinstance(experts_module.placed_in(module), PackedExperts):
+            experts_module.overlap_shared_experts(model.get_submodule(name.rpartition(".")[0]), module)
     logger.info("experts: %d layers %s", len(modules), chosen.summary)
     return placed
 
@@ -115,10 +101,10 @@ def place_experts(
 def _already_placed(model: nn.Module, modules: dict[str, Any], asked: str) -> Placed | None:
     """Experts that came placed, as those of a quantised checkpoint do, stay where they are."""
     for name, module in modules.items():
-        there = described(module).placement if placed_in(module) is not None else None
+        there = experts_module.described(module).placement if experts_module.placed_in(module) is not None else None
         if there is None:
             continue
-        if asked == W8A8 and isinstance(placed_in(module), QuantisedExperts):
+        if asked == W8A8 and isinstance(experts_module.placed_in(module), QuantisedExperts):
             set_products(model, W8A8)
         elif asked not in (AUTO, RESIDENT, there.name):
             remedy = "leave the placement out (--experts, --precision), or load the model's unquantised checkpoint"
@@ -136,7 +122,7 @@ def _choose(
     model: nn.Module, modules: list[Any], trains: bool, device: torch.device, stored_dtype: torch.dtype | None
 ) -> Placed:
     for module in modules:
-        if described(module).fused is None:
+        if experts_module.described(module).fused is None:
             return Placed(RESIDENT, f"{type(module).__name__} computes them with its own functions")
     dtype = stored_dtype or modules[0].down_proj.dtype
     expert_bytes = sum(tensor.numel() * dtype.itemsize for module in modules for tensor in _tensors(module))
@@ -163,6 +149,6 @@ def _tensors(module: Any) -> list[Tensor]:
 
 
 def _sizes(module: Any) -> LayerSizes:
-    weights = resident(module)
+    weights = experts_module.resident(module)
     has_bias = weights.gate_up_bias_EJ is not None
     return LayerSizes(weights.num_experts, weights.hidden, weights.intermediate, weights.activation, has_bias)

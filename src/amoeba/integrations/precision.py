@@ -9,7 +9,6 @@ The modules keep their parameters: a saved model is the one that plain transform
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -18,23 +17,13 @@ from torch import nn
 
 from amoeba.backends import fp8_choice
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.experts import experts
-from amoeba.integrations.experts_module import (
-    ATTRIBUTE,
-    LORA,
-    PRECISION,
-    check_own_parameters,
-    described,
-    experts_modules,
-    placed_in,
-    resident,
-)
+from amoeba.integrations import experts_module
 from amoeba.integrations.own_tensors import sharded_modules
 from amoeba.precision.quantised_experts import Products, QuantisedExperts, dequantise_experts
 from amoeba.precision.recipes import UNCHANGED, W8A8, check_precision, with_precision
 from amoeba.routing.router import Routing
-
-logger = logging.getLogger("amoeba")
 
 WEIGHT_ONLY = "weight_only"
 # Rows of one expert by which errors of products are measured.
@@ -49,7 +38,7 @@ def set_precision(model: nn.Module, precision: str) -> None:
 
     In a quantised checkpoint the experts are frozen. There "w8a8" also quantises rows to e4m3 in every pass without
     gradients, "auto" does so where it is faster, and "bf16" leaves rows unquantised."""
-    modules = experts_modules(model)
+    modules = experts_module.experts_modules(model)
     if not modules:
         expected = "a model with experts that transformers hands over"
         raise bad_value("model", expected, type(model).__name__, "leave the precision out")
@@ -57,26 +46,25 @@ def set_precision(model: nn.Module, precision: str) -> None:
         set_products(model, precision)
         return
     check_precision(precision)
-    over_ranks = {
-        name: replace(placed, local=with_precision(placed.local, precision))
-        for name, (_, placed) in sharded_modules(model).items()
-    }
+    sharded = {name: placed for name, (_, placed) in sharded_modules(model).items()}
+    over_ranks = {name: replace(each, local=with_precision(each.local, precision)) for name, each in sharded.items()}
     for name, module in modules.items():
         if name in over_ranks:
             continue
-        check_own_parameters(module, name, "load the unquantised model, without a placement")
-        resident(module)  # says if its own activation has to be called
-    from amoeba.integrations.transformers import register
+        experts_module.check_own_parameters(module, name, "load the unquantised model, without a placement")
+        experts_module.resident(module)  # says if its own activation has to be called
+    from amoeba.integrations.transformers import take_over
 
-    register()
-    model.set_experts_implementation("amoeba")  # type: ignore[operator]
+    take_over(model)
     for name, module in modules.items():
         if name in over_ranks:
-            module.__dict__[ATTRIBUTE] = replace(described(module), placed=over_ranks[name])
+            module.__dict__[experts_module.ATTRIBUTE] = replace(
+                experts_module.described(module), placed=over_ranks[name]
+            )
             continue
-        module.__dict__.pop(PRECISION, None)
+        module.__dict__.pop(experts_module.PRECISION, None)
         if precision != UNCHANGED:
-            module.__dict__[PRECISION] = precision
+            module.__dict__[experts_module.PRECISION] = precision
     logger.info("experts: %d layers in %s", len(modules), precision)
 
 
@@ -88,7 +76,7 @@ def set_products(model: nn.Module, products: str) -> None:
         raise bad_value("precision", expected, repr(products), "load the unquantised model to train its experts")
     for module, weights in found:
         changed = weights.with_products(products)  # type: ignore[arg-type]
-        module.__dict__[ATTRIBUTE] = replace(described(module), placed=changed)
+        module.__dict__[experts_module.ATTRIBUTE] = replace(experts_module.described(module), placed=changed)
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ def products_of(model: nn.Module) -> ProductsOfModel | None:
     dtype = str(weights.dtype).removeprefix("torch.")
     if weights.products == UNCHANGED:
         return ProductsOfModel(dtype, "activations are not quantised")
-    if all(LORA in module._modules for module, _ in found):
+    if all(experts_module.LORA in module._modules for module, _ in found):
         return ProductsOfModel(dtype, "w8a8 takes no LoRA factors")
     reason = fp8_choice.why_not_w8a8(weights)
     if weights.products == W8A8:
@@ -133,7 +121,7 @@ def products_of(model: nn.Module) -> ProductsOfModel | None:
 
 
 def _quantised(model: nn.Module) -> list[tuple[Any, QuantisedExperts]]:
-    placed = [(module, placed_in(module)) for module in experts_modules(model).values()]
+    placed = [(module, experts_module.placed_in(module)) for module in experts_module.experts_modules(model).values()]
     return [(module, weights) for module, weights in placed if isinstance(weights, QuantisedExperts)]
 
 

@@ -14,6 +14,7 @@ bitsandbytes (`nf4_files`). Names go through transformers' own table of renaming
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -122,9 +123,8 @@ class QuantisedFiles:
         dtypes = {path: _dtypes_in(path) for path in set(files.values())}
         codes = {name for name, path in files.items() if dtypes[path][name] in _NAMED}
         self._is_foreign = is_foreign(facts)
-        self._name_in_file = {
-            foreign_name(name) if self._is_foreign else usual_name(name, codes): name for name in files
-        }
+        usual = foreign_name if self._is_foreign else functools.partial(usual_name, codes=codes)
+        self._name_in_file = {usual(name): name for name in files}
         self._file_of = {name: files[own] for name, own in self._name_in_file.items()}
         self._open: dict[Path, Any] = {}
         self._names = sort_names(model, {weight_of(name) for name in self._file_of})
@@ -434,7 +434,6 @@ def _one(names: CheckpointNames, parameter: str) -> str:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Where each tensor is, in the files that transformers reads; the folder may contain others."""
     from safetensors import safe_open
 
     found: dict[str, Path] = {}

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from amoeba.core.log import logger
 from amoeba.integrations.experts_module import described, experts_left_out, experts_modules, hand_over
 from amoeba.integrations.quantised_files import (
     BITSANDBYTES,
@@ -31,8 +31,6 @@ from amoeba.precision.formats import E8M0, fp8_blocks
 from amoeba.precision.placements import placement_of
 from amoeba.precision.quantised import QuantisedMatrix, block_counts
 from amoeba.precision.quantised_experts import QuantisedExperts
-
-logger = logging.getLogger("amoeba")
 
 # What from_pretrained takes to find files, which are found by then.
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "use_safetensors")
@@ -113,9 +111,8 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
     """None where the experts are not quantised, but other parts of the model are, which transformers dequantises."""
     from transformers import GenerationConfig
 
-    options = {
-        name: value for name, value in options.items() if name not in (*_OF_FILES, "config", "quantization_config")
-    }
+    told = {*_OF_FILES, "config", "quantization_config"}
+    options = {name: value for name, value in options.items() if name not in told}
     wants_info = options.pop("output_loading_info", False)
     options["experts_implementation"] = implementation
     asked = options.pop("torch_dtype", None) or options.pop("dtype", None)
@@ -142,20 +139,14 @@ def _load(kind: Any, folder: Path, config: Any, facts: dict, options: dict[str, 
         for name, module in experts_modules(model).items() if quantised else ():
             experts = files.experts(name, module, dtype)
             hand_over(module, experts, placement_of(experts.format))
-            module.to(_device_beside(model, name))
+            others = model.get_submodule(name.rpartition(".")[0]).parameters()  # where device_map put the layer's rest
+            module.to(next((each.device for each in others if each.is_floating_point()), model.device))
     kept = files.format.name if quantised else "numbers"
     logger.info("experts: %s, as in the checkpoint; the rest in %s", kept, dtype)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
     model.name_or_path = str(folder)
     return (model, told) if wants_info else model
-
-
-def _device_beside(model: Any, name: str) -> torch.device:
-    """Where device_map put the rest of an experts module's layer."""
-    block = model.get_submodule(name.rpartition(".")[0])
-    devices = (parameter.device for parameter in block.parameters() if parameter.is_floating_point())
-    return next(devices, model.device)
 
 
 def experts_of_fp8_module(module: Any, dtype: torch.dtype) -> QuantisedExperts:

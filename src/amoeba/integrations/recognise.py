@@ -8,7 +8,6 @@ A function that learns, draws random numbers, depends on the mode or reads any o
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +22,9 @@ from torch import Tensor, nn
 from transformers import activations
 
 from amoeba.core.config import Activation, ActivationKind
+from amoeba.core.log import logger
 from amoeba.core.torch_internals import TorchDispatchMode, constant_when_traced, tree_leaves
 from amoeba.proof.reference.experts import activate, activate_backward, join_gate_up, split_gate_up
-
-logger = logging.getLogger("amoeba")
 
 # Where model classes keep the numbers of a clamped activation.
 _LIMIT_NAMES = ("limit", "swiglu_limit")
@@ -95,7 +93,6 @@ def recognise_by_class(module: Any, has_gate: bool) -> Activation | None:
 def _recognise_class(
     module_class: Any, has_gate: bool, act_class: type | None, numbers: tuple[tuple[str, float], ...]
 ) -> tuple | None:
-    """Tries out the class's gate with a self that has nothing but the numbers and the act_fn."""
     act_fn = None if act_class is None else _FUNCTION_OF_CLASS.get(act_class)
     stand_in = SimpleNamespace(**dict(numbers), act_fn=act_fn)
     function = functools.partial(module_class._apply_gate, stand_in) if has_gate else act_fn
@@ -111,7 +108,6 @@ def _in_a_thread(function: Callable[[], Activation | None]) -> Activation | None
 
 
 def _recognise(function: Any, gated: bool, numbers: dict[str, float]) -> Activation | None:
-    """Compares values and slopes of the function with those of every activation that the backends know."""
     limits, alphas = (_positive(numbers, names) for names in (_LIMIT_NAMES, _ALPHA_NAMES))
     h = _probe_points(limits).requires_grad_()
     try:

@@ -107,14 +107,8 @@ def check_ids(config: Any, largest: int) -> None:
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NAMES = (
-    "dropout",
-    "drop",
-    "dropout_rate",
-    "dropout_prob",
-    "layerdrop",
-    "drop_path_rate",
-    "jitter_noise",
-    "jitter_eps",
+    *("dropout", "drop", "dropout_rate", "dropout_prob", "layerdrop", "drop_path_rate"),
+    *("jitter_noise", "jitter_eps"),
 )
 
 
@@ -126,7 +120,6 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 
 def _named(config: Mapping[str, Any]) -> Iterator[bool]:
-    """Of each probability or noise in a configuration, and in those inside it, whether there is any."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _named(value)

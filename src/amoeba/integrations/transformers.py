@@ -135,12 +135,9 @@ def _call_own_functions(
 
 def _cast_as(x_TH: Tensor, weight: Tensor) -> Tensor:
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
-        raise bad_value(
-            "expert weights",
-            "fp64, fp32, bf16 or fp16",
-            weight.dtype,
-            'load the checkpoint dequantised, or with experts_implementation="eager" if its quantisation supports it',
-        )
+        remedy = "load the checkpoint dequantised, or with "
+        remedy += 'experts_implementation="eager" if its quantisation supports it'
+        raise bad_value("expert weights", "fp64, fp32, bf16 or fp16", weight.dtype, remedy)
     return x_TH.to(weight.dtype)
 
 
@@ -176,6 +173,12 @@ def register() -> None:
     _tell_of_others()
 
 
+def take_over(model: Any) -> None:
+    """Has a model compute its experts by aMoEba from now on."""
+    register()
+    model.set_experts_implementation(NAME)
+
+
 def _tell_of_others() -> None:
     """Has a model say which of its experts it does not hand over, when it is made and when it is asked to."""
     made, asked = PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation
@@ -192,7 +195,11 @@ def _tell_of_others() -> None:
     def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
         asked(self, experts_implementation)
         try:
-            _check_own_experts(self, experts_implementation)
+            # transformers would compute with the shapes that were left of placed experts, without an error
+            remedy = f'keep experts_implementation="{NAME}", or load the model anew for {experts_implementation!r}'
+            for name, module in experts_modules(self).items():
+                if getattr(getattr(module, "config", None), "_experts_implementation", NAME) != NAME:
+                    check_own_parameters(module, name, remedy)
         except ValueError:
             asked(self, NAME)
             raise
@@ -202,14 +209,6 @@ def _tell_of_others() -> None:
     post_init._tells_of_others = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init
     PreTrainedModel.set_experts_implementation = set_experts_implementation
-
-
-def _check_own_experts(model: Any, experts_implementation: Any) -> None:
-    """transformers would compute with the shapes that were left of placed experts: other numbers, without an error."""
-    remedy = f'keep experts_implementation="{NAME}", or load the model anew for {experts_implementation!r}'
-    for name, module in experts_modules(model).items():
-        if getattr(getattr(module, "config", None), "_experts_implementation", NAME) != NAME:
-            check_own_parameters(module, name, remedy)
 
 
 def _warn_of_others(model: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amoeba.core.log import logger
 from amoeba.data.token_rows import PackedDataset, stack
 from amoeba.jobs.model_cost import keep, kept, training_flops_per_token
 from amoeba.stream.store import StoreError
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 from amoeba.system.cpu_features import has_bf16_instructions
 from amoeba.system.machine import cpu_model, load_average, usable_cores
-
-logger = logging.getLogger("amoeba")
 
 # Of all passes of a run: one of fewer operations is over within a minute or two on a CPU that multiplies bf16.
 WORTH_MEASURING = 2e13
@@ -82,13 +80,9 @@ def faster_dtype(
         return torch.float32
     count = max(1, min(batch_size, len(rows), int(_MOST_FLOPS / flops_per_row)))
     config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    about = {
-        "device": f"{cpu_model()}, {torch.get_num_threads()} threads",
-        "torch": str(torch.__version__),
-        "model": hashlib.sha256(config.encode()).hexdigest()[:12],
-        "rows": count,
-        "length": length,
-    }
+    model_hash = hashlib.sha256(config.encode()).hexdigest()[:12]
+    cpu = f"{cpu_model()}, {torch.get_num_threads()} threads"
+    about = {"device": cpu, "torch": str(torch.__version__), "model": model_hash, "rows": count, "length": length}
     seconds = _known(about) or _measured(model, stack([rows[row] for row in range(count)]), about)
     if seconds is None:
         return torch.float32

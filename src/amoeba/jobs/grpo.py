@@ -119,24 +119,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _decoder(self, model: Any, rows: int, tokens: int) -> Decoder:
         key, native = (rows, cache_length(tokens)), self._native(model)
         if key not in self._decoders or self._decoders[key].native is not native:
-            sampling = Sampling(
-                do_sample=True,
-                temperature=self.temperature,
-                top_k=self.top_k or 0,
-                top_p=self.top_p,
-                repetition_penalty=self.repetition_penalty,
-                min_p=self.min_p or 0.0,
-            )
+            own = {"temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}
+            own |= {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p or 0.0}
+            options = {"sampling": Sampling(do_sample=True, **own), "native": native, "return_logprobs": True}
             capture = model.device.type == "cuda" and why_not(model) is None
-            self._decoders[key] = Decoder(
-                model,
-                batch=rows,
-                length=tokens,
-                sampling=sampling,
-                capture=capture,
-                native=native,
-                return_logprobs=True,
-            )
+            self._decoders[key] = Decoder(model, batch=rows, length=tokens, capture=capture, **options)
         return self._decoders[key]
 
     def _native(self, model: Any) -> NativeModel | None:
@@ -164,9 +151,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
         if self.replay_routing and self.model.training:
-            ids, mask = (
-                torch.cat((inputs[f"prompt_{each}"], inputs[f"completion_{each}"]), 1) for each in ("ids", "mask")
-            )
+            pairs = ((inputs[f"prompt_{each}"], inputs[f"completion_{each}"]) for each in ("ids", "mask"))
+            ids, mask = (torch.cat(pair, 1) for pair in pairs)
             records = [self._record(row[kept != 0].tolist()) for row, kept in zip(ids, mask, strict=True)]
             model = self.accelerator.unwrap_model(self.model)
             self._during_step.enter_context(replay.replaying(model, records, ids, mask))
@@ -205,9 +191,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             entropy_BC = torch.distributions.Categorical(logits=logits_BCV.float() / temperature).entropy()
             return SimpleNamespace(log_probs=logprob_BC, entropy=entropy_BC)
 
-        found = super()._get_per_token_logps_and_entropies(
-            at_positions, input_ids, attention_mask, logits_to_keep, *args, **options
-        )
+        given = input_ids, attention_mask, logits_to_keep
+        found = super()._get_per_token_logps_and_entropies(at_positions, *given, *args, **options)
         self._logprob_BC = found[0].detach()
         return found
 

@@ -88,13 +88,11 @@ def measured_ceiling(device: torch.device) -> float:
     gpu = device.type == "cuda"
     # 1024 on a CPU: as fast as 2048 to within a few per cent, in an eighth of the time
     size, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
-    about = {
-        "device": torch.cuda.get_device_name(device) if gpu else f"{cpu_model()}, {torch.get_num_threads()} threads",
-        "dtype": str(dtype).removeprefix("torch."),
-        "size": size,
-        "torch": str(torch.__version__),
-    } | ({"busy_seconds": _GPU_SECONDS} if gpu else {})
-    if (known := _kept_ceiling(about)) is not None:
+    name = torch.cuda.get_device_name(device) if gpu else f"{cpu_model()}, {torch.get_num_threads()} threads"
+    about: dict[str, Any] = {"device": name, "dtype": str(dtype).removeprefix("torch."), "size": size}
+    about |= {"torch": str(torch.__version__)} | ({"busy_seconds": _GPU_SECONDS} if gpu else {})
+    known = (kept("ceiling", about) or {}).get("flops_per_second")
+    if isinstance(known, float) and 0 < known < math.inf:
         return known
     seconds = _seconds_of_products(size, dtype, device)
     found = 2.0 * size**3 / min(seconds)
@@ -123,14 +121,6 @@ def _seconds_of_products(size: int, dtype: torch.dtype, device: torch.device) ->
         torch.mm(left, left, out=result)
         taken.append(time.perf_counter() - began)
     return taken
-
-
-def _kept_ceiling(about: dict[str, Any]) -> float | None:
-    try:
-        rate = float((kept("ceiling", about) or {})["flops_per_second"])
-    except (ValueError, KeyError, TypeError):  # not there, or not what was written: it is measured
-        return None
-    return rate if 0 < rate < math.inf else None
 
 
 def kept(kind: str, about: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ cannot be read one by one, quantised ones and models on the hub are loaded by tr
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import BadValue, bad_value
+from amoeba.core.log import logger
 from amoeba.core.placement import Load, Placement
 from amoeba.integrations.block_linear import layers_in_blocks, put_blocks, stand_in
 from amoeba.integrations.experts_module import described, hand_over, stored, take_back_shapes
@@ -33,8 +33,6 @@ from amoeba.precision.placements import placement_of
 from amoeba.precision.quantised_experts import QuantisedExperts, dequantise_experts
 from amoeba.stream.attaching import Streamed, attach
 from amoeba.stream.store import GgufStore, Store, aligned_buffer, is_store, open_store
-
-logger = logging.getLogger("amoeba")
 
 
 def load_placed(

@@ -3,9 +3,7 @@
     check_same_job(rank_zero, "amoeba train", settings, {"--resume": False}, model=settings.model)
     check_same_model(rank_zero, model, {"compute dtype": dtype})     # once it is loaded, before the first step
 
-The first compares the command, every setting, the environment, the versions of packages and samples of the model's and
-the adapter's files; the second the model in memory. Both raise ValueError on every rank, with the values of all.
-Nothing is compared in a process by itself.
+Both raise ValueError on every rank, with the values of all.
 """
 
 from __future__ import annotations
@@ -95,12 +93,9 @@ def files_of(option: str, name: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         return {option: str(name)}
     files = sorted(path for path in folder.iterdir() if path.suffix in _FILES and path.is_file())
-    return {option: "a folder"} | {f"{path.name} of {option}": _content(path) for path in files}
-
-
-def _content(path: Path) -> str:
-    found = sampled_hash(path)
-    return f"{found['bytes']} bytes, samples {found['samples'][:12]}"
+    found = {f"{path.name} of {option}": sampled_hash(path) for path in files}
+    samples = {name: f"{each['bytes']} bytes, samples {each['samples'][:12]}" for name, each in found.items()}
+    return {option: "a folder"} | samples
 
 
 def variables() -> dict[str, str]:

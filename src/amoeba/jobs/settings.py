@@ -33,20 +33,12 @@ Settings = TypeVar("Settings", bound="RunSettings")
 #   place        the folder of the run, which --resume names
 AtResume = Literal["fixed", "changeable", "by content", "place"]
 AT_RESUME: defaultdict[str, AtResume] = defaultdict(
-    lambda: "fixed",
-    model="by content",
-    data="by content",
-    held_out="by content",
-    out="place",
-    log_every="changeable",
-    eval_every="changeable",
-    save_every="changeable",
-    gradient_checkpointing="changeable",
-    ram="changeable",
-    vram="changeable",  # the numbers are those of resident experts
-    expert_ranks="changeable",  # as many ranks as there are then; the numbers are the same
-    dense="changeable",
+    lambda: "fixed", model="by content", data="by content", held_out="by content", out="place"
 )
+_CADENCES = "log_every", "eval_every", "save_every"
+# The numbers are the same with streamed experts, and with as many ranks as there are then.
+_SAME_NUMBERS = "ram", "vram", "expert_ranks", "dense", "gradient_checkpointing"
+AT_RESUME.update((name, "changeable") for name in (*_CADENCES, *_SAME_NUMBERS))
 
 # What exact mode cannot have, whatever the model. It sees to the rest when it begins.
 _NOT_EXACT: dict[str, Callable[[Any], bool]] = {
@@ -64,10 +56,8 @@ class RunSettings:
 
     balance:  "aux" adds a load-balancing loss for each layer, "bias" shifts selection biases where the architecture
               has them, "none" leaves the router alone.
-    z_loss_coefficient: of the loss that keeps router logits small, in any balance.
     minutes:  stop after these: the pace of the machine decides how many steps that is (jobs/train/time_budget.py).
     compile:  decoder layers by torch.compile; "auto" where there is a GPU and the run is long enough.
-    optimizer_states: dtype of AdamW's two moments on a GPU; bfloat16 takes 4 bytes a parameter less.
     expert_ranks: with experts over ranks, over how many of them each layer's are; the groups of that many ranks share
               them by FSDP2. None for all ranks.
     dense:    then also: of all other parameters "ddp", a copy on each rank, or "fsdp", shards by FSDP2.
@@ -144,9 +134,7 @@ class TrainSettings(RunSettings):
     model:    a preset's name, or a folder with config.json (trained from scratch) and perhaps weights (trained on).
     data:     a file, a folder or a dataset's name; None for the Python reference that comes with Python.
     experts:  "resident", or "ranks": over the processes that torchrun started, which share each batch.
-    precision: in which the experts are computed: "fp8", "fp8-ste", "fp8-saved", "fp8-all", "mxfp8", "nvfp4", "auto"
-              (fp8 where it was measured to be faster), or "bf16" for the dtype of the run, whichever that is (see
-              `amoeba.precision.recipes`).
+    precision: in which the experts are computed (see `amoeba.precision.recipes`); "bf16" for the dtype of the run.
     """
 
     model: str = "demo"
@@ -175,9 +163,7 @@ class FinetuneSettings(RunSettings):
     targets:  what gets factors, see `amoeba.lora.attach`.
     steps:    None for `epochs` passes over the data.
     experts:  where the frozen experts are kept, see `amoeba.integrations.place_experts`.
-    ram:      a budget of memory through which they are streamed, see `amoeba.stream.attach`; None: they are not,
-              unless the model is a store.
-    vram:     the same on a GPU; ram is then for experts in pinned memory below it.
+    ram, vram: budgets of memory through which they are streamed, see `amoeba.stream.attach`.
     """
 
     sequence_length: int = 1024

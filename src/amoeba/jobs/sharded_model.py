@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import re
 from dataclasses import replace
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.core.weights import ExpertWeights
 from amoeba.integrations.experts_module import described, experts_modules, hand_over, layout_of, place
 from amoeba.integrations.model_folder import MODEL_FOLDER, load_config, load_model, load_rest, load_without_weights
@@ -39,8 +39,6 @@ from amoeba.stream.store import Store, is_store, open_store
 from amoeba.stream.store.tensor_files import ONE_FILE, SHARDS, save_tensors, tensors_of
 from amoeba.system.files import write_whole
 
-logger = logging.getLogger("amoeba")
-
 _SHARD = "model-{number:05d}-of-{count:05d}.safetensors"
 _ONE_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..+)")
 _NO_LIMIT = 1 << 60  # bytes of a file
@@ -49,10 +47,9 @@ _APART = "of-all-ranks"
 
 def shard_model(model: Any, ranks: Ranks, tokens: Tokens = "own") -> None:
     """Leaves of each layer's experts this rank's share."""
-    from amoeba.integrations.transformers import register
+    from amoeba.integrations.transformers import take_over
 
-    register()
-    model.set_experts_implementation("amoeba")
+    take_over(model)
     chosen = replace(RANKS, make=functools.partial(shard_experts, ranks=ranks, tokens=tokens))
     for module in experts_modules(model).values():
         place(module, chosen)
@@ -136,7 +133,11 @@ class ShardedModel:
         self._dense: dict[str, Tensor] = {}
 
     def gather(self, model: Any) -> None:
-        self._experts = None if _kept_one_by_one(model) else gather_experts(model)
+        own, parameters = own_tensors(model), dict(model.named_parameters())
+        shares = {each.name: each.in_other_layout(local_part(parameters[here])) for here, each in own.items()}
+        two = {name: torch.empty((2, *t.shape[1:]), dtype=t.dtype, device="meta") for name, t in shares.items()}
+        one_by_one = all(_ONE_EXPERT.fullmatch(name) for name in _on_disk(model, two))
+        self._experts = None if one_by_one else gather_experts(model)
         self._dense = _gather_dense(model, self._mesh.every.rank == 0)
 
     def save(self, model: Any, folder: Path) -> None:
@@ -234,7 +235,6 @@ def _gather_dense(model: Any, first: bool) -> dict[str, Tensor]:
 
 
 def _shared_tensors(model: Any) -> dict[str, Tensor]:
-    """The state dict without what a rank has alone, and without shards."""
     own = own_tensors(model)
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -244,13 +244,6 @@ def _shared_tensors(model: Any) -> dict[str, Tensor]:
             if kept and not is_shard(tensor):
                 found[name] = tensor.detach()
     return found
-
-
-def _kept_one_by_one(model: Any) -> bool:
-    own, parameters = own_tensors(model), dict(model.named_parameters())
-    shares = {each.name: each.in_other_layout(local_part(parameters[here])) for here, each in own.items()}
-    two = {name: torch.empty((2, *t.shape[1:]), dtype=t.dtype, device="meta") for name, t in shares.items()}
-    return all(_ONE_EXPERT.fullmatch(name) for name in _on_disk(model, two))
 
 
 def _on_disk(model: Any, stacked: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -133,12 +133,8 @@ def _described(part: _Part, link: Bandwidth | None, disk: Bandwidth | None) -> P
 
 def _about_disk(store: Any) -> dict[str, Any]:
     folder = store.folder.resolve()
-    return {
-        "store": str(folder),
-        "packed": is_store(folder),
-        "device": folder.stat().st_dev,  # another disk may be mounted there another time
-        "host": socket.gethostname(),
-    }
+    about = {"store": str(folder), "packed": is_store(folder), "host": socket.gethostname()}
+    return about | {"device": folder.stat().st_dev}  # another disk may be mounted there another time
 
 
 def _kept(kind: str, about: dict[str, Any]) -> Rate | None:

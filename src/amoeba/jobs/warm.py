@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import sys
 import time
@@ -22,11 +21,10 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import one_line
+from amoeba.core.log import logger
 from amoeba.core.weights import ExpertWeights
 from amoeba.jobs.compile_beside import Work, mark_of
 from amoeba.kernels.launch.ahead import DriverModule, Gpu, Workers, end_with_parent, gpu_named, noting, standing_in
-
-logger = logging.getLogger("amoeba")
 
 Pass = tuple[str, Callable[[], object]]
 

@@ -6,9 +6,7 @@
     lora.load(fresh_model, "adapter")  # so do we
     lora.merge(model)                  # W + scaling · B @ A in place of W; unmerge restores W, bit for bit
 
-`factors` holds the six factors of one layer and their form in PEFT, `peft_files` reads and writes adapter folders, with
-`adapter_config` for their config; the rest is about models. Importing this package imports neither peft nor safetensors
-nor transformers; peft is only needed for targets outside the experts.
+peft is only needed for targets outside the experts.
 """
 
 from amoeba.lora.adapter_folder import load, save

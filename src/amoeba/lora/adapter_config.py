@@ -27,27 +27,18 @@ _ORDINARY_A = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:A\.we
 # What a field may hold. Everything else changes the base weights, adds tensors, or is another method than LoRA.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
-    "lora_bias": (False, None),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
+    **dict.fromkeys(("lora_bias", "use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out"), (False, None)),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), (None, [])),
+    **dict.fromkeys(("kasa_config", "monteclora_config"), (None,)),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
 # The kinds of the fields that are used here; the entries of a list are names.
 _KINDS: dict[str, tuple[type, ...]] = {
-    "rank_pattern": (dict,),
-    "alpha_pattern": (dict,),
-    "auto_mapping": (dict,),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "auto_mapping"), (dict,)),
     "target_modules": (list, str),
-    "target_parameters": (list,),
-    "modules_to_save": (list,),
+    **dict.fromkeys(("target_parameters", "modules_to_save"), (list,)),
 }
 _IN_WORDS: dict[type, str] = {dict: "an object", list: "a list of names", str: "a string"}
 

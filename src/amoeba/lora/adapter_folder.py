@@ -1,16 +1,13 @@
 """Saves and loads the adapter of a model as a PEFT folder.
 
-    save(model, "adapter")
-    load(model, "adapter")                    # onto a plain model, frozen, for inference
-    load(model, "adapter", trainable=True)    # to go on training
-
-On a model that has factors already `load` puts the file's numbers into them, and refuses another structure.
+save(model, "adapter")
+load(model, "adapter")                    # onto a plain model, frozen, for inference
+load(model, "adapter", trainable=True)    # to go on training
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,30 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.core.weights import LoraFactors
 from amoeba.integrations.experts_module import layouts_of, placed_in
 from amoeba.integrations.text_model import decoder_name, text_config
+from amoeba.lora import attaching
 from amoeba.lora import targets as linears
 from amoeba.lora.adapter_config import UP_PARAMETERS, another_model, is_targeted, scalings_of_others
-from amoeba.lora.attaching import (
-    STATE,
-    Attached,
-    add_experts,
-    add_linears,
-    add_whole_modules,
-    attached_to,
-    prepare,
-    share_of,
-    start,
-    whole_tensors,
-)
 from amoeba.lora.factors import SHARED_A, ExpertsLora, stored_tensors
 from amoeba.lora.peft_files import PROJECTIONS, Adapter, read_adapter, write_adapter
 from amoeba.lora.targets import routers_of
 from amoeba.parallel.sharded import ShardedExperts, gather_share
 from amoeba.parallel.shards import copy_here, whole
 
-logger = logging.getLogger("amoeba")
 _GGUF = "gguf_fingerprint"
 _MERGE_WITH_PEFT = "merge the adapter into the model with PEFT (merge_and_unload), or train it on other targets"
 
@@ -60,9 +46,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    state = attached_to(model)
+    state = attaching.attached_to(model)
     others = linears.tensors_of(state.linears)
-    others |= {f"{linears.PREFIX}{name}": tensor for name, tensor in whole_tensors(model, state).items()}
+    others |= {f"{linears.PREFIX}{name}": tensor for name, tensor in attaching.whole_tensors(model, state).items()}
     others = {name: whole(tensor) for name, tensor in others.items()}
     experts = {name: _whole_factors(model.get_submodule(name), layer) for name, layer in state.experts.items()}
     if None in experts.values():
@@ -94,7 +80,7 @@ def _whole_factors(module: Any, layer: ExpertsLora) -> LoraFactors | None:
     return LoraFactors(**found, scaling=factors.scaling) if placed.ranks.rank == 0 else None
 
 
-def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> Attached:
+def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> attaching.Attached:
     """Loads an adapter folder into the model: written by `save`, by PEFT, or with separate tensors per expert.
 
     trainable: leave the factors trainable; otherwise the whole model is frozen, for inference.
@@ -104,18 +90,18 @@ def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> At
     """
     adapter = read_adapter(folder, layouts_of(model), decoder_name(model))
     adapter = replace(adapter, others=_without_copies(model, adapter.others))
-    state = model.__dict__.get(STATE)
+    state = model.__dict__.get(attaching.STATE)
     if state is None:
-        prepare(model)
+        attaching.prepare(model)
         names, whole = _others(model, adapter, folder)
         check_base(model, adapter, folder)
-        state = start(model, dict(adapter.config))
+        state = attaching.start(model, dict(adapter.config))
         for name, factors in adapter.experts.items():
-            add_experts(model, state, name, factors)
+            attaching.add_experts(model, state, name, factors)
         modules, parameters = scalings_of_others(adapter.config, adapter.others)
         of_weights = {name.removesuffix(".weight"): found for name, found in parameters.items()}
-        add_linears(model, state, {name: (modules | of_weights)[name] for name in names})
-        add_whole_modules(model, state, list(dict.fromkeys(name.rpartition(".")[0] for name in whole)))
+        attaching.add_linears(model, state, {name: (modules | of_weights)[name] for name in names})
+        attaching.add_whole_modules(model, state, list(dict.fromkeys(name.rpartition(".")[0] for name in whole)))
         if not trainable:
             model.requires_grad_(False)
     elif state.merged:
@@ -125,23 +111,20 @@ def load(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> At
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, state: Attached, adapter: Adapter, folder: str | Path) -> None:
+def _fill(model: nn.Module, state: attaching.Attached, adapter: Adapter, folder: str | Path) -> None:
     for name, layer in state.experts.items():
         if name in adapter.experts and adapter.experts[name].scaling != layer.scaling:
             got = f"{adapter.experts[name].scaling:g} in {folder}"
             raise bad_value(f"{name}: alpha / r", f"{layer.scaling:g}", got, "attach with the r and alpha of the file")
-    ours: dict[str, Tensor] = {
-        f"{name}.{key}": parameter
-        for name, layer in state.experts.items()
-        for key, parameter in layer.named_parameters()
-    }
-    theirs: dict[str, Tensor] = {
-        f"{name}.{key}": tensor
-        for name, factors in adapter.experts.items()
-        for key, tensor in stored_tensors(share_of(model.get_submodule(name), factors)).items()
-    }
+    ours: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    for name, layer in state.experts.items():
+        ours |= {f"{name}.{key}": parameter for key, parameter in layer.named_parameters()}
+    for name, factors in adapter.experts.items():
+        share = stored_tensors(attaching.share_of(model.get_submodule(name), factors))
+        theirs |= {f"{name}.{key}": tensor for key, tensor in share.items()}
     ours |= {key.removeprefix(linears.PREFIX): tensor for key, tensor in linears.tensors_of(state.linears).items()}
-    ours |= whole_tensors(model, state)
+    ours |= attaching.whole_tensors(model, state)
     theirs |= {key.removeprefix(linears.PREFIX): tensor for key, tensor in adapter.others.items()}
     for name in dict.fromkeys((*ours, *theirs)):
         shapes = [tuple(side[name].shape) if name in side else "none" for side in (ours, theirs)]
@@ -257,7 +240,6 @@ def _base_in_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing(model: nn.Module, adapter: Adapter) -> Iterator[str]:
-    """What the targets of the config name in this model and the file has nothing for."""
     config = adapter.config
     if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         return
@@ -268,9 +250,8 @@ def _missing(model: nn.Module, adapter: Adapter) -> Iterator[str]:
             yield name
     of_experts = [name for name in PROJECTIONS if not isinstance(modules, str) and name in modules]
     for name in layouts_of(model):
-        of_parameters = [
-            leaf for leaf in (*UP_PARAMETERS.values(), "down_proj") if is_targeted(f"{name}.{leaf}", parameters)
-        ]
+        leaves = (*UP_PARAMETERS.values(), "down_proj")
+        of_parameters = any(is_targeted(f"{name}.{leaf}", parameters) for leaf in leaves)
         if name not in adapter.experts and (of_parameters or (adapter.experts and of_experts)):
             yield name
 

@@ -59,6 +59,7 @@ class Attached:
     changed: list[str] = field(default_factory=list)  # while merged: the parameters that have the factors in them
 
     def trainable(self) -> int:
+        """How many numbers the factors have, not counting modules that are trained in full."""
         of_experts = sum(p.numel() for layer in self.experts.values() for p in layer.parameters())
         return of_experts + sum(f.numel() for layer in self.linears.values() for f in linears.factors_of(layer))
 
@@ -92,7 +93,8 @@ def attach(
         dtype, _ = home_of_factors(model.get_submodule(name))
         factors = fresh_factors(state.layouts[name], projections, r=r, scaling=alpha / r, dtype=dtype, share_a=share_a)
         add_experts(model, state, name, factors)
-    state.config["target_parameters"] = linears.parameters_to_target(chosen.linears)
+    by_weight = (name for name in chosen.linears if name.rpartition(".")[2] in linears.TAKEN_FOR_EXPERTS)
+    state.config["target_parameters"] = [f"{name}.weight" for name in by_weight]
     add_linears(model, state, dict.fromkeys(chosen.linears, (r, alpha / r)))
     if train_router:
         add_whole_modules(model, state, list(routers_of(model, state.layouts)))
@@ -161,11 +163,9 @@ def prepare(model: nn.Module) -> None:
     check_coverage(model, "model", remedy)
     if not layouts_of(model):
         raise bad_value("model", "one with stacked experts", f"{type(model).__name__}, which has others", remedy)
-    from amoeba.integrations.transformers import register
+    from amoeba.integrations.transformers import take_over
 
-    register()
-
-    model.set_experts_implementation("amoeba")  # type: ignore[operator]
+    take_over(model)
 
 
 def start(model: nn.Module, config: dict[str, Any]) -> Attached:
@@ -180,15 +180,9 @@ def start(model: nn.Module, config: dict[str, Any]) -> Attached:
 def add_experts(model: nn.Module, state: Attached, name: str, factors: LoraFactors) -> None:
     """factors: of all experts, of which a rank keeps those of its own."""
     experts: Any = model.get_submodule(name)
-    placed = placed_in(experts)
-    layer = ExpertsLora(
-        share_of(experts, factors),
-        *home_of_factors(experts),
-        stays=stays(experts),
-        own=isinstance(placed, ShardedExperts),
-    ).train(experts.training)
-    state.experts[name] = layer
-    experts.register_module(LORA, layer)
+    share, own = share_of(experts, factors), isinstance(placed_in(experts), ShardedExperts)
+    state.experts[name] = layer = ExpertsLora(share, *home_of_factors(experts), stays=stays(experts), own=own)
+    experts.register_module(LORA, layer.train(experts.training))
 
 
 def share_of(experts: Any, factors: LoraFactors) -> LoraFactors:

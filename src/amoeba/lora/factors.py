@@ -156,7 +156,6 @@ def _stack(a: Tensor, b: Tensor, scaling: float) -> StackedLora:
 
 
 def _nothing_like(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Factors of rank 0."""
     assert pair is not None
     return pair[0][:, :0], pair[1][:, :, :0]
 

@@ -14,6 +14,7 @@ gate and up are taken to lie one after the other. Written is the form of PEFT 0.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -102,13 +103,9 @@ def read_adapter(
             nesting = match["nesting"].count(".base_layer")
             stacked.setdefault(name, {}).setdefault(nesting, {})[match["factor"]] = tensor
         elif ".experts." in key and ".lora_" in key:
-            raise bad_value(
-                key,
-                "...experts[.base_layer].lora_{A,B}.weight or ...experts.{e}.gate_proj.lora_{A,B}.weight"
-                + ("" if layouts is None else f" in one of {_some(layouts)}"),
-                f"this key, of shape {tuple(tensor.shape)}",
-                another_model(config),
-            )
+            names = "...experts[.base_layer].lora_{A,B}.weight or ...experts.{e}.gate_proj.lora_{A,B}.weight"
+            names += "" if layouts is None else f" in one of {_some(layouts)}"
+            raise bad_value(key, names, f"this key, of shape {tuple(tensor.shape)}", another_model(config))
         else:
             others[key] = tensor
 
@@ -160,12 +157,8 @@ def write_adapter(folder: str | Path, adapter: Adapter) -> None:
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = stacked.lora_A, stacked.lora_B
             num_experts = next(iter(factors.tensors().values())).shape[0]
             parameters[f"{module}.{name}"] = (stacked.lora_A.shape[0] // num_experts, stacked.scaling)
-    config = json.dumps(
-        config_to_write(adapter.config, adapter.experts, parameters, adapter.others),
-        indent=2,
-        sort_keys=True,
-        allow_nan=False,
-    )
+    written = config_to_write(adapter.config, adapter.experts, parameters, adapter.others)
+    config = json.dumps(written, indent=2, sort_keys=True, allow_nan=False)
 
     folder.mkdir(parents=True, exist_ok=True)
     handle, staged = tempfile.mkstemp(dir=folder, prefix=".", suffix=".safetensors")
@@ -226,12 +219,10 @@ def _read_stacked(
     targets = config.get("target_parameters") or ()
     targeted = [name for name in (*up_parameters, "down_proj") if is_targeted(f"{module}.{name}", targets)]
     if sorted(nested) != list(range(len(targeted))) or any(len(pair) != 2 for pair in nested.values()):
-        raise bad_value(
-            module,
-            f"lora_A and lora_B for each of {targeted}, which target_parameters names",
-            {".base_layer" * nesting + ".lora_" + factor for nesting, pair in nested.items() for factor in pair},
-            "LoRA is supported on the parameters gate_up_proj (up_proj without a gate) and down_proj of experts",
-        )
+        expected = f"lora_A and lora_B for each of {targeted}, which target_parameters names"
+        got = {".base_layer" * nesting + ".lora_" + factor for nesting, pair in nested.items() for factor in pair}
+        remedy = "LoRA is supported on the parameters gate_up_proj (up_proj without a gate) and down_proj of experts"
+        raise bad_value(module, expected, got, remedy)
     found: dict[str, StackedLora] = {}
     counts = set()
     for nesting, name in enumerate(reversed(targeted)):
@@ -249,16 +240,10 @@ def _read_stacked(
     gate_up = next(iter(found.values()), None)
     if layout is not None:
         gated = layout.gated
-    factors = from_peft(
-        gate_up,
-        down,
-        counts.pop(),
-        gated=gated,
-        interleaved=layout is not None and layout.interleaved,
-        swapped=_is_swapped(module, gate_up, down, config, layout, gated),
-        gate_rank=gate_rank,
-    )
-    return factors, gated
+    swapped = _is_swapped(module, gate_up, down, config, layout, gated)
+    interleaved = layout is not None and layout.interleaved
+    told: dict[str, Any] = {"interleaved": interleaved, "swapped": swapped, "gate_rank": gate_rank}
+    return from_peft(gate_up, down, counts.pop(), gated=gated, **told), gated
 
 
 def _is_swapped(
@@ -290,12 +275,9 @@ def _read_single(module: str, tensors: dict[tuple[str, int, str], Tensor], confi
     """The factors of experts that had a LoRA each, as in transformers 4."""
     projections = list(dict.fromkeys(projection for projection, _, _ in tensors))
     experts = range(1 + max(expert for _, expert, _ in tensors))
+    every = itertools.product(projections, experts, "AB")
     missing = [
-        f"{expert}.{projection}.lora_{factor}"
-        for projection in projections
-        for expert in experts
-        for factor in "AB"
-        if (projection, expert, factor) not in tensors
+        f"{expert}.{name}.lora_{factor}" for name, expert, factor in every if (name, expert, factor) not in tensors
     ]
     if missing:
         raise bad_value(module, "factors for every expert", f"none for {_some(missing)}", "train all experts alike")
@@ -316,10 +298,8 @@ def _read_single(module: str, tensors: dict[tuple[str, int, str], Tensor], confi
                 raise bad_value(f"{name}: lora_A and lora_B", expected, shapes, remedy)
             low.append(a)
             high.append(rescaled(b, own_scaling / scaling))
-        factors |= {
-            f"{PROJECTIONS[projection]}_lora_a": torch.stack(low),
-            f"{PROJECTIONS[projection]}_lora_b": torch.stack(high),
-        }
+        name = PROJECTIONS[projection]
+        factors |= {f"{name}_lora_a": torch.stack(low), f"{name}_lora_b": torch.stack(high)}
     assert scaling is not None
     return LoraFactors(**factors, scaling=scaling)
 

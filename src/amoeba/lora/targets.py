@@ -14,7 +14,6 @@ gradient are left out, and `chosen.left_out` says why. "experts" and "all-linear
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.integrations.experts_module import ROUTER_NAMES, ExpertsLayout, layouts_of
 from amoeba.integrations.text_model import beyond_text
-
-logger = logging.getLogger("amoeba")
 
 EXPERTS, ALL_LINEAR = "experts", "all-linear"
 # Sparse attention chooses keys by the top-k of an indexer's scores: the choice is all that is used of them.
@@ -75,7 +73,8 @@ def choose(model: nn.Module, targets: str | Iterable[str]) -> Chosen:
             if name not in chosen.linears:
                 chosen.linears.append(name)
         if not taken and left_out:
-            raise _trains_nothing(target, left_out)
+            got = f"{target!r}: {in_one_line(left_out)}"
+            raise bad_value("targets", "layers whose factors can be trained", got, "leave it out")
         if not taken:
             raise _matches_nothing(target, layouts, linears)
         if not by_kind:
@@ -114,7 +113,6 @@ def _linears(model: nn.Module) -> Iterator[str]:
 
 
 def _cannot_train(model: nn.Module, name: str) -> str | None:
-    """Why factors of this linear layer would never get a gradient."""
     parent, _, child = name.rpartition(".")
     if child in _READ_BY_MAMBA and "Mamba" in type(model.get_submodule(parent)).__name__:
         return _BY_WEIGHT
@@ -129,11 +127,6 @@ def _without_number(name: str) -> str:
     words = name.split(".")
     numbers = [place for place, word in enumerate(words) if word.isdigit()]
     return ".".join(words[numbers[-1] + 1 :] if numbers and numbers[-1] + 1 < len(words) else words)
-
-
-def _trains_nothing(target: str, left_out: dict[str, str]) -> ValueError:
-    expected = "layers whose factors can be trained"
-    return bad_value("targets", expected, f"{target!r}: {in_one_line(left_out)}", "leave it out")
 
 
 def _warn(target: str, left_out: dict[str, str], not_text: list[str]) -> None:
@@ -170,18 +163,15 @@ def _matches(name: str, target: str) -> bool:
 def _matches_nothing(target: str, layouts: dict[str, ExpertsLayout], linears: list[str]) -> ValueError:
     of_experts = dict.fromkeys(name for layout in layouts.values() for name in _parts(layout))
     ends = dict.fromkeys(name.rpartition(".")[2] for name in linears)
-    return bad_value(
-        "targets",
-        f"{EXPERTS}, {ALL_LINEAR}, a projection of the experts ({', '.join(of_experts) or 'this model has none'}) or a "
-        f"linear layer ({', '.join(ends) or 'this model has none'})",
-        f"{target!r}, which matches nothing in this model",
-        "name a part of it, or more of a name to choose among equal ends: layers.0.self_attn.q_proj",
-    )
+    projections, layers = (", ".join(names) or "this model has none" for names in (of_experts, ends))
+    expected = f"{EXPERTS}, {ALL_LINEAR}, a projection of the experts ({projections}) or a linear layer ({layers})"
+    remedy = "name a part of it, or more of a name to choose among equal ends: layers.0.self_attn.q_proj"
+    return bad_value("targets", expected, f"{target!r}, which matches nothing in this model", remedy)
 
 
 ADAPTER = "default"
 PREFIX = "base_model.model."  # of every key in PEFT's files
-_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # by PEFT, in target_modules
 
 
 def inject(model: nn.Module, ranks: dict[str, tuple[int, float]]) -> dict[str, Any]:
@@ -201,9 +191,8 @@ def inject(model: nn.Module, ranks: dict[str, tuple[int, float]]) -> dict[str, A
         module = model.get_submodule(name)
         holder = nn.ModuleList([module])
         is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        target: dict[str, Any] = (
-            {"target_modules": ["0"]} if is_plain else {"target_modules": [], "target_parameters": ["0.weight"]}
-        )
+        by_weight: dict[str, Any] = {"target_modules": [], "target_parameters": ["0.weight"]}
+        target = {"target_modules": ["0"]} if is_plain else by_weight
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, **target), holder, ADAPTER)
         layer: Any = holder[0]
         layers[name] = layer
@@ -215,25 +204,16 @@ def inject(model: nn.Module, ranks: dict[str, tuple[int, float]]) -> dict[str, A
     return layers
 
 
-def parameters_to_target(names: Iterable[str]) -> list[str]:
-    """Weights to be named in target_parameters, because in target_modules PEFT takes them for experts."""
-    return [f"{name}.weight" for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
-
-
 def factors_of(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
-def keys_of(name: str) -> tuple[str, str]:
-    return f"{PREFIX}{name}.lora_A.weight", f"{PREFIX}{name}.lora_B.weight"
-
-
 def tensors_of(layers: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        key: factor.detach()
-        for name, layer in layers.items()
-        for key, factor in zip(keys_of(name), factors_of(layer), strict=True)
-    }
+    found = {}
+    for name, layer in layers.items():
+        for part, factor in zip("AB", factors_of(layer), strict=True):
+            found[f"{PREFIX}{name}.lora_{part}.weight"] = factor.detach()
+    return found
 
 
 def merged_weight(layer: Any) -> Tensor:

@@ -53,13 +53,14 @@ def page_data(run: Run) -> dict[str, Any]:
     values = sum(len(layer["load"]) for layer in run.router[-1]["layers"]) if run.router else 0
     router = _thin(run.router, max(2, _LOAD_VALUES // max(1, values)))
     train = _thin(run.train, _LINE_RECORDS)
+    steps, written = [0, *(record["step"] for record in run.train)], run.last_written
     return {
         "name": run.folder.resolve().name,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "finished": run.finished,
         "last_step": run.last_step,
-        "last_line_steps": _steps_of_last_line(run.train),
-        "last_written": _moment(run.last_written),
+        "last_line_steps": steps[-1] - steps[-2] if run.train else 0,  # a line is about those since the one before it
+        "last_written": None if written is None else datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
         "notes": [*_notes(run), *_thinned("train", run.train, train), *_thinned("router", run.router, router)],
         "config": run.config,
         "environment": run.environment,
@@ -82,19 +83,11 @@ def _spoken(record: Record) -> Record:
     return {name: "not finite" if value is None and name in _NEVER_NULL else value for name, value in record.items()}
 
 
-def _steps_of_last_line(train: Sequence[Record]) -> int:
-    """A line is about the steps since the one before it."""
-    steps = [0, *(record["step"] for record in train)]
-    return steps[-1] - steps[-2] if train else 0
-
-
 def _notes(run: Run) -> list[str]:
     notes = []
     if run.torn_line is not None:
-        notes.append(
-            f"Line {run.torn_line} of metrics.jsonl, the last one, is incomplete and left out: "
-            "its writer was stopped in the middle of it, or is still writing."
-        )
+        why = "its writer was stopped in the middle of it, or is still writing"
+        notes.append(f"Line {run.torn_line} of metrics.jsonl, the last one, is incomplete and left out: {why}.")
     for step in run.went_back_to:
         notes.append(f"Training went back to step {step:,} and did it again; the later lines are shown.")
     for kind, count in run.unknown_kinds.items():
@@ -103,7 +96,6 @@ def _notes(run: Run) -> list[str]:
 
 
 def _thin(records: Sequence[Record], most: int) -> list[Record]:
-    """At most this many, evenly spaced, including the first and the last."""
     if len(records) <= most:
         return list(records)
     return [records[index * (len(records) - 1) // (most - 1)] for index in range(most)]
@@ -113,7 +105,3 @@ def _thinned(kind: str, records: Sequence[Record], kept: Sequence[Record]) -> li
     if len(kept) == len(records):
         return []
     return [f"{len(kept):,} of the {len(records):,} {kind} lines are shown, evenly spaced: all would slow the page."]
-
-
-def _moment(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

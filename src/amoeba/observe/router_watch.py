@@ -31,14 +31,13 @@ class RouterWatch:
 
     def __init__(self, model: nn.Module) -> None:
         parents = {child: parent for parent in model.modules() for child in parent.children()}
-        found = [(name, module) for name, module in model.named_modules() if _is_experts(module)]
+        modules = ((name, module) for name, module in model.named_modules() if is_experts(module))
+        found = [(name, module) for name, module in modules if hasattr(module, "num_experts")]
         self.names = [name for name, _ in found]
         self.experts: list[Any] = [module for _, module in found]
         self.routers = [routers_in(parents.get(module)) for module in self.experts]
-        self.selection_biases = [
-            next((router.e_score_correction_bias for router in routers if _has_bias(router)), None)
-            for routers in self.routers
-        ]
+        biases = ([getattr(each, "e_score_correction_bias", None) for each in routers] for routers in self.routers)
+        self.selection_biases = [next((bias for bias in each if bias is not None), None) for each in biases]
         self.ledger = Ledger([int(module.num_experts) for module in self.experts], self._device())
         for layer, (module, routers) in enumerate(zip(self.experts, self.routers, strict=True)):
             _watch(module, _WatchedExperts, self.ledger.key(layer), self.ledger.experts[layer])
@@ -81,12 +80,10 @@ class RouterWatch:
             self.refuse()
 
     def refuse(self) -> None:
-        raise bad_value(
-            "balance",
-            f"routers next to the experts ({' or '.join(ROUTER_NAMES)}) with logits, one for each expert, to train",
-            f"none at {', '.join(self.names[:2])}{' and others' if len(self.names) > 2 else ''}",
-            "use balance none and a z-loss coefficient of 0, train the routers, or take another architecture",
-        )
+        where = f"routers next to the experts ({' or '.join(ROUTER_NAMES)})"
+        got = f"none at {', '.join(self.names[:2])}{' and others' if len(self.names) > 2 else ''}"
+        remedy = "use balance none and a z-loss coefficient of 0, train the routers, or take another architecture"
+        raise bad_value("balance", f"{where} with logits, one for each expert, to train", got, remedy)
 
     def take(self) -> list[dict[str, Any]]:
         """The statistics since the last call, as plain numbers (this waits for the device)."""
@@ -96,16 +93,10 @@ class RouterWatch:
             zip(self.loads().tolist(), self._of_all(ledger.entropy_L2).tolist(), strict=True)
         ):
             load, dropped, (tokens, units) = counts[: ledger.experts[layer]], counts[ledger.experts[layer]], entropy
-            layers.append(
-                {
-                    "layer": layer,
-                    "load": load,
-                    "entropy": units * ENTROPY_UNIT / tokens if tokens else None,
-                    "max_violation": max(load) * len(load) / sum(load) - 1 if sum(load) else 0.0,
-                    "dead_experts": load.count(0),
-                    "drop_rate": dropped / max(sum(load) + dropped, 1),
-                }
-            )
+            found = {"layer": layer, "load": load, "entropy": units * ENTROPY_UNIT / tokens if tokens else None}
+            found["max_violation"] = max(load) * len(load) / sum(load) - 1 if sum(load) else 0.0
+            found |= {"dead_experts": load.count(0), "drop_rate": dropped / max(sum(load) + dropped, 1)}
+            layers.append(found)
         ledger.reset()
         return layers
 
@@ -116,10 +107,8 @@ class RouterWatch:
     def take_coactivation(self) -> list[dict[str, Any]]:
         """How often two experts served one token, among the first tokens of each pass."""
         counts = zip(self._of_all(self.ledger.together_LEE).tolist(), self.ledger.experts, strict=True)
-        return [
-            {"layer": layer, "counts": [row[:experts] for row in rows[:experts]]}
-            for layer, (rows, experts) in enumerate(counts)
-        ]
+        squares = ([row[:experts] for row in rows[:experts]] for rows, experts in counts)
+        return [{"layer": layer, "counts": square} for layer, square in enumerate(squares)]
 
     @contextmanager
     def counting(self, wanted_T: Tensor) -> Iterator[list[Tensor]]:
@@ -207,18 +196,9 @@ def check_balance(model: nn.Module, balance: str, z_loss_coefficient: float) -> 
         watch.refuse()
 
 
-def _is_experts(module: Any) -> bool:
-    """Those that transformers hands over: they are called with the experts and weights that the router chose."""
-    return is_experts(module) and hasattr(module, "num_experts")
-
-
 def _logits_of(output: Any) -> Any:
     """Of what a router returns: they come first, or last after the ids (granitemoe in transformers 5.17)."""
     if not isinstance(output, tuple):
         return output
     first = output[0]
     return output[-1] if isinstance(first, Tensor) and not first.is_floating_point() else first
-
-
-def _has_bias(router: nn.Module) -> bool:
-    return getattr(router, "e_score_correction_bias", None) is not None

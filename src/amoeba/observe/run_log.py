@@ -66,7 +66,8 @@ def read_run(folder: str | Path) -> Run:
     metrics = folder / "metrics.jsonl"
     config = _read_object(folder / "config.json")
     if not metrics.is_file() and RUN_FIELD not in (config or {}):  # a model's folder has a config.json too
-        got = f"a folder with {_contents(folder)}"
+        names = sorted(path.name for path in folder.iterdir()) or ["nothing in it"]
+        got = f"a folder with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
         remedy = "give the folder that `amoeba train` wrote, not the one above or below it"
         raise bad_value(str(folder), "a training run (metrics.jsonl, config.json)", got, remedy)
     by_kind, torn_line, went_back_to, unknown_kinds = _read_metrics(metrics)
@@ -77,22 +78,13 @@ def read_run(folder: str | Path) -> Run:
         folder=folder,
         config=config,
         environment=_read_object(folder / "environment.json"),
-        train=tuple(by_kind["train"]),
-        eval=tuple(by_kind["eval"]),
-        router=tuple(by_kind["router"]),
-        coactivation=tuple(by_kind["coactivation"]),
-        text_kinds=tuple(by_kind["text_kinds"]),
+        **{kind: tuple(by_kind[kind]) for kind in KINDS if kind != "final"},
         final=final,
         torn_line=torn_line,
         went_back_to=tuple(went_back_to),
         unknown_kinds=unknown_kinds,
         last_written=metrics.stat().st_mtime if metrics.is_file() else None,
     )
-
-
-def _contents(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "nothing in it"
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

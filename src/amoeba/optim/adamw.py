@@ -141,7 +141,10 @@ class AdamW(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state.update(first_state(parameter, states_dtype))
-                check_place(parameter, state)
+                if state["exp_avg"].device != parameter.device:
+                    expected = f"it on {parameter.device}, where its parameter is"
+                    remedy = "move the model before the first step, or load the optimizer's state anew"
+                    raise bad_value("state of the optimizer", expected, state["exp_avg"].device, remedy)
                 step = state["step"] = state["step"] + 1
                 key = at, step, parameter.device, parameter.dtype, gradient.dtype
                 batch = batches.get(key)
@@ -212,13 +215,6 @@ def laid_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-
-
-def check_place(parameter: Tensor, state: dict[str, Any]) -> None:
-    if state["exp_avg"].device != parameter.device:
-        expected = f"it on {parameter.device}, where its parameter is"
-        remedy = "move the model before the first step, or load the optimizer's state anew"
-        raise bad_value("state of the optimizer", expected, state["exp_avg"].device, remedy)
 
 
 def check_group(group: dict[str, Any]) -> None:

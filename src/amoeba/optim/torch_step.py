@@ -84,7 +84,8 @@ def update(batch: Batch, scale: Tensor | None) -> None:
         tensors = [parameter, batch.exp_avgs[at], batch.exp_avg_sqs[at], batch.gradients[at]]
         if batch.remainders:
             tensors.append(batch.remainders[at])
-        tensors = [_in_memory_order(tensor) for tensor in tensors]
+        # in the order of memory, with the tensor's own version counter: what was computed from it is seen to be old
+        tensors = [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
         for first in range(0, parameter.numel(), CHUNK):
             chunks = [tensor[first : first + CHUNK] for tensor in tensors]
             _update_chunk(*chunks, scale=scale, by=batch.coefficients, position=batch.positions[at], first=first)
@@ -101,11 +102,6 @@ def nearest_root(numbers: Tensor) -> Tensor:
     middle between two others."""
     by_mkl = _ROOTS_BY_MKL and numbers.device.type == "cpu"
     return numbers.double().sqrt_().float() if by_mkl else numbers.sqrt()
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """In one dimension. The version counter is the tensor's own: who keeps something computed from it sees the step."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _update_chunk(

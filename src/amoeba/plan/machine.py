@@ -1,10 +1,7 @@
 """What a machine can do: memory, bandwidths and operations per second, measured once and kept, or described.
 
-    here = measured_machine()                 # takes seconds the first time; the folder for caches keeps the rates
-    card = described_machine("4090")          # public figures of a card, or a JSON file with figures of your own
-    here.vram_bytes, here.link, here.rate("cuda")
-
-Memory is asked for each time: other programs may use some of it.
+here = measured_machine()                 # takes seconds the first time; the folder for caches keeps the rates
+card = described_machine("4090")          # public figures of a card, or a JSON file with figures of your own
 """
 
 from __future__ import annotations
@@ -104,16 +101,9 @@ class Machine:
         return changed if vram is None or self.gpu is None else replace(changed, vram_free=vram)
 
 
-_NAMES = {
-    **{
-        "cpu_flops": "CPU",
-        "cpu_fp32_flops": "CPU in fp32",
-        "gpu_flops": "GPU",
-        "cpu_bandwidth": "host memory",
-        "gpu_bandwidth": "GPU memory",
-    },
-    **{"disk": "disk", "link": "link to the GPU", "peer": "GPU to GPU", "network": "network per GPU"},
-}
+_NAMES = {"cpu_flops": "CPU", "cpu_fp32_flops": "CPU in fp32", "gpu_flops": "GPU", "cpu_bandwidth": "host memory"}
+_NAMES |= {"gpu_bandwidth": "GPU memory", "disk": "disk", "link": "link to the GPU", "peer": "GPU to GPU"}
+_NAMES |= {"network": "network per GPU"}
 
 
 def rates_in_words(rates: dict[str, float]) -> list[tuple[str, str]]:
@@ -187,16 +177,11 @@ def _read(path: Path) -> dict[str, Any]:
         got = ", ".join(sorted(set(found) - allowed)) if isinstance(found, dict) else type(found).__name__
         remedy = "correct the file"
         raise bad_value(f"--machine {path}", f"an object of {', '.join(sorted(allowed))}, card", got, remedy)
-    sized = {
-        what: parse_size(f"{what} in {path}", value)
-        for what, value in found.items()
-        if what.endswith("_bytes") and isinstance(value, str)
-    }
-    found |= sized
     for what, value in found.items():
-        if what not in ("card", "gpu") and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
-        ):
+        if what.endswith("_bytes") and isinstance(value, str):
+            found[what] = value = parse_size(f"{what} in {path}", value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if what not in ("card", "gpu") and not (is_number and 0 < value < math.inf):
             raise bad_value(f"{what} in {path}", "a number above 0", repr(value), "bytes or operations per second")
     return found
 
@@ -221,11 +206,8 @@ def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine:
             assumed += rates
         told |= rates
     if device.type == "cuda":
-        told |= {
-            "gpu": torch.cuda.get_device_name(device),
-            "vram_bytes": torch.cuda.get_device_properties(device).total_memory,
-            "vram_free": available_memory(device) or 0,
-        }
+        told |= {"gpu": torch.cuda.get_device_name(device), "vram_free": available_memory(device) or 0}
+        told |= {"vram_bytes": torch.cuda.get_device_properties(device).total_memory}
         told |= {"peer": CARDS["h200"]["peer"] * _REACHED["peer"], "network": _AROUND["network"]}
     total = total_memory() or 0
     return Machine(
@@ -241,14 +223,9 @@ def measured_machine(*, measure: bool = True, gpu: bool = True) -> Machine:
 
 
 def _rates(device: torch.device, measure: bool) -> dict[str, float] | None:
-    about = {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{cpu_model()}, {torch.get_num_threads()} threads",
-        "torch": str(torch.__version__),
-        "host": socket.gethostname(),
-        "size": asdict(SIZES[device.type]),
-    }
+    cpu = f"{cpu_model()}, {torch.get_num_threads()} threads"
+    about: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu}
+    about |= {"torch": str(torch.__version__), "host": socket.gethostname(), "size": asdict(SIZES[device.type])}
     names = _RATES[device.type]
     found = kept("machine", about) or {}
     if all(isinstance(found.get(name), float) and found[name] > 0 for name in names):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -153,7 +153,6 @@ def memory_of(facts: ModelFacts, choice: Choice, work: Work) -> tuple[Line, ...]
 
 
 def _experts(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, share: int) -> list[Line]:
-    """What holds them, and what is there in addition while they are loaded."""
     if not facts.entries:
         return []
     layer = facts.entries[0]
@@ -161,7 +160,11 @@ def _experts(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
     as_stored = layer.experts * facts.one_expert("resident")
     if choice.placement == "streamed":
         if choice.budgets is not None:
-            return _streamed_to_gpu(facts, choice.budgets)
+            budgets, entries = choice.budgets, facts.entries
+            slots = sum(n * LayerTiers.slot_bytes(each) for n, each in zip(budgets.slots, entries, strict=True))
+            pinned = sum(n * each.expert_bytes for n, each in zip(budgets.host_slots, entries, strict=True))
+            reads = passing_bytes(entries, budgets.slots, facts.scratch_bytes)
+            return [Line("slots", slots, CUDA), Line("pinned experts", pinned, HOST), Line("reads", reads, HOST)]
         slots = sum(count * each.expert_bytes for count, each in zip(choice.slots, facts.entries, strict=True))
         more = _STREAMED_STEP + int(_STREAMED_STEP_SHARE * slots) if work.trains else int(SLOTS_SHARE * slots)
         reads = facts.scratch_bytes + more
@@ -187,13 +190,6 @@ def _experts(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
     # quantised one layer after another, on the CPU
     codes = layer.experts * facts.one_expert(choice.placement)
     return [placed, Line("a layer while it is quantised", numbers + codes, HOST, "loading")]
-
-
-def _streamed_to_gpu(facts: ModelFacts, budgets: Budgets) -> list[Line]:
-    slots = sum(count * LayerTiers.slot_bytes(each) for count, each in zip(budgets.slots, facts.entries, strict=True))
-    pinned = sum(count * each.expert_bytes for count, each in zip(budgets.host_slots, facts.entries, strict=True))
-    passing = passing_bytes(facts.entries, budgets.slots, facts.scratch_bytes)
-    return [Line("slots", slots, CUDA), Line("pinned experts", pinned, HOST), Line("reads", passing, HOST)]
 
 
 def _step_copies(facts: ModelFacts, dtype: torch.dtype) -> int:
@@ -280,7 +276,6 @@ def _early(gradients: Line, saved: int) -> Line:
 
 
 def _trained(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, share: int) -> list[Line]:
-    """What learns, its gradients and AdamW's state."""
     here, moments = choice.device, choice.moments or work.moments
     if work.purpose == "train":
         numbers = facts.rest_numbers + -(-facts.expert_numbers // share)
@@ -294,13 +289,10 @@ def _trained(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
         if work.precision != "bf16":
             lines.append(Line("experts in fp8", _fp8_copies(facts) // share, here, "running"))
         return lines
-    factors = sum(
-        each.experts
-        * factor_numbers(
-            hidden=each.hidden, intermediate=each.intermediate, rank=work.rank, gated=each.activation.gated
-        )
-        for each in facts.entries
-    )
+    factors = 0
+    for each in facts.entries:
+        sizes: Any = {"hidden": each.hidden, "intermediate": each.intermediate, "gated": each.activation.gated}
+        factors += each.experts * factor_numbers(**sizes, rank=work.rank)
     factors //= share
     return [
         Line("LoRA factors", 4 * factors, here, "running"),
@@ -310,13 +302,8 @@ def _trained(facts: ModelFacts, choice: Choice, work: Work, dtype: torch.dtype, 
 
 
 def _fp8_copies(facts: ModelFacts) -> int:
-    return sum(
-        code_bytes(
-            experts=each.experts,
-            hidden=each.hidden,
-            intermediate=each.intermediate,
-            gated=each.activation.gated,
-            format=FP8_TRAINING,
-        )
-        for each in facts.entries
-    )
+    found = 0
+    for each in facts.entries:
+        sizes: Any = {"hidden": each.hidden, "intermediate": each.intermediate, "gated": each.activation.gated}
+        found += code_bytes(**sizes, experts=each.experts, format=FP8_TRAINING)
+    return found

@@ -11,7 +11,6 @@ A model without files here is built on the meta device, which takes no memory.
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from amoeba.core.cost import expert_bytes
 from amoeba.core.errors import BadValue, bad_value
+from amoeba.core.log import logger
 from amoeba.core.placement import LayerSizes
 from amoeba.integrations.experts_module import described, experts_modules, layout_of
 from amoeba.integrations.gguf_files import is_gguf
@@ -38,7 +38,6 @@ from amoeba.stream.store import LayerEntry, StoreError, is_store, open_store
 from amoeba.stream.store.layers import BLOCK, layer_entry
 from amoeba.stream.store.tensor_files import checkpoint_tensors
 
-logger = logging.getLogger("amoeba")
 _PIECES = 8  # of an expert, at most: three matrices with their scales, biases
 
 
@@ -90,10 +89,7 @@ class ModelFacts:
 
     @property
     def sizes(self) -> Counter[LayerSizes]:
-        return Counter(
-            LayerSizes(each.experts, each.hidden, each.intermediate, each.activation, each.has_bias)
-            for each in self.entries
-        )
+        return Counter(map(_sizes, self.entries))
 
     @property
     def expert_numbers(self) -> int:
@@ -114,30 +110,24 @@ class ModelFacts:
             if entry.format is None:
                 return _numbers(entry) * (dtype or entry.dtype).itemsize
             return sum(map(entry.size_of, entry.parts))
-        sizes = LayerSizes(entry.experts, entry.hidden, entry.intermediate, entry.activation, entry.has_bias)
         count = placement_named(placement).expert_bytes
         assert count is not None, placement
-        return count(sizes)
+        return count(_sizes(entry))
 
     def quantised(self, format: Format) -> ModelFacts:
-        entries = tuple(
-            layer_entry(
-                each.name,
-                each.experts,
-                each.hidden,
-                each.intermediate,
-                each.activation,
-                each.dtype,
-                each.has_bias,
-                format,
-                2 if each.activation.gated and not each.activation.interleaved else 1,
-            )
-            for each in self.entries
-        )
-        return replace(self, entries=entries)
+        entries = []
+        for each in self.entries:
+            sizes = each.experts, each.hidden, each.intermediate, each.activation
+            parts = 2 if each.activation.gated and not each.activation.interleaved else 1
+            entries.append(layer_entry(each.name, *sizes, each.dtype, each.has_bias, format, parts))
+        return replace(self, entries=tuple(entries))
 
     def expert_bytes(self, placement: str, dtype: torch.dtype | None = None) -> int:
         return sum(each.experts * self.of_layer(each, placement, dtype) for each in self.entries)
+
+
+def _sizes(entry: LayerEntry) -> LayerSizes:
+    return LayerSizes(entry.experts, entry.hidden, entry.intermediate, entry.activation, entry.has_bias)
 
 
 def _numbers(entry: LayerEntry) -> int:
@@ -171,9 +161,8 @@ def _from_headers(name: str, folder: Path, config: Any, trust_remote_code: bool,
     if quantised is None:
         check_no_codes(folder)
     elif format_of(quantised) is None:
-        check_readable(
-            folder, load_without_weights(unquantised(config), name, trust_remote_code=trust_remote_code), quantised
-        )
+        empty = load_without_weights(unquantised(config), name, trust_remote_code=trust_remote_code)
+        check_readable(folder, empty, quantised)
     facts = _from_config(name, config, trust_remote_code)
     try:
         tensors = checkpoint_tensors(folder)
@@ -294,7 +283,6 @@ def _kept_between_tokens(name: str, config: Any, trust_remote_code: bool) -> tup
 
 
 def _keeps_plain_keys(text: Any) -> bool:
-    """Nothing but keys and values of one size, in every layer."""
     from transformers import DynamicCache
 
     if any(getattr(text, each, None) is not None for each in ("qk_nope_head_dim", "v_head_dim", "index_head_dim")):

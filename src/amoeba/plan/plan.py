@@ -10,8 +10,8 @@ ways, if it fits; then the faster one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, get_args
@@ -101,9 +101,7 @@ class Plan:
     machine: Machine
     work: Work
     candidates: tuple[Candidate, ...]  # the best first, those that were rejected last
-    helps: tuple[tuple[str, float | None], ...] = field(
-        default=()
-    )  # what would help, and how many times; None: it fits
+    helps: tuple[tuple[str, float | None], ...] = ()  # what would help, and how many times; None: it fits
 
     @property
     def best(self) -> Candidate | None:
@@ -159,12 +157,8 @@ def _in_parts(facts: ModelFacts, machine: Machine, work: Work, dtype: torch.dtyp
     parts = 2
     while work.trains and work.ranks == 1 and work.batch % parts == 0:
         part = replace(work, batch=work.batch // parts)
-        fit = [
-            each
-            for each in _candidates(facts, machine, part, dtype)
-            if each.rejected is None and not each.error and "optimizer_states" not in each.options
-        ]
-        for each in sorted(fit, key=_order)[:1]:
+        fit = [each for each in _candidates(facts, machine, part, dtype) if each.rejected is None and not each.error]
+        for each in sorted((each for each in fit if "optimizer_states" not in each.options), key=_order)[:1]:
             options = each.options | {"batch_size": part.batch, "accumulation": parts}
             seconds = parts * (each.speed.step_seconds or 0.0)
             speed = replace(each.speed, step_seconds=seconds)
@@ -290,11 +284,9 @@ def _streamed(facts: ModelFacts, base: Choice, machine: Machine, work: Work) -> 
         choice, options = _with_slots(facts, empty, machine, memory_of(facts, empty, work))
     except ValueError as error:
         words, one = f"1 of {facts.entries[0].experts} slots", [1] * len(none)
-        by = (
-            replace(empty, slots=tuple(one))
-            if empty.budgets is None
-            else replace(empty, budgets=Budgets(0, 0, one, none))
-        )
+        by = replace(empty, slots=tuple(one))
+        if empty.budgets is not None:
+            by = replace(empty, budgets=Budgets(0, 0, one, none))
         least = _judged(facts, by, machine, work, {}, slots=words, is_default=facts.packed)
         yield replace(least, rejected=least.rejected or one_line(error))
         return
@@ -302,14 +294,13 @@ def _streamed(facts: ModelFacts, base: Choice, machine: Machine, work: Work) -> 
     if facts.packed or any(count < each.experts for count, each in zip(slots, facts.entries, strict=True)):
         words = f"{min(slots)} of {facts.entries[0].experts} slots"
         found = _judged(facts, choice, machine, work, options, slots=words, is_default=facts.packed)
-        yield found if facts.files_here else replace(found, first=_download(facts.name))
-
-
-def _download(name: str) -> str:
-    """Streaming reads files of a folder; of a folder with a config.json alone the name on the hub is not known."""
-    is_folder = Path(name).expanduser().is_dir()
-    model, folder = ("NAME", name) if is_folder else (name, Path(name).name)
-    return shell_words("hf", "download", model, "--local-dir", folder)
+        if facts.files_here:
+            yield found
+            return
+        # streaming reads files of a folder; of a folder with a config.json alone the name on the hub is not known
+        name, is_folder = facts.name, Path(facts.name).expanduser().is_dir()
+        model, folder = ("NAME", name) if is_folder else (name, Path(name).name)
+        yield replace(found, first=shell_words("hf", "download", model, "--local-dir", folder))
 
 
 def _with_slots(
@@ -347,9 +338,8 @@ def _what_helps(facts: ModelFacts, plan: Plan) -> Iterator[tuple[str, float | No
         usable = each.rejected is None or each.first is not None
         if each.error and usable and each.lines and not _too_large(each.lines, machine):
             how = each.first or f"--precision {each.numbers}" if each.numbers != "int8" else "--experts cpu-int8"
-            found.append(
-                (f"{how} (rounds the experts by {100 * each.error:.3g} %)", each.speed.score / now if now else None)
-            )
+            words = f"{how} (rounds the experts by {100 * each.error:.3g} %)"
+            found.append((words, each.speed.score / now if now else None))
     said: dict[str, float | None] = {}
     for words, times in found:
         if times is None or times >= _WORTH_SAYING:
@@ -358,64 +348,46 @@ def _what_helps(facts: ModelFacts, plan: Plan) -> Iterator[tuple[str, float | No
 
 
 def _changes(machine: Machine, work: Work) -> Iterator[tuple[str, Machine, Work]]:
-    for more in (8, 32):
-        yield f"{more} GiB more host memory", replace(machine, ram_free=machine.ram_free + more * _GIB), work
+    yield from ((words, other, work) for words, other in _more_memory(machine, "ram_free", "host", (8, 32)))
     if machine.device == CUDA:
-        for more in (4, 8, 24):
-            yield f"{more} GiB more GPU memory", replace(machine, vram_free=machine.vram_free + more * _GIB), work
+        yield from ((words, other, work) for words, other in _more_memory(machine, "vram_free", "GPU", (4, 8, 24)))
         yield "a link that is twice as fast", replace(machine, link=2 * machine.link), work
     yield "a disk that is twice as fast", replace(machine, disk=2 * machine.disk), work
+
+
+def _more_memory(machine: Machine, field: str, whose: str, amounts: Iterable[int]) -> Iterator[tuple[str, Machine]]:
+    for more in amounts:
+        changed: Any = {field: getattr(machine, field) + more * _GIB}
+        yield f"{more} GiB more {whose} memory", replace(machine, **changed)
 
 
 def _fitting(facts: ModelFacts, plan: Plan) -> Iterator[tuple[str, Machine, Work]]:
     """Of each kind of change the least that makes something fit."""
     machine, work = plan.machine, plan.work
-    kinds = [
-        [
-            (f"{more} GiB more host memory", replace(machine, ram_free=machine.ram_free + more * _GIB), work)
-            for more in _MORE
-        ]
-    ]
+    kinds = [[(words, other, work) for words, other in _more_memory(machine, "ram_free", "host", _MORE)]]
     if machine.device == CUDA:
-        kinds.append(
-            [
-                (f"{more} GiB more GPU memory", replace(machine, vram_free=machine.vram_free + more * _GIB), work)
-                for more in _MORE
-            ]
-        )
+        kinds.append([(words, other, work) for words, other in _more_memory(machine, "vram_free", "GPU", _MORE)])
         kinds.append([("--device cpu", machine.within(0, None), work)])
         if work.ranks == 1 and work.purpose != "serve" and facts.entries and not (facts.packed or facts.is_quantised):
             most = min(each.experts for each in facts.entries)
-            kinds.append(
-                [
-                    (f"{n} such GPUs that share the experts (--ranks {n})", machine, replace(work, ranks=n))
-                    for n in _RANKS
-                    if n <= most
-                ]
-            )
+            ranks, words = [n for n in _RANKS if n <= most], "{0} such GPUs that share the experts (--ranks {0})"
+            kinds.append([(words.format(n), machine, replace(work, ranks=n)) for n in ranks])
     for kind in kinds:
         yield from islice((each for each in kind if make_plan(facts, *each[1:], helps=False).best is not None), 1)
 
 
 def as_document(plan: Plan) -> dict[str, Any]:
-    best = plan.best
-    return {
-        "document": DOCUMENT,
-        "model": plan.model,
-        "family": plan.family,
-        "for": plan.work.purpose,
+    best, candidates = plan.best, []
+    for each in plan.candidates:
+        lines = {"lines": [line._asdict() for line in each.lines]}
+        sizes = {"gpu_bytes": each.gpu_bytes, "host_bytes": each.host_bytes}
+        candidates.append(asdict(replace(each, choice=None)) | lines | sizes)
+    document = {"document": DOCUMENT, "model": plan.model, "family": plan.family, "for": plan.work.purpose}
+    return document | {
         "work": asdict(plan.work),
         "machine": asdict(plan.machine),
         "best": None if best is None else plan.candidates.index(best),
-        "candidates": [
-            asdict(replace(each, choice=None))
-            | {
-                "lines": [line._asdict() for line in each.lines],
-                "gpu_bytes": each.gpu_bytes,
-                "host_bytes": each.host_bytes,
-            }
-            for each in plan.candidates
-        ],
+        "candidates": candidates,
         "what_helps": [{"change": words, "times": times} for words, times in plan.helps],
     }
 

@@ -4,8 +4,7 @@ T tokens · K experts per token · N = T·K routed rows · E experts · H hidden
 
     speed_of(facts, choice, work, machine)        # Speed(prefill, decode, step seconds, ...)
 
-A pass reads its weights and computes; each layer costs some time of its own. Constants are shares of what a machine
-reaches in a copy and in a dense product, from the measurements that they name.
+Constants are shares of what a machine reaches in a copy and in a dense product, from the measurements that they name.
 """
 
 from __future__ import annotations
@@ -104,9 +103,8 @@ def _hit_rate(facts: ModelFacts, choice: Choice) -> float | None:
     if choice.placement != "streamed" or not facts.entries:
         return None
     slots = choice.slots if choice.budgets is None else choice.budgets.slots
-    return sum(
-        hit_rate(count, each.experts, facts.top_k) for count, each in zip(slots, facts.entries, strict=True)
-    ) / len(facts.entries)
+    pairs = zip(slots, facts.entries, strict=True)
+    return sum(hit_rate(count, each.experts, facts.top_k) for count, each in pairs) / len(facts.entries)
 
 
 def hit_rate(slots: int, experts: int, top_k: int) -> float:
@@ -144,9 +142,8 @@ def _pass(
     if on_gpu:
         products = machine.gpu_flops * _GPU_PRODUCTS
         seconds = (dense * dtype.itemsize + kv) / (machine.gpu_bandwidth * _GPU_READS)
-        layer = (
-            _GPU_LAYER + _GPU_CACHED * min(cached, _GPU_LONG) * facts.attention_width if is_step else _GPU_PROMPT_LAYER
-        )
+        step_layer = _GPU_LAYER + _GPU_CACHED * min(cached, _GPU_LONG) * facts.attention_width
+        layer = step_layer if is_step else _GPU_PROMPT_LAYER
         layer = _PLAIN_LAYER if cpu_experts or ranks > 1 else layer
         seconds += _GPU_TOKEN if is_step else 0.0
     else:
@@ -168,7 +165,8 @@ def _pass(
         rows = tokens * facts.top_k / ranks
         code = _code(facts, choice)
         if choice.placement.startswith("cpu-") and machine.has_matrix_units:
-            computing = _in_tiles(code, machine, touched * each, rows * numbers)
+            multiplying = 2 * rows * numbers / (machine.cpu_flops * _CPU_TILES[code or "bf16"])
+            computing = max(touched * each / machine.cpu_bandwidth, multiplying)
         else:
             by = _experts_on_cpu if cpu_experts else _experts_on_gpu
             computing = by(code, machine, touched * each, touched * numbers, rows * numbers)
@@ -214,13 +212,7 @@ def _experts_on_cpu(code: str | None, machine: Machine, read: float, numbers: fl
     return read / (machine.cpu_bandwidth * _CODES_READ) + min(few, many)
 
 
-def _in_tiles(code: str | None, machine: Machine, read: float, products: float) -> float:
-    """As `_experts_on_gpu`, of packed experts."""
-    return max(read / machine.cpu_bandwidth, 2 * products / (machine.cpu_flops * _CPU_TILES[code or "bf16"]))
-
-
 def _widens(facts: ModelFacts, choice: Choice) -> bool:
-    """Whether streamed experts have numbers of half the size that the model computes in."""
     return not facts.is_quantised and choice.dtype is not None and choice.dtype.itemsize > facts.dtype.itemsize
 
 
@@ -289,10 +281,8 @@ def _step(facts: ModelFacts, choice: Choice, work: Work, machine: Machine) -> tu
     multiplying = tokens * per_number * of_experts / expert_products
     computing = own + (max(multiplying, reading) if tiles else multiplying + reading)
     if choice.placement == "streamed":
-        passes, slots = (
-            (3 if choice.checkpointing else 2),
-            choice.slots if choice.budgets is None else choice.budgets.slots,
-        )
+        passes = 3 if choice.checkpointing else 2
+        slots = choice.slots if choice.budgets is None else choice.budgets.slots
         away = sum((each.experts - n) * each.expert_bytes for each, n in zip(facts.entries, slots, strict=True))
         rate = machine.disk * _DISK if choice.budgets is None else machine.link * _LINK
         if choice.budgets is None:

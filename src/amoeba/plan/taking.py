@@ -2,8 +2,6 @@
 
     taken = take_plan("models/qwen3", Work("generate", context=700, batch=1))
     options = dataclasses.replace(options, **taken.options); say(taken.words)
-    taken.compared(report, prompt=17)             # what was predicted, next to what was measured
-
     streamed_or_model = adapt("models/qwen3", vram="8GiB")
 
 A model that fits as the command would load it anyway is loaded so, and nothing is measured or said.
@@ -11,7 +9,6 @@ A model that fits as the command would load it anyway is loaded so, and nothing 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 import torch
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.integrations.model_folder import load_config
 from amoeba.integrations.place_experts import place_experts
 from amoeba.jobs.cpu_dtype import dtype_to_load
@@ -31,8 +29,6 @@ from amoeba.plan.plan import Candidate, Plan, make_plan, predicted, predicted_wo
 from amoeba.plan.speed import speed_of
 from amoeba.stream.attaching import Streamed, attach
 from amoeba.stream.sizes import parse_size
-
-logger = logging.getLogger("amoeba")
 
 
 @dataclass(frozen=True)

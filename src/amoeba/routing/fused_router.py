@@ -127,15 +127,11 @@ def _fake_backward(arguments: tuple, saved: tuple, gradients: Sequence[Any], nee
     return [weight_TK.new_empty((weight_TK.shape[0], RouterConfig(*flat).num_experts), dtype=logits_TE.dtype)]
 
 
+_LOGITS = Operand("logits", "Tensor", True)
 # the ids come last: torch.library.opcheck adds up all results in the dtype of the first
 _operator = operators.define(
     "fused_router",
-    (
-        Operand("logits", "Tensor", True),
-        Operand("bias", "Tensor?"),
-        Operand("scores", "bool"),
-        *operands_of(RouterConfig),
-    ),
+    (_LOGITS, Operand("bias", "Tensor?"), Operand("scores", "bool"), *operands_of(RouterConfig)),
     ("weight", "scores", "expert"),
     forward=_forward,
     backward=_backward,

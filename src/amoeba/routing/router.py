@@ -50,12 +50,11 @@ class Routing:
     def __post_init__(self) -> None:
         expert_TK, weight_TK = self.expert_TK, self.weight_TK
         if expert_TK.dim() != 2 or expert_TK.shape[1] == 0:
-            raise bad_value(
-                "expert_TK",
-                "two dimensions, (tokens, experts per token), with at least one expert per token",
-                f"shape {tuple(expert_TK.shape)}",
-                "flatten batch and sequence into one dimension of tokens; an id outside [0, E) stands for no expert",
+            expected = "two dimensions, (tokens, experts per token), with at least one expert per token"
+            remedy = (
+                "flatten batch and sequence into one dimension of tokens; an id outside [0, E) stands for no expert"
             )
+            raise bad_value("expert_TK", expected, f"shape {tuple(expert_TK.shape)}", remedy)
         if weight_TK.shape != expert_TK.shape:
             got, remedy = f"shape {tuple(weight_TK.shape)}", "pass one weight for each chosen expert"
             raise bad_value("weight_TK", f"the shape of expert_TK, {tuple(expert_TK.shape)}", got, remedy)
@@ -83,13 +82,10 @@ class Routing:
             return
         bad_TK = ~(weight_TK >= 0)
         token, slot = bad_TK.nonzero()[0].tolist()
-        raise bad_value(
-            "weight_TK",
-            "no NaN and no negative weight",
-            f"{int(bad_TK.sum())} bad of {weight_TK.numel()}, "
-            f"the first at token {token}, slot {slot}: {weight_TK[token, slot].item()}",
-            "look for NaN or inf in the router's input, or make the weights with amoeba.routing.router.route",
-        )
+        first = f"the first at token {token}, slot {slot}: {weight_TK[token, slot].item()}"
+        got = f"{int(bad_TK.sum())} bad of {weight_TK.numel()}, {first}"
+        remedy = "look for NaN or inf in the router's input, or make the weights with amoeba.routing.router.route"
+        raise bad_value("weight_TK", "no NaN and no negative weight", got, remedy)
 
 
 def route(
@@ -295,12 +291,9 @@ def scores_of(routing: Routing, num_experts: int) -> Tensor:
     scores_TE = routing.scores_TE
     expected = (routing.num_tokens, num_experts)
     if scores_TE is None or scores_TE.shape != expected:
-        raise bad_value(
-            "scores_TE",
-            f"shape {expected}, (tokens, num_experts)",
-            None if scores_TE is None else f"shape {tuple(scores_TE.shape)}",
-            "make the Routing with amoeba.routing.router.route, and pass its num_experts",
-        )
+        got = None if scores_TE is None else f"shape {tuple(scores_TE.shape)}"
+        remedy = "make the Routing with amoeba.routing.router.route, and pass its num_experts"
+        raise bad_value("scores_TE", f"shape {expected}, (tokens, num_experts)", got, remedy)
     return scores_TE
 
 

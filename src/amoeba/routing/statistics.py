@@ -47,17 +47,8 @@ class RoutingStatistics(nn.Module):
     def record(self, routing: Routing) -> None:
         """Adds one call of the router. Without scores_TE its entropy is not counted."""
         scores_TE = None if routing.scores_TE is None else scores_of(routing, self.num_experts).detach()
-        record_routing(
-            routing.expert_TK,
-            scores_TE,
-            self.load_E,
-            self.slots,
-            self.dropped,
-            self.tokens,
-            self.scored_tokens,
-            self.entropy_sum,
-            self.steps,
-        )
+        counts = self.load_E, self.slots, self.dropped, self.tokens, self.scored_tokens, self.entropy_sum, self.steps
+        record_routing(routing.expert_TK, scores_TE, *counts)
 
     def summary(self) -> dict[str, Tensor]:
         """What happened since the last reset, as tensors on the device:
@@ -79,6 +70,7 @@ class RoutingStatistics(nn.Module):
         }
 
     def reset(self) -> None:
+        """Starts again from zero."""
         for buffer in self.buffers():
             buffer.zero_()
 

@@ -110,8 +110,5 @@ def _tool_call(text: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError):
         return None
     arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": str(name), "arguments": arguments},
-    }
+    function = {"name": str(name), "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

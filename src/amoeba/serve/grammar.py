@@ -35,10 +35,8 @@ class Grammars:
         try:
             import xgrammar
         except ImportError:
-            message = (
-                "response_format: expected the package xgrammar on the server; got none."
-                " Install it there: pip install xgrammar, or ask for the format in a message"
-            )
+            remedy = "Install it there: pip install xgrammar, or ask for the format in a message"
+            message = f"response_format: expected the package xgrammar on the server; got none. {remedy}"
             raise Refused(422, message, "response_format") from None
         try:
             compiled = self._compiled(json.dumps({"type": "object"} if wanted.type == "json_object" else schema))
@@ -56,9 +54,8 @@ class Grammars:
     def _compiler(self) -> Any:
         import xgrammar
 
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer, vocab_size=self._vocabulary, stop_token_ids=sorted(self._ends) or None
-        )
+        told: Any = {"vocab_size": self._vocabulary, "stop_token_ids": sorted(self._ends) or None}
+        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, **told)
         return xgrammar.GrammarCompiler(info)
 
 

@@ -2,10 +2,8 @@
 
     body = ChatBody.model_validate_json(data)          # ValidationError names the field
     body.check()                                       # Refused with a sentence where we do not do what it asks for
-    chat_chunk(about, index=0, delta={"content": "Hi"})
 
-Fields that do not change the text (user, metadata, store, ...) are accepted and ignored. A field that would change it,
-and that we do not serve, is refused: an answer is never silently something other than what was asked for.
+Fields that do not change the text (user, metadata, store, ...) are ignored. Others that we do not serve are refused.
 """
 
 from __future__ import annotations
@@ -191,9 +189,5 @@ class About(NamedTuple):
 
 
 def usage(prompt_tokens: int, completion_tokens: int, shared: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": shared},
-    }
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return counts | {"total_tokens": sum(counts.values()), "prompt_tokens_details": {"cached_tokens": shared}}

@@ -2,7 +2,7 @@
 
 with closing(open_model("models/qwen3", options, adapters={"chat": "runs/chat"}, slots=8, context=4096)) as served:
     served.names                                    # the model's, then its adapters'
-    served.engine.submit(served.request(ids, most, receive, sampling=..., seed=1, name="chat"))
+    served.engine.submit(Request(ids, most, receive, served.sampling(), seed=1, ends=served.ends, lane="chat"))
     served.status()
 """
 
@@ -24,14 +24,15 @@ import torch
 from amoeba import lora
 from amoeba.core.errors import bad_value
 from amoeba.data.documents import by_template
-from amoeba.decoding.engine import End, Engine, Grammar, Request, Token
+from amoeba.decoding.engine import Engine
 from amoeba.decoding.sampling import Sampling
 from amoeba.integrations.model_folder import find_adapter, has_tokenizer, load_tokenizer
-from amoeba.integrations.text_model import check_ids, positions
+from amoeba.integrations.text_model import check_ids
 from amoeba.jobs.convert.merge import check_not_merged
 from amoeba.jobs.generate.generate_prompts import CPU_BATCH, GPU_BATCH
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids, sampling_of
+from amoeba.jobs.generate.prompt_tokens import checked_context
 from amoeba.lora.attaching import put_on, take_off
 from amoeba.serve.grammar import Grammars
 
@@ -53,22 +54,21 @@ def open_model(
     are answered at once, for each adapter. context: tokens of a prompt and its answer at most."""
     options.check_batched()
     found = find_model(model_folder, None, options)
-    name = name or _name_of(str(model_folder))
+    if not name:  # the folder's; a run's, whose model is in a folder of that name
+        path = Path(model_folder).expanduser()
+        path = path.resolve() if path.is_dir() else path
+        name = (path.parent.name if path.name == "model" else path.name) or str(model_folder)
     folders = {each: find_adapter(folder) for each, folder in (adapters or {}).items()}
     for folder in folders.values():
         check_not_merged(found.name, folder)
     if name in folders:
         raise bad_value("--adapter", f"a name other than the model's, {name}", name, "choose another, or --name")
-    room = positions(found.config)
-    if context is not None and (context < 2 or (room is not None and context > room)):
-        expected = "at least 2" if room is None else f"2 to {room}, the model's max_position_embeddings"
-        raise bad_value("--context", expected, context, "leave it out")
+    most = checked_context(found.config, context, DEFAULT_CONTEXT)
     if slots is not None and slots < 1:
         raise bad_value("--slots", "at least 1", slots, "leave it out")
     token = found.tokenizer("a")["input_ids"][:1] or [0]
     loaded = load(found, options, token[0], say, adapters_follow=bool(folders))
     try:
-        most = context or min(DEFAULT_CONTEXT, room or DEFAULT_CONTEXT)
         rows = slots or (GPU_BATCH if loaded.device.type == "cuda" else CPU_BATCH)
         return ServedModel(loaded, options, name, folders, rows, most)
     except BaseException:
@@ -89,7 +89,7 @@ class ServedModel:
         self.loaded, self.context = loaded, context
         self.names, self.began = [name, *adapters], time.time()
         self._options, self._own = options, loaded.model.generation_config
-        self._ends = frozenset(end_ids(loaded.model))
+        self.ends = frozenset(end_ids(loaded.model))
         self.tokenizers = dict.fromkeys(self.names, loaded.tokenizer) | {
             each: load_tokenizer(str(folder), trust_remote_code=options.trust_remote_code)
             for each, folder in adapters.items()
@@ -102,7 +102,7 @@ class ServedModel:
                 loaded.model, slots=slots, length=context, lanes=lanes, streams=streams, dense=options.dense
             )
         vocabulary = next(iter(self.engine._lanes.values())).rows.logits_BV.shape[-1]
-        self.grammars = {name: Grammars(each, vocabulary, self._ends) for name, each in self.tokenizers.items()}
+        self.grammars = {name: Grammars(each, vocabulary, self.ends) for name, each in self.tokenizers.items()}
         self._speeds: collections.deque[tuple[float, int]] = collections.deque()
         self._thread = threading.Thread(target=self.engine.run, name="amoeba engine", daemon=True)
         self._thread.start()
@@ -150,47 +150,20 @@ class ServedModel:
         """New tokens: those that were asked for, or as many as the context leaves."""
         return min(asked or self._options.max_new_tokens, self.context - len(ids) + 1)
 
-    def request(
-        self,
-        ids: list[int],
-        most: int,
-        receive: Callable[[Token | End], object],
-        *,
-        sampling: Sampling,
-        seed: int,
-        name: str | None = None,
-        logprobs: int | None = None,
-        grammar: Grammar | None = None,
-    ) -> Request:
-        lane = name or self.names[0]
-        return Request(
-            ids, most, receive, sampling, seed % 2**63, self._ends, lane=lane, logprobs=logprobs, grammar=grammar
-        )
-
     def status(self) -> dict[str, Any]:
         engine, now = self.engine, time.monotonic()
         self._speeds.append((now, engine.counts.generated_tokens))
         while len(self._speeds) > 2 and now - self._speeds[0][0] > _SECONDS:
             self._speeds.popleft()
         (before, tokens), seconds = self._speeds[0], max(now - self._speeds[0][0], 1e-9)
-        return {
-            "models": self.names,
-            "device": str(self.loaded.device),
-            "dtype": self.loaded.dtype,
-            "experts": self.loaded.placement,
-            "backend": self.loaded.backend,
-            "steps": engine.kind,
-            "steps_reason": engine.reason,
-            "context": self.context,
-            "slots": engine.slots,
-            "active": engine.active,
-            "waiting": engine.waiting,
-            "tokens_per_second": (engine.counts.generated_tokens - tokens) / seconds if before < now else 0.0,
-            "prompt_tokens": engine.counts.prompt_tokens,
-            "shared_prompt_tokens": engine.counts.shared_tokens,
-            "generated_tokens": engine.counts.generated_tokens,
-            "expert_cache": self._expert_cache(),
-        }
+        loaded, counts = self.loaded, engine.counts
+        found: dict[str, Any] = {"models": self.names, "device": str(loaded.device), "dtype": loaded.dtype}
+        found |= {"experts": loaded.placement, "backend": loaded.backend, "steps": engine.kind}
+        found |= {"steps_reason": engine.reason, "context": self.context, "slots": engine.slots}
+        found |= {"active": engine.active, "waiting": engine.waiting}
+        found["tokens_per_second"] = (counts.generated_tokens - tokens) / seconds if before < now else 0.0
+        found |= {"prompt_tokens": counts.prompt_tokens, "shared_prompt_tokens": counts.shared_tokens}
+        return found | {"generated_tokens": counts.generated_tokens, "expert_cache": self._expert_cache()}
 
     def stop(self, wait: float | None = None) -> None:
         """Waits until all that was submitted is answered, or so many seconds."""
@@ -209,13 +182,8 @@ class ServedModel:
         if streamed is None:
             return None
         counters = streamed.memory.cache.counters
-        return {
-            "memory": str(streamed.memory),
-            "requested": counters.requested,
-            "hits": counters.hits,
-            "hit_rate": counters.top_hit_rate,
-            "host_hit_rate": counters.host_hit_rate,
-        }
+        rates = {"hit_rate": counters.top_hit_rate, "host_hit_rate": counters.host_hit_rate}
+        return {"memory": str(streamed.memory), "requested": counters.requested, "hits": counters.hits} | rates
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids or len(ids) > self.context:
@@ -225,12 +193,6 @@ class ServedModel:
             raise bad_value("prompt", "token ids of at least 0", min(ids), "use the model's tokenizer")
         check_ids(self.loaded.model.config, max(ids))
         return ids
-
-
-def _name_of(folder: str) -> str:
-    path = Path(folder).expanduser()
-    path = path.resolve() if path.is_dir() else path
-    return (path.parent.name if path.name == "model" else path.name) or folder
 
 
 def _lanes(loaded: LoadedModel, name: str, adapters: Mapping[str, Path]) -> dict[str, Callable[[], object]]:

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import hmac
 import json
-import logging
 import signal
 import socket
 import threading
@@ -41,8 +40,6 @@ from amoeba.decoding.engine import End, Token
 from amoeba.serve.answer import ChoiceText, Logprob
 from amoeba.serve.protocol import About, ChatBody, CompletionBody, Refused, usage
 from amoeba.serve.served_model import ServedModel
-
-logger = logging.getLogger("amoeba")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/status", "/")
@@ -313,18 +310,10 @@ class Answer:
             for number in range(body.n):
                 hear = functools.partial(self._hear, len(self._texts))
                 self._texts.append(ChoiceText(served.tokenizers[body.model], body.stops, calls_tools))
-                self._requests.append(
-                    served.request(
-                        ids,
-                        served.most(ids, most),
-                        hear,
-                        sampling=sampling,
-                        seed=seed + number,
-                        name=body.model,
-                        logprobs=body.wanted_logprobs,
-                        grammar=served.grammars[body.model].of(format),
-                    )
-                )
+                told: dict[str, Any] = {"lane": body.model, "logprobs": body.wanted_logprobs}
+                told |= {"grammar": served.grammars[body.model].of(format)}
+                chosen = served.most(ids, most), hear, sampling, (seed + number) % 2**63, served.ends
+                self._requests.append(engine.Request(ids, *chosen, **told))
 
     def submit(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._unended = loop, len(self._requests)
@@ -393,9 +382,8 @@ class Answer:
         self._told.put_nowait((index, told))
 
     async def _parts(self) -> AsyncIterator[tuple[int, str, list[Logprob], str | None]]:
-        """New text of a choice and its logprobs; with the last, why it ended."""
         metrics, left = self._server.metrics, set(range(len(self._texts)))
-        ends = self._server.served._ends
+        ends = self._server.served.ends
         while left:
             index, told = await self._told.get()
             text = self._texts[index]

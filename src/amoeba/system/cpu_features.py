@@ -3,9 +3,8 @@
     compute_dtype(torch.bfloat16, device)   # bfloat16 where the CPU has bf16 dot products, float32 where it has not
     cpu_flags()                             # {"avx2", "avx512f", ...}
 
-AMOEBA_CPU_FEATURES=avx2 hides what came after AVX2, so that one machine stands for older ones: all that asks about the
-CPU asks here, and the C++ core is compiled for such a CPU. torch has switches of its own, which are not set here:
-ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA.
+AMOEBA_CPU_FEATURES=avx2 hides what came after AVX2, so that one machine stands for older ones. torch has switches of
+its own, which are not set here.
 """
 
 from __future__ import annotations
@@ -36,21 +35,15 @@ class Level(NamedTuple):
     compiler_flag: str  # or several, separated by spaces
 
 
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"})
+_AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16", "avx512vbmi"})
 # Oldest first. A wheel carries libraries for all but "generic" (dev/wheel.py).
 _X86 = (
     Level("generic", frozenset({"sse2"}), "-march=x86-64"),
     Level("avx2", frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}), "-march=haswell"),
-    Level(
-        "avx512",
-        frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}),
-        "-march=cascadelake",
-    ),
+    Level("avx512", _AVX512, "-march=cascadelake"),
     Level("avx512_bf16", frozenset({"avx512_bf16"}), "-march=cooperlake"),
-    Level(
-        "amx",
-        frozenset({"amx_tile", "amx_int8", "amx_bf16", "avx512vbmi"}),
-        "-march=cooperlake -mavx512vbmi -mamx-tile -mamx-int8 -mamx-bf16",
-    ),
+    Level("amx", _AMX, "-march=cooperlake -mavx512vbmi -mamx-tile -mamx-int8 -mamx-bf16"),
 )
 _ARM = (
     Level("neon", frozenset({"asimd"}), "-march=armv8-a"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import logging
 import os
 import platform
 import re
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from amoeba._version import __version__
+from amoeba.core.log import logger
 from amoeba.system import tuned
 from amoeba.system.cpu_features import cpu_flags, features_override
 
@@ -162,16 +162,10 @@ def gpus() -> list[dict[str, Any]]:
     """tuned_configurations: those that `amoeba tune` measured and that are in use, which may change the last bits."""
     found = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-                "multiprocessors": properties.multi_processor_count,
-                "tuned_configurations": len(tuned.entries(torch.device("cuda", index))),
-            }
-        )
+        each, configurations = torch.cuda.get_device_properties(index), tuned.entries(torch.device("cuda", index))
+        about: dict[str, Any] = {"name": each.name, "compute_capability": f"{each.major}.{each.minor}"}
+        about |= {"memory_bytes": each.total_memory, "multiprocessors": each.multi_processor_count}
+        found.append(about | {"tuned_configurations": len(configurations)})
     return found
 
 
@@ -208,8 +202,6 @@ def _output(*command: str) -> str:
         return ""
     return done.stdout if done.returncode == 0 else ""
 
-
-logger = logging.getLogger("amoeba")
 
 # The oldest and the newest minor version with which the tests have passed; pyproject.toml requires the oldest.
 TRIED = {

@@ -92,7 +92,6 @@ def write_segments(
 
 
 def _chunks(segments: Iterable[Segment]) -> Iterator[tuple[int, int, list[tuple[Segment, int, int]]]]:
-    """Offset, bytes, and which segments it has: from where on, and how many bytes."""
     offset, size = 0, 0
     pieces: list[tuple[Segment, int, int]] = []
     for segment in segments:

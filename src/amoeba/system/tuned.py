@@ -11,7 +11,6 @@ candidate is named and ignored. AMOEBA_TUNED=off leaves all of it aside.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -23,9 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.system.files import default_folder, write_whole
-
-logger = logging.getLogger("amoeba")
 
 VARIABLE = "AMOEBA_TUNED"
 _FORMAT = 1  # of the file
@@ -85,9 +83,8 @@ def entries(device: torch.device) -> Entries:
     except (ImportError, OSError):  # no Triton; someone without a home
         return {}
     if found:
-        logger.info(
-            "%d configurations measured on this GPU are in use (%s); %s=off ignores them", len(found), path, VARIABLE
-        )
+        told = f"{len(found)} configurations measured on this GPU are in use ({path}); {VARIABLE}=off ignores them"
+        logger.info(told)
     return found
 
 

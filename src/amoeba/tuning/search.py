@@ -56,13 +56,8 @@ class Found:
         return self.default_ms / self.best_ms
 
     def entry(self) -> dict[str, Any]:
-        return {
-            "configuration": tuned.plain(self.best),
-            "ms": self.best_ms,
-            "default_ms": self.default_ms,
-            "error": self.error,
-            "tried": self.tried,
-        }
+        times = {"configuration": tuned.plain(self.best), "ms": self.best_ms, "default_ms": self.default_ms}
+        return times | {"error": self.error, "tried": self.tried}
 
 
 def find_best(search: Search, *, measure: Measure, clock: Callable[[], float], deadline: float) -> Found:

@@ -75,9 +75,8 @@ class _Inputs:
         def draw(*sizes: int) -> Tensor:
             return torch.randn(sizes, generator=generator, dtype=self.dtype, device=self.device)
 
-        score_TE = torch.rand(
-            (shape.tokens, shape.experts), generator=generator, dtype=torch.float32, device=self.device
-        )
+        size = shape.tokens, shape.experts
+        score_TE = torch.rand(size, generator=generator, dtype=torch.float32, device=self.device)
         weight_TK, expert_TK = score_TE.topk(shape.top_k)
         gate_up_EJH = draw(shape.experts, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
         down_EHI = draw(shape.experts, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)

@@ -173,14 +173,8 @@ def _merge(
         raise bad_value("--out", f"room to write {str(target)!r}", one_line(error), remedy) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return MergeReport(
-        model=str(target),
-        base_model=name,
-        adapter=str(adapter),
-        dtype=str(model.dtype).removeprefix("torch."),
-        experts_layers=len(state.experts),
-        linear_layers=len(state.linears),
-    )
+    written_in = str(model.dtype).removeprefix("torch.")
+    return MergeReport(str(target), name, str(adapter), written_in, len(state.experts), len(state.linears))
 
 
 def _folder_of(name: str) -> Path:
@@ -249,10 +243,8 @@ def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
     """config.json of a model in another dtype; a composite one has it in every part."""
     if not isinstance(config, dict):
         return config
-    named = str(dtype).removeprefix("torch.")
-    return {
-        key: named if key in ("dtype", "torch_dtype") else _with_dtype(value, dtype) for key, value in config.items()
-    }
+    named, names = str(dtype).removeprefix("torch."), ("dtype", "torch_dtype")
+    return {key: named if key in names else _with_dtype(value, dtype) for key, value in config.items()}
 
 
 NAME = "merged_adapters.json"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import shutil
 import time
 from collections import deque
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from amoeba.core.errors import BadValue, bad_value
+from amoeba.core.log import logger
 from amoeba.cpu.build import CoreUnavailable
 from amoeba.cpu.quantise import Quantise, is_compiled, load_quantise
 from amoeba.integrations.experts_module import ExpertsModule, described, experts_modules
@@ -48,8 +48,6 @@ from amoeba.system.pipeline import ahead
 FORMATS: dict[str, Format] = {"fp8": FP8_128, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
 _CONFIG = "config.json"
 _COPIES = 16  # of a matrix in fp32 that torch has at the same time, at most, while it quantises it
-
-logger = logging.getLogger("amoeba")
 
 
 @dataclass(frozen=True)
@@ -311,7 +309,6 @@ class _Quantising:
         return self.source.pieces[number][: -2 if self.source.layers[number].has_bias else None]
 
     def _is_stacked(self, number: int) -> bool:
-        """Whether the file has all experts of a matrix in one tensor."""
         return any(piece.stacked for piece in self._matrices(number))
 
     def _parts(self, number: int) -> int:
@@ -386,7 +383,6 @@ class _Quantising:
         return sorted({".".join(name.split(".")[-2:]) for name in linears if ".experts." not in f".{name}."})
 
     def _write_index(self) -> int:
-        """The bytes of the experts' matrices."""
         found = {file: tensors_of(self.out / file) for file in self.files}
         sizes = [entry.size for tensors in found.values() for entry in tensors.values()]
         weight_map = {name: file for file, tensors in found.items() for name in tensors}

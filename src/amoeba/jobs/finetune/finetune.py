@@ -3,14 +3,12 @@
     report = finetune(FinetuneSettings(model="models/base", data="chat.jsonl", out="runs/mine"), console)
     report.adapter       # peft.PeftModel.from_pretrained(base, report.adapter)
 
-The loss is that of the answers alone. Run folder, checkpoints, progress and resume are those of `amoeba train`; a
-checkpoint holds the adapter and the optimizer, not the frozen model.
+The loss is that of the answers alone. A checkpoint holds the adapter and the optimizer, not the frozen model.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ import torch
 from amoeba import lora
 from amoeba.core.cost import factor_numbers
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.core.placement import Load
 from amoeba.data.corpus import Corpus, load_corpus
 from amoeba.data.documents import Conversation, IllustratedConversation
@@ -64,7 +63,6 @@ WORTH_PADDING = 0.8
 # Rows are packed if an epoch still has this many steps: a small set of short conversations would be over in one or
 # two steps, and learn nothing from them. Not measured yet.
 LEAST_PACKED_STEPS = 20
-logger = logging.getLogger("amoeba")
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,8 @@ def _finetune(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # a router's: Adam's steps are below the rounding of bf16, and autocast allows fp32
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    steps = settings.steps or math.ceil(
-        settings.epochs * math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
-    )
+    steps_of_epoch = math.ceil(len(rows.train) / (settings.batch_size * settings.accumulation))
+    steps = settings.steps or math.ceil(settings.epochs * steps_of_epoch)
     trainable = count_parameters(model, None if mesh is None else mesh.experts, trained=True)
     faster = f" ({base.dtype.reason})" if base.dtype.stored is not None else ""
     console.say(
@@ -221,14 +218,8 @@ def _load_base(
     is_streamed = streams(name, settings)
     choice = dtype_to_load(asked, name, model_config, home_of(settings.vram) if is_streamed else device)
     if is_streamed:
-        streamed, choice = attach_in(
-            choice,
-            name,
-            ram="auto" if settings.ram is None else settings.ram,
-            vram=settings.vram,
-            trust_remote_code=trust_remote_code,
-            reserved=lambda store: factor_bytes(store, settings),
-        )
+        told = {"ram": settings.ram or "auto", "vram": settings.vram, "trust_remote_code": trust_remote_code}
+        streamed, choice = attach_in(choice, name, **told, reserved=lambda store: factor_bytes(store, settings))
         at_end.enter_context(streamed)
         placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
         return _Base(streamed.model, placed, choice, device, streamed)
@@ -237,15 +228,10 @@ def _load_base(
         placed = Placed("ranks", "one has all" if mesh.every.count == 1 else str(mesh))
         return _Base(model, placed, choice, device)
     tokens = -(-settings.batch_size // run.rank_zero.count) * settings.sequence_length
-    model, placed = load_placed(
-        name,
-        choice,
-        RESIDENT if settings.exact and settings.experts == AUTO else settings.experts,
-        Load(tokens, settings.r, recompute=settings.gradient_checkpointing),
-        trains=True,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
+    where = RESIDENT if settings.exact and settings.experts == AUTO else settings.experts
+    size = Load(tokens, settings.r, recompute=settings.gradient_checkpointing)
+    asked_for: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
+    model, placed = load_placed(name, choice, where, size, trains=True, **asked_for)
     set_products(model, "bf16")  # in evaluation as in training
     return _Base(model, placed, choice, device)
 
@@ -268,13 +254,10 @@ def factor_bytes(store: Store, settings: FinetuneSettings) -> int:
     """Of the experts' factors in fp32, their gradients and AdamW's two moments. What else is trained is small."""
     if "experts" not in settings.targets:
         return 0
-    numbers = sum(
-        entry.experts
-        * factor_numbers(
-            hidden=entry.hidden, intermediate=entry.intermediate, rank=settings.r, gated=entry.activation.gated
-        )
-        for entry in store.layers
-    )
+    numbers = 0
+    for entry in store.layers:
+        sizes: Any = {"hidden": entry.hidden, "intermediate": entry.intermediate, "gated": entry.activation.gated}
+        numbers += entry.experts * factor_numbers(**sizes, rank=settings.r)
     return numbers * (4 + 4 + 2 * (4 if settings.optimizer_states == "float32" else 2))
 
 
@@ -301,9 +284,8 @@ def _rows(
 ) -> Rows:
     most = min(settings.sequence_length, positions(model_config) or settings.sequence_length)
     if most < settings.sequence_length:
-        console.say(
-            f"rows are limited to {most} tokens instead of {settings.sequence_length}: the model has no more positions"
-        )
+        limits = f"rows are limited to {most} tokens instead of {settings.sequence_length}"
+        console.say(f"{limits}: the model has no more positions")
     train, held_out = (SftDataset(documents, tokenizer, most, reader) for documents in (corpus.train, corpus.held_out))
     check_ids(model_config, max(train.largest_id(), held_out.largest_id()))
     console.say(f"training data: {train.description}; held out: {held_out.description}")

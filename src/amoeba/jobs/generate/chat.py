@@ -11,7 +11,6 @@ has read.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,18 +20,17 @@ from typing import Any, Literal
 import torch
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.data.documents import Message
-from amoeba.integrations.text_model import positions
 from amoeba.jobs.generate.generate import TokenStream, stream_tokens
 from amoeba.jobs.generate.loaded_model import LoadedModel, find_model, load
 from amoeba.jobs.generate.options import GenerationOptions, end_ids, set_generation_config
-from amoeba.jobs.generate.prompt_tokens import tokenise
+from amoeba.jobs.generate.prompt_tokens import checked_context, tokenise
 from amoeba.jobs.generate.token_steps import Steps, choose_steps, warn_of_dense
 from amoeba.parallel.rank_zero import ALONE
 
-logger = logging.getLogger("amoeba")
-
 DEFAULT_CONTEXT = 4096
+Stopped = Literal["end of text", "length", "interrupted"]
 
 
 class TooLong(ValueError):
@@ -47,7 +45,7 @@ class Answer:
     generated_tokens: int
     seconds_to_first_token: float | None  # None: interrupted before it
     tokens_per_second: float | None  # None with fewer than two tokens
-    stopped: Literal["end of text", "length", "interrupted"]
+    stopped: Stopped
 
 
 def open_chat(
@@ -64,12 +62,8 @@ def open_chat(
     if not getattr(found.tokenizer, "chat_template", None):
         remedy = "use the family's chat model (its name often ends in Instruct), or amoeba generate"
         raise bad_value("MODEL", "a tokenizer with a chat template", "one without", remedy)
-    room = positions(found.config)
-    if context is not None and (context < 2 or (room is not None and context > room)):
-        expected = "at least 2" if room is None else f"2 to {room}, the model's max_position_embeddings"
-        raise bad_value("--context", expected, context, "leave it out")
+    most = checked_context(found.config, context, DEFAULT_CONTEXT)
     token = tokenise(found.tokenizer, "Hello", chat=True)[0]
-    most = context or min(DEFAULT_CONTEXT, room or DEFAULT_CONTEXT)
     return Chat(load(found, options, token, say), options, most, system)
 
 
@@ -147,27 +141,16 @@ class Chat:
         text, count = "".join(stream.pieces), len(stream.ids)
         self.messages.append(Message("assistant", text))
         ended = bool(stream.ids) and stream.ids[-1] in end_ids(model)
-        return Answer(
-            text,
-            len(ids),
-            len(ids) - known,
-            count,
-            stream.first_at - began if count else None,
-            (count - 1) / (stream.last_at - stream.first_at) if count > 1 else None,
-            "interrupted" if interrupted else "end of text" if ended else "length",
-        )
+        first = stream.first_at - began if count else None
+        speed = (count - 1) / (stream.last_at - stream.first_at) if count > 1 else None
+        stopped: Stopped = "interrupted" if interrupted else "end of text" if ended else "length"
+        return Answer(text, len(ids), len(ids) - known, count, first, speed, stopped)
 
     def _prepared(self, prompt_tokens: int) -> Steps:
         if self._steps is None:
-            self._steps = choose_steps(
-                self.loaded.model,
-                self._sampling,
-                batch=1,
-                prompt_tokens=prompt_tokens,
-                new_tokens=self.context - prompt_tokens,
-                compile=self._options.compile,
-                dense=self._options.dense,
-            )
+            told: dict[str, Any] = {"prompt_tokens": prompt_tokens, "new_tokens": self.context - prompt_tokens}
+            told |= {"compile": self._options.compile, "dense": self._options.dense}
+            self._steps = choose_steps(self.loaded.model, self._sampling, batch=1, **told)
             logger.info("steps %s: %s", self._steps.kind, self._steps.reason)
             warn_of_dense(self._options.dense, self._steps.kind, self._steps.reason)
         return self._steps

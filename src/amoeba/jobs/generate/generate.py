@@ -8,7 +8,6 @@ Times are taken after one warm-up token and after what has to be compiled or cap
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from amoeba.core.log import logger
 from amoeba.integrations.images import ImageReader
 from amoeba.integrations.text_model import text_config
 from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
@@ -27,8 +27,6 @@ from amoeba.jobs.generate.prompt_tokens import most_new_tokens, prompt_with_imag
 from amoeba.jobs.generate.token_steps import Steps, choose_steps, warn_of_dense
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero
-
-logger = logging.getLogger("amoeba")
 
 __all__ = ["GenerationOptions", "GenerationReport", "generate"]
 
@@ -91,15 +89,8 @@ def _generate(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         steps = Steps("plain", "transformers reads the images of a prompt", None, 0.0)
         if not given:
-            steps = choose_steps(
-                model,
-                sampling,
-                batch=1,
-                prompt_tokens=len(prompt_ids),
-                new_tokens=most,
-                compile=options.compile,
-                dense=options.dense,
-            )
+            told: dict[str, Any] = {"compile": options.compile, "dense": options.dense}
+            steps = choose_steps(model, sampling, batch=1, prompt_tokens=len(prompt_ids), new_tokens=most, **told)
         logger.info("steps %s: %s", steps.kind, steps.reason)
         warn_of_dense(options.dense, steps.kind, steps.reason)
         began = time.perf_counter()

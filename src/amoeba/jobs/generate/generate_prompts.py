@@ -1,17 +1,13 @@
-"""Answers the prompts of a file and writes each answer as soon as it is complete.
+"""Answers the prompts of a file and writes each answer, a JSON object per line, as soon as it is complete.
 
-    prompts = read_prompts(Path("questions.txt"), chat=False)
-    results = Results(Path("answers.jsonl"), prompts, "models/base")
-    report = generate_prompts("models/base", results, GenerationOptions(), slots=8)
-
-Results are one JSON object per line. Prompts that have one already are left out, so a later run continues an earlier
-one.
+prompts = read_prompts(Path("questions.txt"), chat=False)
+results = Results(Path("answers.jsonl"), prompts, "models/base")        # without those that have an answer already
+report = generate_prompts("models/base", results, GenerationOptions(), slots=8)
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.data.sources import Prompt, parse_json, read_text
 from amoeba.jobs.generate import token_steps
 from amoeba.jobs.generate.loaded_model import LoadedModel, ModelReport, find_model, load
@@ -31,8 +28,6 @@ from amoeba.jobs.generate.prompt_tokens import most_new_tokens, tokenise
 from amoeba.jobs.generate.token_steps import Kind
 from amoeba.jobs.streaming_report import StreamParts
 from amoeba.parallel.rank_zero import ALONE, RankZero
-
-logger = logging.getLogger("amoeba")
 
 # Answers generated at once. Not measured yet.
 GPU_BATCH, CPU_BATCH = 32, 8
@@ -117,16 +112,10 @@ class _Run:
 
     def answered(self, row: Row, ids: list[int], loaded: LoadedModel) -> None:
         ended = bool(ids) and ids[-1] in end_ids(loaded.model)
-        self.results.add(
-            row.prompt,
-            {
-                "text": loaded.tokenizer.decode(ids, skip_special_tokens=True),
-                "prompt_tokens": len(row.ids),
-                "generated_tokens": len(ids),
-                "stopped": "end of text" if ended else "length",
-                "seed": self.seed,
-            },
-        )
+        text = loaded.tokenizer.decode(ids, skip_special_tokens=True)
+        facts: dict[str, Any] = {"text": text, "prompt_tokens": len(row.ids), "generated_tokens": len(ids)}
+        facts |= {"stopped": "end of text" if ended else "length", "seed": self.seed}
+        self.results.add(row.prompt, facts)
         self.answers_given += 1
         self.prompt_tokens += len(row.ids)
         self.generated_tokens += len(ids)
@@ -171,14 +160,10 @@ class _Run:
 
         assert self.seed is not None
         began = time.perf_counter()
-        engine = Engine(
-            loaded.model,
-            slots=min(slots, len(rows)),
-            length=max(len(row.ids) + row.most for row in rows) - 1,
-            capture=token_steps.why_no_graphs(loaded.device) is None,
-            streams=loaded.streamed is not None,
-            dense=self.dense,
-        )
+        length = max(len(row.ids) + row.most for row in rows) - 1
+        capture = token_steps.why_no_graphs(loaded.device) is None
+        told: dict[str, Any] = {"capture": capture, "streams": loaded.streamed is not None, "dense": self.dense}
+        engine = Engine(loaded.model, slots=min(slots, len(rows)), length=length, **told)
         self.prepare_seconds = time.perf_counter() - began
         self.batching, self.batching_reason = "continuous", f"{engine.slots} at once"
         self.steps, self.steps_reason = engine.kind, engine.reason

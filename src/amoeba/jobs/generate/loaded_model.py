@@ -7,7 +7,6 @@ loaded.model, loaded.backend, loaded.reason
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from amoeba import lora
 from amoeba.backends.registry import explain
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.cpu.core import why_no_core
 from amoeba.integrations import norms
 from amoeba.integrations.exact_mode import exact
@@ -38,8 +38,6 @@ from amoeba.stream.attaching import Streamed, home_of
 from amoeba.stream.report import StreamReport
 from amoeba.stream.store import is_store
 from amoeba.system.machine import peak_memory
-
-logger = logging.getLogger("amoeba")
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,8 @@ class LoadedModel:
 
     def facts(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in ("dtype", "placement", "backend", "load_seconds", "products")}
-        return facts | {
-            "device": str(self.device),
-            "backend_reason": self.reason,
-            "peak_memory_bytes": peak_memory(self.device),
-        }
+        facts |= {"device": str(self.device), "backend_reason": self.reason}
+        return facts | {"peak_memory_bytes": peak_memory(self.device)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,24 +146,14 @@ def load(
                 model = streamed.model
                 placed = Placed(streamed.memory.layers[0].placement, str(streamed.memory))
             elif rank_zero.ranks is not None:
-                model = load_share(
-                    found.name,
-                    choice.dtype,
-                    rank_zero.ranks,
-                    tokens="same",
-                    trust_remote_code=options.trust_remote_code,
-                )
+                told = {"trust_remote_code": options.trust_remote_code}
+                model = load_share(found.name, choice.dtype, rank_zero.ranks, tokens="same", **told)
                 placed = Placed("ranks", f"over {rank_zero.count}")
             else:
-                model, placed = load_placed(
-                    found.name,
-                    choice,
-                    "resident" if options.exact and options.experts == "auto" else options.experts,
-                    trains=False,
-                    device=device,
-                    trust_remote_code=options.trust_remote_code,
-                    rest_in_blocks=found.adapter is None and not adapters_follow and not options.exact,
-                )
+                where = "resident" if options.exact and options.experts == "auto" else options.experts
+                in_blocks = found.adapter is None and not adapters_follow and not options.exact
+                asked: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "rest_in_blocks": in_blocks}
+                model, placed = load_placed(found.name, choice, where, trains=False, device=device, **asked)
             logger.info("experts %s: %s", placed.placement, placed.reason)
             if found.adapter is not None:
                 lora.load(model, found.adapter)
@@ -222,9 +207,8 @@ def _check_streaming(name: str, options: GenerationOptions) -> None:
             raise bad_value("trace", "streamed experts", "resident ones", remedy)
         return
     if options.exact:
-        remedy = (
-            "give the folder that it was packed from" if is_store(name) else "leave out --exact, or --ram and --vram"
-        )
+        packed = is_store(name)
+        remedy = "give the folder that it was packed from" if packed else "leave out --exact, or --ram and --vram"
         raise bad_value("--exact", "experts that stay in memory", "streamed ones", remedy)
     if options.experts != "auto":
         got = repr(options.experts)
@@ -235,14 +219,8 @@ def _check_streaming(name: str, options: GenerationOptions) -> None:
 
 
 def _stream(found: FoundModel, options: GenerationOptions, choice: DtypeChoice) -> tuple[Streamed, DtypeChoice]:
-    streamed, choice = attach_in(
-        choice,
-        found.name,
-        ram="auto" if options.ram is None else options.ram,
-        vram=options.vram,
-        miss=options.miss,
-        trust_remote_code=options.trust_remote_code,
-    )
+    told = {"ram": options.ram or "auto", "vram": options.vram, "miss": options.miss}
+    streamed, choice = attach_in(choice, found.name, **told, trust_remote_code=options.trust_remote_code)
     try:
         if options.record is not None:
             streamed.record(options.record)

@@ -95,14 +95,11 @@ def sampling_of(options: GenerationOptions, own: Any) -> dict[str, Any]:
     penalty = _first(options.repetition_penalty, own.repetition_penalty, 1.0)
     if options.temperature == 0 or not (asked or own.do_sample):
         return {"do_sample": False, "repetition_penalty": penalty}
-    return {
-        "do_sample": True,
-        "temperature": _first(options.temperature, own.temperature, 1.0),
-        "top_k": _first(options.top_k, own.top_k, 0),
-        "top_p": _first(options.top_p, own.top_p, 1.0),
-        **({"min_p": own.min_p} if getattr(own, "min_p", None) else {}),
-        "repetition_penalty": penalty,
-    }
+    found: dict[str, Any] = {"do_sample": True}
+    for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+        found[name] = _first(getattr(options, name), getattr(own, name), off)
+    found |= {"min_p": own.min_p} if getattr(own, "min_p", None) else {}
+    return found | {"repetition_penalty": penalty}
 
 
 def seed_for(options: GenerationOptions, rank_zero: RankZero) -> int:

@@ -6,19 +6,17 @@ most = most_new_tokens(config, ids, 200)
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.data.documents import IMAGE, Message, by_template, shown, with_parts
 from amoeba.data.token_rows import begin_tokens
 from amoeba.integrations.images import ImageReader
 from amoeba.integrations.text_model import check_ids, positions
-
-logger = logging.getLogger("amoeba")
 
 
 def tokenise(tokenizer: Any, prompt: str | Sequence[Message], chat: bool, name: str = "prompt") -> list[int]:
@@ -57,6 +55,15 @@ def _check_unicode(text: str, name: str) -> None:
         got = f"{text[error.start : error.start + 1]!a} at character {error.start}"
         remedy = "set the terminal to UTF-8, or convert the text, for example with iconv"
         raise bad_value(name, "text in UTF-8", got, remedy) from error
+
+
+def checked_context(config: Any, asked: int | None, default: int) -> int:
+    """Tokens of a prompt and its answer at most: as asked for, or as many as the default and the model allow."""
+    room = positions(config)
+    if asked is not None and (asked < 2 or (room is not None and asked > room)):
+        expected = "at least 2" if room is None else f"2 to {room}, the model's max_position_embeddings"
+        raise bad_value("--context", expected, asked, "leave it out")
+    return asked or min(default, room or default)
 
 
 def most_new_tokens(config: Any, prompt_ids: list[int], asked: int, name: str = "prompt") -> int:

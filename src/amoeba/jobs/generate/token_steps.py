@@ -10,7 +10,6 @@ Native steps are those of a CPU: all layers in one call of the C++ core. Plain i
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +18,7 @@ import torch
 
 from amoeba.core.errors import is_out_of_memory, one_line
 from amoeba.core.graph_replays import CannotCapture
-
-logger = logging.getLogger("amoeba")
+from amoeba.core.log import logger
 
 Kind = Literal["compiled", "captured", "native", "plain"]
 

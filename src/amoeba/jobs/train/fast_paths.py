@@ -14,7 +14,6 @@ without it, and a sentence says why.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,14 +22,12 @@ from typing import Any
 
 import torch
 
+from amoeba.core.log import logger
 from amoeba.data.token_rows import document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers, looping_parts
 from amoeba.integrations.coverage import repeats_forward, why_waits
 from amoeba.integrations.fused_loss import fused_loss
 from amoeba.integrations.text_model import draws_random_numbers, text_decoder
-
-logger = logging.getLogger("amoeba")
-
 
 # Compiling takes up to half a minute. A run of fewer operations is over within one or two on an H200.
 WORTH_COMPILING = 1e16
@@ -100,10 +97,8 @@ def why_not_by_documents(model: Any) -> str | None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     model.to(device)
     ids = torch.zeros(1, 128, dtype=torch.int64, device="cpu")
-    batch: dict[str, Any] = {
-        "input_ids": ids,
-        "position_ids": torch.arange(128, dtype=torch.int64, device="cpu")[None] % 64,
-    }
+    positions = torch.arange(128, dtype=torch.int64, device="cpu")[None] % 64
+    batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
     batch |= document_arguments(batch, 2, 128)
     given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     text = text_decoder(model)  # vision and audio parts keep their own attention
@@ -165,7 +160,6 @@ def _documents_apart(trainer: Any) -> Iterator[str | None]:
 
 
 def _looping(trainer: Any) -> list[torch.nn.Module]:
-    """What is not compiled; nothing where the model does not say."""
     model, found = trainer.model, list[torch.nn.Module]()
     training = model.training
     model.eval()
@@ -203,7 +197,6 @@ def _compiled(trainer: Any, looping: list[torch.nn.Module]) -> Iterator[str | No
 
 @contextmanager
 def _captured(trainer: Any, reason: str | None) -> Iterator[str | None]:
-    """reason: why a pass cannot be captured, if that is known already."""
     if reason is None and trainer.args.gradient_checkpointing and draws_random_numbers(trainer.model):
         reason = "activation checkpointing draws the model's random numbers again, for which it has to ask the device"
     trainer.captures = reason is None

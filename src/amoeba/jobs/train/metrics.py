@@ -6,7 +6,6 @@ trainer.add_callback(RunLog(folder, settings, console, model, tokens_per_row))
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from amoeba.core.errors import counted
+from amoeba.core.log import logger
 from amoeba.jobs.model_cost import measured_ceiling, training_flops_per_token
 from amoeba.jobs.settings import RunSettings
 from amoeba.observe.router_watch import RouterWatch
@@ -26,8 +26,6 @@ from amoeba.precision.recipes import UNCHANGED
 from amoeba.routing.router import update_selection_bias_
 from amoeba.system.files import finite, write_whole
 from amoeba.system.machine import peak_memory
-
-logger = logging.getLogger("amoeba")
 
 
 class NotFinite(ArithmeticError):
@@ -47,10 +45,8 @@ class RunLog(TrainerCallback):
         self.watch = RouterWatch(model)
         if rank_zero.count > 1:
             self.watch.share(lambda counts: rank_zero.add_up(counts, "statistics of the routers"))
-        self.watch.balance(
-            settings.aux_loss_coefficient / settings.accumulation if settings.balance == "aux" else 0.0,
-            settings.z_loss_coefficient / settings.accumulation,
-        )
+        pull = settings.aux_loss_coefficient if settings.balance == "aux" else 0.0
+        self.watch.balance(pull / settings.accumulation, settings.z_loss_coefficient / settings.accumulation)
         self.stopped_by: int | None = None  # the signal that asks for an end
         self.trained = False  # a step was done
         self.dead_experts, self.tokens_per_second = 0, 0.0
@@ -101,11 +97,13 @@ class RunLog(TrainerCallback):
 
     def evaluations(self) -> list[tuple[int, float]]:
         """Steps and held-out losses that are in the log."""
-        return [(step, loss) for step, loss in self.rank_zero.tell(self._evaluations)]
 
-    def _evaluations(self) -> list[tuple[int, float]]:
-        lines = map(json.loads, self.path.read_text().splitlines() if self.path.exists() else [])
-        return [(line["step"], line["loss"]) for line in lines if line["kind"] == "eval" and line["loss"] is not None]
+        def read() -> list[tuple[int, float]]:
+            lines = map(json.loads, self.path.read_text().splitlines() if self.path.exists() else [])
+            kept = (line for line in lines if line["kind"] == "eval" and line["loss"] is not None)
+            return [(line["step"], line["loss"]) for line in kept]
+
+        return [(step, loss) for step, loss in self.rank_zero.tell(read)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since = time.monotonic()
@@ -134,25 +132,21 @@ class RunLog(TrainerCallback):
         if control.should_save:
             state.num_input_tokens_seen = self._tokens_before + self._tokens_since()
 
-    def check_finite(self, step: int) -> None:
-        """NotFinite for the first of the steps since the last line, of which `step` is the last, that is not finite."""
-        self._check_finite(step, *self._losses_and_norms())
-
     def _losses_and_norms(self) -> tuple[list[float], list[float]]:
         """Of the steps since the last line; one read for all, which waits for the device."""
         if not self._step_losses:
             return [], []
-        losses, norms = (
-            torch.stack([number.to(self._device).float() for number in numbers])
-            for numbers in (self._step_losses, self._step_norms)
-        )
+        both = self._step_losses, self._step_norms
+        losses, norms = (torch.stack([each.to(self._device).float() for each in numbers]) for numbers in both)
         losses = self.rank_zero.add_up(losses, "losses")  # a rank's is its tokens' part; a norm is of all already
         return losses.tolist(), norms.tolist()
 
     def _tokens_since(self) -> int:
         return int(self.rank_zero.add_up(torch.stack(self.tokens).sum(), "numbers of tokens")) if self.tokens else 0
 
-    def _check_finite(self, step: int, losses: list[float], norms: list[float]) -> None:
+    def check_finite(self, step: int, losses_and_norms: tuple[list[float], list[float]] | None = None) -> None:
+        """NotFinite for the first of the steps since the last line, of which `step` is the last, that is not finite."""
+        losses, norms = losses_and_norms or self._losses_and_norms()
         for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step - len(losses) + 1):
             for name, value in (("loss", loss), ("norm of the gradient", norm)):
                 if not math.isfinite(value):
@@ -193,19 +187,13 @@ class RunLog(TrainerCallback):
         self.write({"kind": "router", "step": state.global_step, "layers": layers})
         self._events(line, layers)
         self.console.step(line, state.max_steps)
-        self._check_finite(state.global_step, losses, norms)
+        self.check_finite(state.global_step, (losses, norms))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         loss = metrics["eval_loss"]
         self.last_evaluation = (state.global_step, loss)
-        line = {
-            "kind": "eval",
-            "step": state.global_step,
-            "time": time.monotonic() - self._began,
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 50.0)),
-        }
-        self.write(line)
+        line = {"kind": "eval", "step": state.global_step, "time": time.monotonic() - self._began}
+        self.write(line | {"loss": loss, "perplexity": math.exp(min(loss, 50.0))})
         self.console.say(f"step {state.global_step}: held-out loss {loss:.3f}")
         if self._writer:
             self._writer.add_scalar("held_out/loss", loss, state.global_step)

@@ -51,7 +51,9 @@ def save_optimizer(optimizer: Any, model: Any, folder: Path, rank_zero: RankZero
             if mine is None and sharded is None and not rank_zero.here:
                 continue
             for key, value in optimizer.state[parameter].items():
-                value = _as_tensor(value).detach()
+                if not isinstance(value, Tensor):  # a number of steps
+                    value = torch.tensor(value, dtype=torch.int64, device="cpu")
+                value = value.detach()
                 if mine is not None and value.dim():
                     experts[f"{name}/{key}"] = mine.experts
                     value = mine.in_other_layout(value)
@@ -89,9 +91,7 @@ def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
             for key, value in found.items():
                 if value.dim() and value.shape != parameter.shape:
                     raise _another_model(folder, f"{key} of {name} in shape {tuple(value.shape)}")
-            state[place] = {
-                key: _laid_out_as(parameter, value) if value.dim() else value for key, value in found.items()
-            }
+            state[place] = {key: _laid_out_as(parameter, value) for key, value in found.items()}
             places.append(place)
             place += 1
         told = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key != "parameters"}
@@ -101,6 +101,8 @@ def load_optimizer(optimizer: Any, model: Any, folder: Path) -> None:
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
     """As in a new state: a fused optimizer takes its numbers in the order of the parameter's memory."""
+    if not value.dim():
+        return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
@@ -157,10 +159,6 @@ def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
         else:
             found.append((file, at, at + 1))
     return found
-
-
-def _as_tensor(value: Tensor | float) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
 def _another_model(folder: Path, got: str) -> ValueError:

@@ -1,6 +1,6 @@
 """Resuming a run: its settings, data, model and checkpoint must be the same and complete, or it is refused.
 
-    earlier = go_on(folder, settings, "model", "amoeba train", resume=True, start_from=None)
+    earlier = run.earlier("model")          # of a `jobs.train.run.Run`
     earlier.checkpoint           # whole; None: none was finished, the run starts anew
     check_data(earlier, began_with(corpus))
 
@@ -25,8 +25,7 @@ from amoeba.integrations.gguf_files import is_gguf, parts_of
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
 from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
-from amoeba.jobs.train.run_folder import RunReport, checkpoints, remove_unfinished, step_of
-from amoeba.parallel.rank_zero import ALONE, RankZero
+from amoeba.jobs.train.run_folder import RunReport, step_of
 from amoeba.stream.store.index import INDEX, is_store
 from amoeba.system.files import sampled_hash, shell_command, shell_words
 
@@ -54,34 +53,6 @@ class Earlier:
         if not start and self.checkpoint is not None:
             start = " " + shell_words("--model", self.checkpoint)
         return f"start a new run: {self.command}{start} --data ... --out ANOTHER"
-
-
-def go_on(
-    folder: Path,
-    settings: RunSettings,
-    kept: str,
-    command: str,
-    resume: bool,
-    start_from: str | None,
-    rank_zero: RankZero = ALONE,
-) -> Earlier | None:
-    """None for a run that begins. start_from: a checkpoint's name or step, in place of the last."""
-    if not resume:
-        if start_from:
-            raise bad_value("--from", "--resume as well", "none", "name the run folder: --resume RUN --from CHECKPOINT")
-        return None
-    record = _read_record(folder)
-    _check_settings(settings, record, folder, kept, command)
-    with rank_zero.all_or_none("what was left half-written"):
-        if rank_zero.here:
-            remove_unfinished(folder, kept)
-    found = checkpoints(folder)
-    chosen = _chosen(found, start_from, folder) if start_from else (found[-1] if found else None)
-    if chosen is not None:
-        with rank_zero.all_or_none("looking whether the checkpoint is whole"):
-            if rank_zero.here:
-                _check_whole(chosen, found, folder, command)
-    return Earlier(folder, command, chosen, record["model_config"], record["began_with"])
 
 
 # --- the record of the run
@@ -116,10 +87,10 @@ def settings_of(kind: type[Settings], resume: str | None, config: str | None, gi
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:
-    return {name: value for name, value in _read_record(folder).items() if name not in _RECORDS}
+    return {name: value for name, value in read_record(folder).items() if name not in _RECORDS}
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     remedy = f"restore it from a copy; the checkpoints in {folder / 'checkpoints'} are unchanged"
     try:
@@ -133,7 +104,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _check_settings(settings: RunSettings, record: dict[str, Any], folder: Path, kept: str, command: str) -> None:
+def check_settings(settings: RunSettings, record: dict[str, Any], folder: Path, kept: str, command: str) -> None:
     for name, now in json.loads(json.dumps(settings.as_dict())).items():
         if name not in record or now == record[name] or AT_RESUME[name] in ("changeable", "place"):
             continue
@@ -183,12 +154,10 @@ def check_data(earlier: Earlier, now: dict[str, Any]) -> None:
     then = earlier.began_with
     for side, of_what in (("train", "to train on"), ("held_out", "held out")):
         if now[side] != then[side]:
-            raise bad_value(
-                "the data",
-                f"the {_amount(then[side])} {of_what} that the run in {earlier.folder} started with",
-                _amount(now[side]) + (", with different text" if _amount(now[side]) == _amount(then[side]) else ""),
-                f"restore the data, or {earlier.new_run}",
-            )
+            had, has = _amount(then[side]), _amount(now[side])
+            expected = f"the {had} {of_what} that the run in {earlier.folder} started with"
+            got = f"{has}, with different text" if has == had else has
+            raise bad_value("the data", expected, got, f"restore the data, or {earlier.new_run}")
     if now["weights"] != then["weights"]:
         before, after = then["weights"] or {}, now["weights"] or {}
         names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
@@ -212,7 +181,7 @@ def check_model_config(earlier: Earlier, config: Any) -> None:
 # --- the checkpoint
 
 
-def _chosen(found: list[Path], name: str, folder: Path) -> Path:
+def chosen(found: list[Path], name: str, folder: Path) -> Path:
     for path in found:
         if name in (path.name, str(step_of(path)), str(path)):
             return path
@@ -220,7 +189,7 @@ def _chosen(found: list[Path], name: str, folder: Path) -> Path:
     raise bad_value("--from", f"a checkpoint of {folder} ({there})", repr(name), "choose one of these")
 
 
-def _check_whole(checkpoint: Path, found: list[Path], folder: Path, command: str) -> None:
+def check_whole(checkpoint: Path, found: list[Path], folder: Path, command: str) -> None:
     trouble = _trouble(checkpoint)
     if not trouble:
         return
@@ -239,26 +208,7 @@ def _trouble(checkpoint: Path) -> list[str]:
 # --- the end
 
 
-def finished_run(
-    folder: Path, settings: RunSettings, kept: str, command: str, kind: type[Report], names: dict[str, str]
-) -> Report | None:
-    """The report of a run that has nothing left to do. names: the fields of `kind` that name what was kept."""
-    _check_settings(settings, _read_record(folder), folder, kept, command)
-    line, wanted = _final_line(folder), {field.name for field in dataclasses.fields(kind)}
-    if line is None or not wanted <= line.keys() or not (folder / kept).is_dir():
-        return None
-    if (folder / kept / MANIFEST).is_file() and (trouble := damages(folder / kept)):
-        raise bad_value(
-            str(folder / kept),
-            "the files of the finished run, unchanged",
-            "; ".join(trouble),
-            "if you changed them yourself, there is nothing to resume; otherwise move the folder away and resume again:"
-            " the files are then written again from the last checkpoint",
-        )
-    return kind(**({name: line[name] for name in wanted} | {"folder": str(folder)} | names))
-
-
-def _final_line(folder: Path) -> dict[str, Any] | None:
+def final_line(folder: Path) -> dict[str, Any] | None:
     path = folder / "metrics.jsonl"
     for text in reversed(path.read_text(errors="replace").splitlines() if path.is_file() else []):
         try:

@@ -8,9 +8,11 @@ with run.in_folder():
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,25 @@ import torch
 from amoeba.core.errors import bad_value
 from amoeba.jobs.same_on_ranks import check_same_job
 from amoeba.jobs.settings import RunSettings
-from amoeba.jobs.train.resume import Earlier, Report, check_model_config, finished_run, go_on, settings_of_run
-from amoeba.jobs.train.run_folder import Console, describe_run, run_folder
+from amoeba.jobs.train.manifest import MANIFEST, damages, with_digest
+from amoeba.jobs.train.resume import (
+    Earlier,
+    Report,
+    check_model_config,
+    check_settings,
+    check_whole,
+    chosen,
+    final_line,
+    read_record,
+    settings_of_run,
+)
+from amoeba.jobs.train.run_folder import Console, checkpoints, remove_unfinished, run_folder
 from amoeba.parallel.mesh import RankMesh, check_expert_ranks, make_mesh
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.precision.recipes import OF_ALL_TOKENS, UNCHANGED
 from amoeba.system.fast_imports import COMPILER, importing
+from amoeba.system.files import write_whole
+from amoeba.system.machine import commit, machine, versions
 
 
 @dataclass(frozen=True)
@@ -85,15 +100,39 @@ class Run:
     def finished(self, kept: str, kind: type[Report], field: str) -> Report | None:
         if not self.resume or self.start_from:
             return None
-        names = {field: str(self.folder / kept)}
-        return finished_run(self.folder, self.settings, kept, self.command, kind, names)
+        result = self.folder / kept
+        check_settings(self.settings, read_record(self.folder), self.folder, kept, self.command)
+        line, wanted = final_line(self.folder), {entry.name for entry in fields(kind)}
+        if line is None or not wanted <= line.keys() or not result.is_dir():
+            return None
+        if (result / MANIFEST).is_file() and (trouble := damages(result)):
+            remedy = "if you changed them yourself, there is nothing to resume; otherwise move the folder away and "
+            remedy += "resume again: the files are then written again from the last checkpoint"
+            raise bad_value(str(result), "the files of the finished run, unchanged", "; ".join(trouble), remedy)
+        return kind(**({name: line[name] for name in wanted} | {"folder": str(self.folder), field: str(result)}))
 
     def earlier(self, kept: str) -> Earlier | None:
-        asked = self.command, self.resume, self.start_from, self.rank_zero
-        return go_on(self.folder, self.settings, kept, *asked)
+        """None for a run that begins."""
+        if not self.resume:
+            if self.start_from:
+                remedy = "name the run folder: --resume RUN --from CHECKPOINT"
+                raise bad_value("--from", "--resume as well", "none", remedy)
+            return None
+        folder, ranks, record = self.folder, self.rank_zero, read_record(self.folder)
+        check_settings(self.settings, record, folder, kept, self.command)
+        with ranks.all_or_none("what was left half-written"):
+            if ranks.here:
+                remove_unfinished(folder, kept)
+        found = checkpoints(folder)
+        last = chosen(found, self.start_from, folder) if self.start_from else (found[-1] if found else None)
+        if last is not None:
+            with ranks.all_or_none("looking whether the checkpoint is whole"):
+                if ranks.here:
+                    check_whole(last, found, folder, self.command)
+        return Earlier(folder, self.command, last, record["model_config"], record["began_with"])
 
     def describe(self, model: Any, earlier: Earlier | None, content: dict[str, Any], precision: Any = None) -> None:
-        """content: what it begins with. precision: see `describe_run`."""
+        """content: what it begins with. precision: of the experts, see `amoeba.jobs.train.train`."""
         if self.settings.experts != "ranks" and self.rank_zero.count > 1:
             ranks = f"{self.rank_zero.count} ranks, each with the whole model"
             self.console.say(f"{ranks}, share each batch and add up their gradients")
@@ -101,5 +140,10 @@ class Run:
             check_model_config(earlier, model.config)
         with self.rank_zero.all_or_none("the description of the run"):
             if self.rank_zero.here:
-                began = earlier.began_with if earlier else content
-                describe_run(self.folder, self.settings.as_dict(), model.config.to_dict(), began, precision)
+                began = {"began_with": earlier.began_with if earlier else content}
+                config = self.settings.as_dict() | {"model_config": model.config.to_dict()} | began
+                environment = {"machine": machine(), "versions": versions(), "commit": commit()}
+                environment |= {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+                environment |= {} if precision is None else {"experts": precision}
+                for name, told in {"config": with_digest(config), "environment": environment}.items():
+                    write_whole(self.folder / f"{name}.json", json.dumps(told, indent=1, default=str) + "\n")

@@ -9,7 +9,6 @@ RUN/config.json environment.json metrics.jsonl tensorboard/ checkpoints/ and mod
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from amoeba.core.errors import bad_value
-from amoeba.jobs.train.manifest import with_digest
 from amoeba.parallel.launcher import may_restart
 from amoeba.parallel.rank_zero import ALONE, RankZero
-from amoeba.system.files import put_back, shell_words, write_whole
+from amoeba.system.files import put_back, shell_words
 
 _UNFINISHED = "writing"  # the checkpoint that is being written
 _SET_ASIDE = "set-aside-"
@@ -165,28 +163,6 @@ def _wait_for_lock(file: TextIO, seconds: float, say: Callable[[str], None]) -> 
             say(f"waiting up to {seconds:g} s for {file.read().strip() or 'another process'} to release {file.name}")
             told = True
         time.sleep(0.1)
-
-
-def describe_run(
-    folder: Path,
-    settings: dict[str, Any],
-    model_config: dict[str, Any],
-    began_with: dict[str, Any],
-    precision: dict[str, Any] | None = None,
-) -> None:
-    """What is used, and on which machine. began_with: see `amoeba.jobs.train.resume`. precision: of the experts, see
-    `amoeba.jobs.train.train`; None for the run's own dtype."""
-    from amoeba.system.machine import commit, machine, versions
-
-    environment = {
-        "machine": machine(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": commit(),
-    } | ({} if precision is None else {"experts": precision})
-    config = with_digest(settings | {"model_config": model_config, "began_with": began_with})
-    for name, content in {"config": config, "environment": environment}.items():
-        write_whole(folder / f"{name}.json", json.dumps(content, indent=1, default=str) + "\n")
 
 
 def step_of(checkpoint: Path) -> int:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from amoeba.jobs.settings import RunSettings
 
@@ -74,9 +73,6 @@ class TimeBudget(TrainerCallback):
         self._steps_here = 0
         self._timed: tuple[int, float] | None = None  # since which step and time the pace is measured
 
-    def go_on_from(self, checkpoint: Path) -> None:
-        self.plan.total = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.max_steps = self.plan.total
         self._began -= self.plan.used_seconds
@@ -98,9 +94,8 @@ class TimeBudget(TrainerCallback):
             return
         if not self.plan.is_made and self._steps_here <= _UNTIMED:
             return
-        total, self.plan.next_check = self._trainer.rank_zero.tell(
-            lambda: self._checked(step, now), "the number of steps"
-        )
+        tell = self._trainer.rank_zero.tell
+        total, self.plan.next_check = tell(lambda: self._checked(step, now), "the number of steps")
         if total is not None:
             self.plan.is_made = True
             if total != self.plan.total:

@@ -193,7 +193,7 @@ def _build_model(
         if mesh is None:
             choice = DtypeChoice(read_in, None, "as it is trained")
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            told = {"trains": True, "device": device, "trust_remote_code": trust_remote_code}
+            told: dict[str, Any] = {"trains": True, "device": device, "trust_remote_code": trust_remote_code}
             return load_placed(settings.model, choice, RESIDENT, **told)[0]
         return load_share(settings.model, read_in, mesh.experts, trains=True, trust_remote_code=trust_remote_code)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.core.torch_internals import capture, end_failed_capture
 from amoeba.data.token_rows import NO_LABEL, document_arguments
 from amoeba.integrations.compiled_layers import CompiledLayers, decoder_layers
@@ -28,8 +28,6 @@ from amoeba.optim import AdamW
 from amoeba.parallel.mesh import RankMesh
 from amoeba.parallel.rank_zero import ALONE, RankZero
 from amoeba.parallel.shards import add_up_gradients, clip_gradients, hand_over_gradients, is_shard, local_parameter
-
-logger = logging.getLogger("amoeba")
 
 
 class Rows(NamedTuple):
@@ -152,14 +150,14 @@ class FastTrainer(Trainer):
         if self.optimizer is None and (ours or sharded):
             decayed = set(self.get_decay_parameter_names(model))
             stepped = {name: local_parameter(p) for name, p in trained.items()}
-            groups: list[dict[str, Any]] = [
-                {
-                    "params": [p for name, p in stepped.items() if name in decayed],
-                    "weight_decay": self.args.weight_decay,
-                },
-                {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
-            ]
-            self.optimizer = self._our_optimizer(groups) if ours else self._their_optimizer(groups)
+            groups: list[dict[str, Any]] = [{"weight_decay": self.args.weight_decay}, {"weight_decay": 0.0}]
+            for group, decays in zip(groups, (True, False), strict=True):
+                group["params"] = [p for name, p in stepped.items() if (name in decayed) is decays]
+            if ours:
+                self.optimizer = self._our_optimizer(groups)
+            else:  # of a sharded model Trainer makes more groups than two
+                kind, told = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+                self.optimizer = kind(groups, **told)
             hand_over_gradients(self.optimizer, trained.values())
         return super().create_optimizer(*arguments, **options)
 
@@ -170,19 +168,9 @@ class FastTrainer(Trainer):
         return [name for name in found if name not in own or "bias" not in own[name].name]
 
     def _our_optimizer(self, groups: list[dict[str, Any]]) -> AdamW:
-        return AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.args.learning_rate,
-            betas=(self.args.adam_beta1, self.args.adam_beta2),
-            eps=self.args.adam_epsilon,
-            states=self.optimizer_states,
-            seed=self.args.seed,
-        )
-
-    def _their_optimizer(self, groups: list[dict[str, Any]]) -> Any:
-        """As Trainer makes it of a model that is not sharded; of a sharded one it makes more groups than two."""
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        return kind(groups, **options)
+        args, filled = self.args, [group for group in groups if group["params"]]
+        told: dict[str, Any] = {"states": self.optimizer_states, "seed": args.seed}
+        return AdamW(filled, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon, **told)
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         """Never so that Trainer clips by itself: `clipping` knows of meshes, and of what ranks have alone."""
@@ -252,10 +240,8 @@ class FastTrainer(Trainer):
             self._tries += 1
             self.captures = self._tries < CAPTURES
             if not self.captures:
-                logger.warning(
-                    "launching kernels one by one, which is slower: the passes cannot be captured in a CUDA graph"
-                    " (-v shows why)"
-                )
+                reason = "the passes cannot be captured in a CUDA graph (-v shows why)"
+                logger.warning("launching kernels one by one, which is slower: %s", reason)
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -338,9 +324,8 @@ class CapturedStep:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
     def fits(self, inputs: dict[str, Any]) -> bool:
-        return inputs.keys() == self._inputs.keys() and all(
-            _kind(value) == _kind(self._inputs[name]) for name, value in inputs.items()
-        )
+        kinds, own = ({name: _kind(value) for name, value in each.items()} for each in (inputs, self._inputs))
+        return kinds == own
 
     def __call__(self, inputs: dict[str, Any], predicted: Tensor) -> Tensor:
         """The loss. Gradients are added to those that parameters have."""
@@ -349,9 +334,7 @@ class CapturedStep:
                 self._inputs[name].copy_(value, non_blocking=True)
         self._predicted.copy_(predicted, non_blocking=True)
         # in a step of several passes: the gradients of the first are where those of the second will be
-        sums = [
-            _copy(parameter.grad) if parameter.grad is own else parameter.grad for parameter, own in self._gradients
-        ]
+        sums = [_copy(each.grad) if each.grad is own else each.grad for each, own in self._gradients]
         self._graph.replay()
         for (parameter, gradient), earlier in zip(self._gradients, sums, strict=True):
             parameter.grad = gradient if earlier is None else earlier.add_(gradient)

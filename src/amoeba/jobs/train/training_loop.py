@@ -1,16 +1,12 @@
 """transformers.Trainer with a run log, watched routers, and checkpoints that appear whole or not at all.
 
-    trainer = make_trainer(run, model, tokenizer, rows, steps, ...)
-    report, kept_in = run_to_end(trainer, folder, earlier=None)
-
-What a checkpoint holds of the model is passed in (`jobs.train.manifest`): all of it, this rank's share, or an
-adapter.
+trainer = make_trainer(run, model, tokenizer, rows, steps, ...)
+report, kept_in = run_to_end(trainer, folder, earlier=None)
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import shutil
 import signal
@@ -28,6 +24,7 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from amoeba.core.errors import bad_value
+from amoeba.core.log import logger
 from amoeba.data.token_rows import NO_LABEL
 from amoeba.integrations.exact_mode import exact
 from amoeba.integrations.experts_module import LORA, has_placed_experts
@@ -57,7 +54,6 @@ from amoeba.system.files import replace_folder, shell_command, shell_words
 from amoeba.system.machine import peak_memory
 
 CHECKPOINTS_KEPT = 2
-logger = logging.getLogger("amoeba")
 
 
 class WatchedTrainer(FastTrainer):
@@ -86,11 +82,10 @@ class WatchedTrainer(FastTrainer):
         log = self.run_log
         log.losses.append(loss)
         ids = inputs["input_ids"][:0] if self.watch.ledger.idle else inputs["input_ids"]
-        log.tokens.append(
-            inputs["attention_mask"].sum()
-            if "attention_mask" in inputs and not self.watch.ledger.idle
-            else torch.tensor(ids.numel(), dtype=torch.int64, device="cpu")
-        )
+        if "attention_mask" in inputs and not self.watch.ledger.idle:
+            log.tokens.append(inputs["attention_mask"].sum())
+        else:
+            log.tokens.append(torch.tensor(ids.numel(), dtype=torch.int64, device="cpu"))
         log.learning_rate = float(self.lr_scheduler.get_last_lr()[0]) if self.lr_scheduler else 0.0
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -236,6 +231,10 @@ def make_trainer(
     """mesh: how the ranks share the model; None where each has all of it."""
     settings, folder, console, rank_zero = run.settings, run.folder, run.console, run.rank_zero
     own_gpu = torch.cuda.current_device() if torch.cuda.is_available() and rank_zero.ranks is not None else None
+    known = TrainingArguments.__dataclass_fields__  # transformers 5.23 renamed it
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    # the reentrant kind needs inputs with a gradient; random states are read from the device, which no graph can hold
+    repeats = {"use_reentrant": False, "preserve_rng_state": draws_random_numbers(model)}
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=steps,
@@ -248,7 +247,7 @@ def make_trainer(
         lr_scheduler_type="cosine",
         adam_beta2=0.95,
         max_grad_norm=1.0,
-        **_checkpointing(settings.gradient_checkpointing, model),
+        **{name: settings.gradient_checkpointing, f"{name}_kwargs": repeats},
         eval_strategy="steps",
         eval_steps=settings.eval_every,
         save_strategy="steps",
@@ -271,14 +270,8 @@ def make_trainer(
     if own_gpu is not None:  # transformers takes the first in each process
         torch.cuda.set_device(own_gpu)
         arguments.__dict__["_setup_devices"] = torch.device("cuda", own_gpu)
-    trainer = WatchedTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows.train,
-        eval_dataset=rows.held_out,
-        processing_class=tokenizer,
-        data_collator=rows.collate,
-    )
+    told = {"train_dataset": rows.train, "eval_dataset": rows.held_out, "data_collator": rows.collate}
+    trainer = WatchedTrainer(model=model, args=arguments, processing_class=tokenizer, **told)
     if settings.exact:
         trainer.while_it_runs.enter_context(exact(trainer.model))
         console.say("exact mode: the forward pass has the bits of generation with --exact")
@@ -303,17 +296,6 @@ def make_trainer(
     trainer.add_callback(trainer.run_log)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _checkpointing(wanted: bool, model: Any) -> dict[str, Any]:
-    """The arguments of `TrainingArguments`: transformers 5.23 renamed gradient to activation checkpointing."""
-    fields = TrainingArguments.__dataclass_fields__
-    name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
-    options = {
-        "use_reentrant": False,  # the other kind needs inputs that require a gradient
-        "preserve_rng_state": draws_random_numbers(model),  # reads from the device, which a graph cannot capture
-    }
-    return {name: wanted, f"{name}_kwargs": options}
 
 
 def _trains_in_another_dtype(model: Any, dtype: torch.dtype) -> bool:
@@ -355,7 +337,7 @@ def _run_to_end(trainer: WatchedTrainer, folder: Path, earlier: Earlier | None) 
         log.forget_after(step_of(last) if last else -1)
         say(f"resuming from {last.name}" if last else "there is no complete checkpoint: starting over")
     if trainer.budget is not None and last is not None:
-        trainer.budget.go_on_from(last)
+        trainer.budget.plan.total = TrainerState.load_from_json(str(last / "trainer_state.json")).max_steps
     losses = log.evaluations()  # steps and losses until now, that of step 0 first
     if not losses or losses[0][0] != 0:
         losses.insert(0, (0, trainer.evaluate()["eval_loss"]))
