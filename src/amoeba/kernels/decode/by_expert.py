@@ -216,7 +216,8 @@ def _quantised_products(
             if value_scales is not None:
                 scale *= tl.load(value_scales + step, mask=slot_ok, other=0.0)[None, :]
                 number = packed.to(tl.float8e4nv, bitcast=True)
-                total += tl.dot(number, tl.trans(value.to(tl.float8e4nv, bitcast=True))) * scale
+                codes = tl.trans(value.to(tl.float8e4nv, bitcast=True))
+                total += tl.dot(number, codes, input_precision="ieee") * scale
             elif LINES == 1:
                 number = number_e4m3(packed, MATRIX.HARDWARE)
                 total += tl.dot(number.to(dtype), tl.trans(value), input_precision="ieee") * scale
