@@ -127,8 +127,8 @@ IN_RARER = [case for case in ON_THE_CPU if (case.num_tokens, case.hidden) != (76
 
 @quick(
     lambda lot, backend, dtype: (
-        (backend, dtype) == (EAGER, torch.float16)
-        or ((backend, dtype) == (COMPOSED, torch.float64) and lot[0].num_tokens * lot[0].hidden <= 63 * 32)
+        (backend, dtype) in ((EAGER, torch.float16), (COMPOSED, torch.float64))
+        and lot[0].num_tokens * lot[0].hidden <= 63 * 32
     )
 )
 @pytest.mark.parametrize(("lot", "backend", "dtype"), parameters(CPU, RARER, one_of_each(IN_RARER)))

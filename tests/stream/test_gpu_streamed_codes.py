@@ -213,7 +213,7 @@ def test_a_gguf_file_streams_to_a_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
         vram = store.rest_bytes + 3 * sum(LayerTiers.slot_bytes(entry) for entry in store.layers)
     choice = DtypeChoice(None, None, "")
     resident, _ = load_placed(str(path), choice, "auto", trains=False, device=torch.device("cpu"))
-    ids = torch.randint(0, 256, (1, 1), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randint(0, 256, (1, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     streamed, _ = attach_in(choice, str(path), vram=vram, ram="1MiB")
     with streamed, torch.no_grad():
         assert [memory.slots.down_format for memory in streamed.memory.layers] == [Q6_K, None]

@@ -5,6 +5,8 @@ import math
 import time
 from pathlib import Path
 
+import pytest
+
 import gpu_session
 
 MARK = "import pytest\n\npytestmark = pytest.mark.gpu\n\n"
@@ -58,6 +60,7 @@ def test_a_file_that_reaches_its_limit_is_ended_and_says_where_it_was(tmp_path: 
     assert found.running is not None and found.running.endswith("::test_two") and run.process.poll() is not None
 
 
+@pytest.mark.thorough  # three processes of pytest one after another
 def test_a_later_run_repeats_what_did_not_pass_first_and_not_what_passed(tmp_path: Path) -> None:
     files = written(tmp_path)
     for name in ("hangs", "crashes", "not_marked"):
