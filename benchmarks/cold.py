@@ -112,7 +112,7 @@ def run(
         "seconds": time.monotonic() - began,
         "exit_code": code,
         "kernels_compiled_by_the_command": len(own),
-        "kernels_compiled_beside": others,
+        "kernels_compiled_ahead": others,
         "kernels_found": found,
         "compiled_by_the_command": sorted(own),
         "imports_began": began_at,

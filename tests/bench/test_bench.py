@@ -386,7 +386,7 @@ class TestLora:
         gate_up = make_workload(self.shape, CPU, torch.bfloat16, training=False).gate_up_EJH
         assert len({tuple(expert.flatten().tolist()) for expert in gate_up}) == self.shape.experts
 
-    def test_packed_experts_and_the_loop_are_timed_beside_our_backends(self):
+    def test_packed_experts_and_the_loop_are_timed_next_to_our_backends(self):
         (report,) = run_suite(Plan([self.shape], CPU, [torch.float32], ["training"], repeats=1))
         timed = {m.implementation for m in report.measurements if m.status == "timed"}
         assert {"amoeba cpu-bf16", "amoeba cpu-int8", "amoeba in float32", LOOP, f"{LOOP} in float32"} <= timed

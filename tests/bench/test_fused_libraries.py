@@ -86,7 +86,7 @@ def libraries(monkeypatch):
 
 
 @pytest.mark.parametrize("measured", ["training", "forward"])
-def test_both_are_checked_and_timed_beside_ours(libraries, measured):
+def test_both_are_checked_and_timed_next_to_ours(libraries, measured):
     (report,) = run_suite(Plan([TINY], CPU, [torch.bfloat16], [measured], repeats=1, peers=BOTH, ours=["eager"]))
     timed = {each.implementation: each for each in report.measurements if each.status == "timed"}
     assert set(timed) == {"amoeba eager", "SonicMoE", "Liger"}

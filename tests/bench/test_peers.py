@@ -68,7 +68,7 @@ def kt_kernel(monkeypatch):
 
 @quick(lambda measured: measured == "training")
 @pytest.mark.parametrize("measured", ["training", "forward"])
-def test_kt_kernel_is_checked_and_timed_beside_ours(kt_kernel, measured):
+def test_kt_kernel_is_checked_and_timed_next_to_ours(kt_kernel, measured):
     (report,) = run_suite(
         Plan([TINY], CPU, [torch.bfloat16], [measured], repeats=1, peers=["kt_kernel"], ours=["eager"])
     )

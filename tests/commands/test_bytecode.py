@@ -51,7 +51,7 @@ def test_where_python_may_write_none_it_is_kept_in_our_cache(site: Path) -> None
     assert begin(site, PYTHONDONTWRITEBYTECODE="1") == [where, "1", "False"], "a changed source is compiled again"
 
 
-def test_where_python_keeps_it_beside_the_sources_nothing_changes(site: Path) -> None:
+def test_where_python_keeps_it_next_to_the_sources_nothing_changes(site: Path) -> None:
     assert begin(site)[0] == "None"
     assert len(written(site)) >= 2
     (site / "transformers" / "__pycache__").mkdir()

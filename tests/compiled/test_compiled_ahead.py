@@ -172,7 +172,7 @@ def whole() -> tuple[dict[str, Any], bool]:
 
     from triton.runtime import driver
 
-    from amoeba.jobs.compile_beside import Work, mark_of
+    from amoeba.jobs.compile_ahead import Work, mark_of
     from amoeba.jobs.warm import warm
     from amoeba.kernels.launch import ahead
 
@@ -194,7 +194,7 @@ def passes_of(command: str, model: str) -> tuple[list[str], list[str], int]:
     from contextlib import ExitStack
 
     from amoeba.jobs import warm
-    from amoeba.jobs.compile_beside import Work
+    from amoeba.jobs.compile_ahead import Work
     from amoeba.kernels.launch import ahead
 
     names: list[str] = []

@@ -54,7 +54,7 @@ def test_all_rows_of_a_token_are_asked_for_before_one_is_waited_for(order, kerne
     assert int(dict(each.split("=") for each in order[f"{kernel} figures"].split())["registers"]) <= 64
 
 
-def test_counting_beside_a_product_takes_what_it_leaves_of_a_multiprocessor(order) -> None:
+def test_counting_next_to_a_product_takes_what_it_leaves_of_a_multiprocessor(order) -> None:
     """A warp: 1024 of 65536 registers, and a kilobyte of shared memory, which the driver takes itself."""
     for kernel in ("wait", "taken", "everywhere"):
         figures = dict(each.split("=") for each in order[f"{kernel} figures"].split())

@@ -140,14 +140,14 @@ def test_deterministic_algorithms_inside_leave_the_compiler_alone(asked: bool, w
         torch.use_deterministic_algorithms(False)
 
 
-def test_the_compilers_hash_of_torch_is_made_beside_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compilers_hash_of_torch_is_made_next_to_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import codecache
 
     here, hashed = threading.get_ident(), []
     own = codecache.build_code_hash
     monkeypatch.setattr(codecache, "build_code_hash", lambda *args: hashed.append(threading.get_ident()) or own(*args))
     codecache.torch_key.clear()
-    torch_internals.hash_compiler_beside()
+    torch_internals.begin_hashing_compiler()
     for thread in threading.enumerate():
         if thread.name == "torch_key":
             thread.join(timeout=60)

@@ -167,7 +167,7 @@ print(counts[1] - counts[0])
         assert int(ran.stdout) == 2
 
     @linux
-    def test_makes_no_threads_of_its_own_beside_torchs(self, experts: Experts, pool: WorkerPool) -> None:
+    def test_makes_no_threads_of_its_own_next_to_torchs(self, experts: Experts, pool: WorkerPool) -> None:
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(3)

@@ -211,7 +211,7 @@ class TestBackend:
             error = float((tensor.detach().double() - expected[name]).norm() / expected[name].norm())
             assert error < LARGEST_ERROR["bf16"]["gradient"], f"{name}: {error:.1e}"
 
-    def test_h_alone_is_kept_beside_the_inputs(self) -> None:
+    def test_h_alone_is_kept_next_to_the_inputs(self) -> None:
         layer = Layer(tokens=300, ranks=(4, 4, 4))
         named, lora = self.tensors(layer)
         kept = []

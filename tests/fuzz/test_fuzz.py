@@ -142,7 +142,7 @@ class TestCases:
         assert {1, 700} <= {case.experts for case in drawn}
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_writing_beside_a_tensor_is_seen(self, layout):
+    def test_writing_next_to_a_tensor_is_seen(self, layout):
         case = dataclasses.replace(SMALL, layouts={"down": layout})
         made = make(case)
         assert made.touched() == []

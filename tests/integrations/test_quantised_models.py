@@ -204,7 +204,7 @@ def test_sizes_that_are_no_whole_blocks_keep_gate_and_up_apart(checkpoints: dict
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
-def test_plain_trainer_trains_adapters_beside_them(name: str, checkpoints: dict[str, Made], tmp_path: Path) -> None:
+def test_plain_trainer_trains_adapters_next_to_them(name: str, checkpoints: dict[str, Made], tmp_path: Path) -> None:
     folder, _ = checkpoints[name]
     model = load(folder)
     lora.attach(model, r=2)
@@ -322,7 +322,7 @@ def test_scales_of_mxfp4_are_there_and_are_exponents(change, message, checkpoint
         amoeba.stream.attach(str(folder), ram="64MiB")
 
 
-def test_files_beside_those_of_the_checkpoint_are_not_read(checkpoints: dict[str, Made], tmp_path: Path) -> None:
+def test_files_next_to_those_of_the_checkpoint_are_not_read(checkpoints: dict[str, Made], tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoints["fp8"][0], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if "norm" in name}

@@ -47,7 +47,7 @@ class TestWhen:
             (2, ["beside", "capture", "beside", "capture"]),
         ],
     )
-    def test_a_pass_beside_comes_first_and_a_failure_gets_a_second_try(
+    def test_a_pass_on_another_stream_comes_first_and_a_failure_gets_a_second_try(
         self, failing, expected, order, tmp_path, inputs, caplog
     ):
         self.failures = [0] * failing

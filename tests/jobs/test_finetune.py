@@ -223,7 +223,7 @@ def test_generate_takes_the_adapter_and_its_chat_template(finished, base, tmp_pa
 
 
 @needs_engine
-def test_generate_takes_the_adapter_beside_packed_experts(finished: tuple[Path, Any, Quiet], base: Path) -> None:
+def test_generate_takes_the_adapter_next_to_packed_experts(finished: tuple[Path, Any, Quiet], base: Path) -> None:
     words = ["generate", str(base), "What is 1 plus 2?", "--max-new-tokens=3", "--adapter", str(finished[0]), "--json"]
     result = call(*words, "--experts=cpu-bf16")
     document = result.document
@@ -519,7 +519,7 @@ def test_a_bf16_checkpoint_trains_in_float32_where_bf16_is_emulated(base, data, 
     ("dtype", "train_router", "autocast"),
     [(torch.bfloat16, False, False), (torch.bfloat16, True, True), (torch.float32, False, False)],
 )
-def test_autocast_is_for_routers_that_train_in_fp32_beside_a_bf16_model(
+def test_autocast_is_for_routers_that_train_in_fp32_next_to_a_bf16_model(
     dtype: torch.dtype, train_router: bool, autocast: bool, base: Path, data: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The experts' fp32 factors do not need it, and it would cast and copy in every layer."""

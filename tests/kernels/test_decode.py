@@ -223,7 +223,7 @@ def test_every_combination_of_ranks_agrees_with_the_reference(activation, shared
 
 
 @WAYS
-def test_fp32_factors_beside_half_precision_are_rounded_as_they_are_read(way, device):
+def test_fp32_factors_next_to_half_precision_are_rounded_as_they_are_read(way, device):
     problem = problem_of(Case(3, 2, bias=True), torch.float16, device)
     lora = factors(problem, True, {"gate": 3, "up": 3, "down": 2}, device)
     rounded = run(problem._replace(lora=lora.to(torch.float16)), way)

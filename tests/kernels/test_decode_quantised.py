@@ -122,7 +122,7 @@ ADAPTED = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("adapted", ADAPTED, ids=["all", "one A", "gate", "plain", "down"])
 @by_format
-def test_factors_beside_codes_agree_with_the_reference(format, adapted, way, dtype, device, monkeypatch):
+def test_factors_next_to_codes_agree_with_the_reference(format, adapted, way, dtype, device, monkeypatch):
     """Factors in fp32, which are rounded to x's dtype; those of experts without a slot are NaN."""
     monkeypatch.setattr(low_rank, "DEPTH", 32)
     monkeypatch.setattr(by_slot, "MOST_DOWN_BYTES", 256)  # one slot after the other

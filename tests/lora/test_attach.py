@@ -151,7 +151,7 @@ def test_a_final_merge_keeps_nothing_and_says_so() -> None:
     assert relative(logits_of(model), adapted) < TOLERANCE
 
 
-def test_factors_beside_bf16_weights_are_fp32_and_get_gradients() -> None:
+def test_factors_next_to_bf16_weights_are_fp32_and_get_gradients() -> None:
     model = tiny("qwen3_moe").bfloat16()
     lora.attach(model, RANK, ALPHA, ["experts", "q_proj"])
     loss = model(input_ids=token_ids(), labels=token_ids()).loss

@@ -165,7 +165,7 @@ class TestFewTokensOnTheCpu:
 
 class TestDtypes:
     @pytest.mark.parametrize("name", ["auto", "eager"])
-    def test_fp32_factors_beside_bf16_weights(self, name):
+    def test_fp32_factors_next_to_bf16_weights(self, name):
         layer = Layer(rank=8)
         half = {n: t.detach().bfloat16().requires_grad_() for n, t in layer.tensors.items() if n not in LORA_NAMES}
         y_TH = layer.run(name, **half)

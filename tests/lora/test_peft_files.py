@@ -358,7 +358,7 @@ def test_a_write_that_fails_leaves_the_old_adapter(tmp_path: Path, monkeypatch: 
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_new_tensors_never_stand_beside_an_old_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_tensors_never_stand_next_to_an_old_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_adapter(tmp_path, "qwen3_moe", BOTH)
     adapter = read_adapter(tmp_path)
 

@@ -50,7 +50,7 @@ def test_each_check_comes_once() -> None:
     assert [*found, *order] == [2, 4, 0, 1, 3]
 
 
-def test_without_the_process_beside_checks_come_one_after_the_other() -> None:
+def test_without_the_second_process_checks_come_one_after_the_other() -> None:
     assert list(as_they_are_ready(8, soon(), told(None))) == list(range(8))
 
 
@@ -85,7 +85,7 @@ def test_cases_that_share_kernels_follow_each_other() -> None:
 
 
 @pytest.mark.thorough
-def test_the_process_beside_tells_of_every_check_that_launches_no_kernel() -> None:
+def test_the_second_process_tells_of_every_check_that_launches_no_kernel() -> None:
     """Without a GPU, for one that is named."""
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given = json.dumps([["float32"], ["grouped", "eager"]])

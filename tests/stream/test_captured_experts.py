@@ -146,7 +146,7 @@ def routed_as(seed: int, dtype: torch.dtype) -> tuple[Tensor, Routing]:
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 4), (2, E)])
-def test_an_adapter_beside_them_goes_with_its_experts(tokens: int, slots: int) -> None:
+def test_an_adapter_next_to_them_goes_with_its_experts(tokens: int, slots: int) -> None:
     resident, lora = weights_of(), factors(torch.float32)
     with torch.no_grad(), closing(Captured(resident, slots, 0, routed(tokens), 1, lora)) as captured:
         for given in (routed(tokens, sentinels=True),) if tokens == 2 else (routed(1), routed_as(3, torch.float32)):

@@ -113,7 +113,7 @@ def test_tokens_decoded_by_expert_give_the_bits_of_resident_codes(name, slots, m
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])
 @pytest.mark.parametrize("name", FORMATS)
-def test_lora_gradients_are_those_beside_resident_codes(name: str, slots: int, dtype: torch.dtype) -> None:
+def test_lora_gradients_are_those_next_to_resident_codes(name: str, slots: int, dtype: torch.dtype) -> None:
     resident = quantised(FORMATS[name], dtype)
     with closing(memory_of(resident, slots, 3)) as memory:
         for tokens, recompute in ((5, True),) if slots < E else ((9, False),):  # the interpreter takes its time
@@ -154,7 +154,7 @@ def test_captured_passes_give_the_numbers_of_resident_codes(name: str, dtype: to
 
 
 @pytest.mark.parametrize(("name", "tokens"), [(FP8.name, 1), ("mxfp4", 2), ("nvfp4", 1)])
-def test_an_adapter_beside_codes_goes_with_its_experts(name: str, tokens: int) -> None:
+def test_an_adapter_next_to_codes_goes_with_its_experts(name: str, tokens: int) -> None:
     resident, lora = quantised(FORMATS[name]), factors(torch.float32)
     given = routed(tokens, sentinels=tokens == 2)
     with torch.no_grad(), closing(memory_of(resident, 4)) as memory:

@@ -105,7 +105,7 @@ def test_outputs_are_those_of_resident_experts(slots: int, dtype: torch.dtype) -
 @quick(lambda slots: DEVICE.type == "cuda" or slots == 4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [1, 4, E])
-def test_lora_gradients_are_those_beside_resident_experts(slots: int, dtype: torch.dtype) -> None:
+def test_lora_gradients_are_those_next_to_resident_experts(slots: int, dtype: torch.dtype) -> None:
     resident, shared = weights_of(dtype, bias=True), slots == 4
     with closing(memory_of(resident, slots, 3)) as memory:
         for tokens, recompute in ((1, False), (7, True)) if slots < E else ((23, False),):

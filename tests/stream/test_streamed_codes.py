@@ -115,7 +115,7 @@ def test_a_model_with_resident_codes_gives_them_up(stored) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
-def test_lora_beside_streamed_codes_has_the_gradients_of_resident_ones(name: str, stored) -> None:
+def test_lora_next_to_streamed_codes_has_the_gradients_of_resident_ones(name: str, stored) -> None:
     targets = ["gate_proj", "up_proj", "down_proj", "q_proj"]
     folder, store = stored[name]
     expected = lora_gradients(resident(folder), token_ids(), targets=targets)

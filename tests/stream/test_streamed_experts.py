@@ -88,7 +88,7 @@ def test_outputs_are_those_of_resident_experts(way: str, kind: str, dtype: torch
 @each_value_once()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-def test_lora_gradients_are_those_beside_resident_experts(way: str, dtype: torch.dtype, recompute: bool) -> None:
+def test_lora_gradients_are_those_next_to_resident_experts(way: str, dtype: torch.dtype, recompute: bool) -> None:
     resident = weights_of(dtype, bias=True)
     for tokens in (1, 7, 90):
         x_TH, routing = routed(tokens, dtype, sentinels=tokens == 7)

@@ -194,7 +194,7 @@ def test_streamed_experts_generate_and_train_with_the_same_choices(stored, tmp_p
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_lora_beside_streamed_experts_has_the_gradients_of_resident_ones(stored) -> None:
+def test_lora_next_to_streamed_experts_has_the_gradients_of_resident_ones(stored) -> None:
     each = stored["qwen3_moe"]
     wanted = lora_gradients(resident(each.folder), prompts()[4])
     with amoeba.stream.attach(each.packed, ram=each.ram(2)) as streamed:
@@ -269,7 +269,7 @@ def test_a_budget_below_the_minimum_names_the_minimum(which: str, stored) -> Non
         assert streamed.memory.slots == (EXPERTS, EXPERTS)
 
 
-def test_all_but_the_experts_can_be_in_float32_beside_experts_in_bf16(stored) -> None:
+def test_all_but_the_experts_can_be_in_float32_next_to_experts_in_bf16(stored) -> None:
     """As on a CPU that does not multiply bf16. The budget counts what that takes."""
     ids = torch.arange(1, 9, dtype=torch.int64, device="cpu")[None]
     with amoeba.stream.attach(stored[HALF].packed, ram="auto") as half, torch.no_grad():

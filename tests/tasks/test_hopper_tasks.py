@@ -130,7 +130,7 @@ class TestOnHopper:
             check(scheduled(problem, dy_TH, saved, small=True), expected)
 
     @pytest.mark.parametrize("small", [False, True])
-    def test_copies_on_another_stream_beside_it_neither_stop_it_nor_change_a_bit(self, small):
+    def test_copies_on_another_stream_next_to_it_neither_stop_it_nor_change_a_bit(self, small):
         """As when the next layer's weights are gathered meanwhile: copies from the host, within the device, and kernels
         that take multiprocessors from it."""
         problem, dy_TH = make_problem(1500, 512, 256, 16, 4, "even")

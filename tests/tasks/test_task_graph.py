@@ -107,7 +107,7 @@ def test_thresholds_by_the_seeds_names():
     assert [gate.at_least for gate in gates[Kind.DOWN_WEIGHTS]] == [1]  # expert 0 has one row tile
 
 
-def test_row_passes_run_beside_the_products_of_the_next_wave():
+def test_row_passes_run_next_to_the_products_of_the_next_wave():
     ids = [[[token % 8, (token + 3) % 8] for token in range(512)]]
     rows = divide_rows(ids, (0,) * 8, 1, row_block=32)
     graph = Graph(0, rows, Sizes(512, 256, 8, 2), Tiling(rows=32, down_columns=64, wave=2))

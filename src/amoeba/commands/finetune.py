@@ -12,7 +12,7 @@ from amoeba.commands.exits import TRAINER, need, usage
 from amoeba.commands.output import Output
 from amoeba.commands.run_plan import finish_run, with_plan
 from amoeba.commands.start import start
-from amoeba.jobs.compile_beside import Work, compiling_beside
+from amoeba.jobs.compile_ahead import Work, compiling_ahead
 from amoeba.system.fast_imports import loading
 from amoeba.system.files import shell_command
 
@@ -67,7 +67,7 @@ def finetune(
 ) -> None:
     """Fine-tune a mixture-of-experts model with LoRA. Trains on the answers only and saves a PEFT adapter."""
     output = start(verbose, over_ranks=True)
-    with usage(), compiling_beside(wanted=options.launched_processes() == 1, heard=output.verbose) as compiler:
+    with usage(), compiling_ahead(wanted=options.launched_processes() == 1, heard=output.verbose) as compiler:
         with loading():
             from amoeba.jobs.settings import FinetuneSettings
             from amoeba.jobs.train.resume import settings_of

@@ -35,7 +35,7 @@ from amoeba.commands.options import (
 )
 from amoeba.commands.start import hide_loading_bars, start
 from amoeba.core.errors import bad_value, counted
-from amoeba.jobs.compile_beside import Work, compiling_beside
+from amoeba.jobs.compile_ahead import Work, compiling_ahead
 from amoeba.system.fast_imports import loading
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def generate(
     output = start(verbose, over_ranks=True)
     resident = computing.device != "cpu" and computing.ram is None and computing.vram is None
     ahead = prompt is not None and adapter is None and not image and resident and launched_processes() == 1
-    with usage(), compiling_beside(wanted=ahead, heard=output.verbose) as compiler:
+    with usage(), compiling_ahead(wanted=ahead, heard=output.verbose) as compiler:
         experts = experts_in(computing.precision, computing.experts) or computing.experts
         compiler.begin(Work.of_prompt(model, prompt or "", computing.dtype, experts))
         need("tokenizers", "safetensors", "transformers", "transformers.models.auto.modeling_auto")

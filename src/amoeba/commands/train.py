@@ -12,7 +12,7 @@ from amoeba.commands.options import Json, RunOptions, Verbose, launched_processe
 from amoeba.commands.output import Output
 from amoeba.commands.run_plan import finish_run, with_plan
 from amoeba.commands.start import start
-from amoeba.jobs.compile_beside import Work, compiling_beside
+from amoeba.jobs.compile_ahead import Work, compiling_ahead
 from amoeba.system.fast_imports import loading
 from amoeba.system.files import shell_command
 
@@ -54,7 +54,7 @@ class TrainOptions:
 def train(own: TrainOptions, shared: RunOptions, json: Json = False, verbose: Verbose = False) -> None:
     """Train a mixture-of-experts language model and save it as a Hugging Face folder."""
     output = start(verbose, over_ranks=True)
-    with usage(), compiling_beside(wanted=launched_processes() == 1, heard=output.verbose) as compiler:
+    with usage(), compiling_ahead(wanted=launched_processes() == 1, heard=output.verbose) as compiler:
         with loading():
             from amoeba.jobs.settings import TrainSettings
             from amoeba.jobs.train.resume import settings_of

@@ -9,7 +9,7 @@ from typer import Option
 from amoeba.commands.exits import finish, usage
 from amoeba.commands.options import DTYPES, Device, Dtypes, Json, Verbose, parse_device, parse_dtypes
 from amoeba.commands.start import start
-from amoeba.jobs.compile_beside import process_beside
+from amoeba.jobs.compile_ahead import second_process
 
 
 def verify(
@@ -26,7 +26,7 @@ def verify(
     """Check every backend on this machine: output and each gradient against an fp64 reference, in under a minute."""
     output = start(verbose)
     ahead = device != "cpu" and not thorough and ranks is None
-    with process_beside(
+    with second_process(
         "amoeba.proof.compiled_checks", wanted=ahead, heard=output.verbose, answers=True
     ) as process:  # before torch is imported
         from amoeba.commands import verify_run

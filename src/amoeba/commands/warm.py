@@ -11,7 +11,7 @@ from amoeba.commands.exits import finish, interrupted, need, usage
 from amoeba.commands.options import Json, TrustRemoteCode, Verbose
 from amoeba.commands.start import start
 from amoeba.core.errors import bad_value
-from amoeba.jobs.compile_beside import Work
+from amoeba.jobs.compile_ahead import Work
 
 _COMMANDS = ("generate", "finetune", "train")
 

@@ -33,7 +33,7 @@ def custom_graph_pass() -> Any:
     return CustomGraphPass
 
 
-def hash_compiler_beside() -> None:
+def begin_hashing_compiler() -> None:
     """Begins to hash torch's 2,000 files, by which the compiler finds what it has kept; it remembers the result.
     Reading and hashing leave Python's lock to the imports of the compiler, which take longer and come next."""
     try:

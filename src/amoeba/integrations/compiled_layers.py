@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amoeba.core.torch_internals import TorchDispatchMode, hash_compiler_beside
+from amoeba.core.torch_internals import TorchDispatchMode, begin_hashing_compiler
 from amoeba.integrations.text_model import text_config, text_decoder
 from amoeba.system.files import default_folder
 
@@ -138,4 +138,4 @@ def keep_compiled_code() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
     with suppress(OSError):  # nowhere to keep it
         os.environ[_VARIABLE] = str(folder())
-    hash_compiler_beside()
+    begin_hashing_compiler()

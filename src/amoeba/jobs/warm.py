@@ -23,7 +23,7 @@ import torch
 from amoeba.core.errors import one_line
 from amoeba.core.log import logger
 from amoeba.core.weights import ExpertWeights
-from amoeba.jobs.compile_beside import Work, mark_of
+from amoeba.jobs.compile_ahead import Work, mark_of
 from amoeba.kernels.launch.ahead import DriverModule, Gpu, Workers, end_with_parent, gpu_named, noting, standing_in
 
 Pass = tuple[str, Callable[[], object]]
@@ -216,7 +216,7 @@ def _of_generation(model: Any, work: Work) -> Iterator[Pass]:
 
 
 def main() -> None:
-    """Of the process beside a command: imports what it can, and then reads what to do."""
+    """Of the process next to a command: imports what it can, and then reads what to do."""
     end_with_parent()
     os.nice(5)
     import transformers.modeling_utils  # noqa: F401

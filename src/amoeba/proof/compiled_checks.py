@@ -1,6 +1,6 @@
 """Checks in the order in which what they need is compiled: `amoeba verify` waits for no kernel while a check is ready.
 
-    with process_beside("amoeba.proof.compiled_checks", answers=True) as process:       # see `amoeba.jobs`
+    with second_process("amoeba.proof.compiled_checks", answers=True) as process:       # see `amoeba.jobs`
         results = results_of(device, dtypes, backends, seconds=40, order=order_of(process, dtypes, backends))
 
 A second process goes through the same checks without numbers (see `amoeba.kernels.launch.ahead`), has their kernels and

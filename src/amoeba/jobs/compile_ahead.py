@@ -1,6 +1,6 @@
 """A second process that compiles, next to a command, the kernels it will need, started before torch is imported.
 
-    with compiling_beside() as compiler:
+    with compiling_ahead() as compiler:
         compiler.begin(Work("train", "models/qwen3", batch_size=8, sequence_length=2048))
         ...                                         # weights are read, and the first step finds its kernels
 
@@ -88,14 +88,14 @@ class Compiler:
 
 
 @contextmanager
-def compiling_beside(*, wanted: bool = True, heard: bool = False) -> Iterator[Compiler]:
+def compiling_ahead(*, wanted: bool = True, heard: bool = False) -> Iterator[Compiler]:
     """heard: whether it says on stderr what it did."""
-    with process_beside("amoeba.jobs.warm", wanted=wanted, heard=heard) as process:
+    with second_process("amoeba.jobs.warm", wanted=wanted, heard=heard) as process:
         yield Compiler(process)
 
 
 @contextmanager
-def process_beside(
+def second_process(
     module: str, *, wanted: bool = True, heard: bool = False, answers: bool = False
 ) -> Iterator[subprocess.Popen[str] | None]:
     """That is told what to do on its stdin, and ends with this block. answers: on its stdout, to be read."""

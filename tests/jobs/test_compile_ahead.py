@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from amoeba.jobs import compile_beside
-from amoeba.jobs.compile_beside import PROMPT_LENGTHS, Work, compiling_beside, mark_of
+from amoeba.jobs import compile_ahead
+from amoeba.jobs.compile_ahead import PROMPT_LENGTHS, Work, compiling_ahead, mark_of
 from amoeba.jobs.settings import FinetuneSettings, TrainSettings
 
 WORK = Work("train", "tiny", batch_size=3, targets=("experts", "q_proj"))
@@ -23,7 +23,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f"#!/bin/sh\necho $$ > {told}\ncat >> {told}\necho end >> {told}\nexec sleep 100\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(compile_beside, "has_gpu", lambda: True)
+    monkeypatch.setattr(compile_ahead, "has_gpu", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     return told
@@ -50,7 +50,7 @@ def test_it_is_told_the_work_and_ends_with_the_command(told: Path) -> None:
     seen = []
 
     def command() -> None:
-        with compiling_beside() as compiler:
+        with compiling_ahead() as compiler:
             compiler.begin(WORK)
             seen.extend(lines(told))
             assert is_there(int(seen[0]))
@@ -66,14 +66,14 @@ def test_it_is_told_the_work_and_ends_with_the_command(told: Path) -> None:
 def test_what_was_compiled_before_is_not_compiled_again(told: Path) -> None:
     mark_of(WORK).parent.mkdir()
     mark_of(WORK).touch()
-    with compiling_beside() as compiler:
+    with compiling_ahead() as compiler:
         compiler.begin(WORK)
         assert lines(told)[1:] == ["end"]
 
 
-def test_one_that_has_ended_is_no_zombie_beside_a_long_run(told: Path) -> None:
+def test_one_that_has_ended_is_no_zombie_next_to_a_long_run(told: Path) -> None:
     (told.parent / "python").write_text("#!/bin/sh\nexit 0\n")
-    with compiling_beside() as compiler:
+    with compiling_ahead() as compiler:
         assert compiler._process is not None
         compiler.begin(WORK)
         for _ in range(500):
@@ -84,19 +84,19 @@ def test_one_that_has_ended_is_no_zombie_beside_a_long_run(told: Path) -> None:
 
 
 def test_a_process_that_is_gone_or_cannot_start_is_no_error(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with compiling_beside() as compiler:
+    with compiling_ahead() as compiler:
         assert compiler._process is not None
         os.kill(compiler._process.pid, signal.SIGKILL)
         compiler._process.wait()
         compiler.begin(WORK)
     monkeypatch.setattr(sys, "executable", str(told.parent / "absent"))
-    with compiling_beside() as compiler:
+    with compiling_ahead() as compiler:
         compiler.begin(WORK)
 
 
 def test_without_a_gpu_nothing_starts(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_beside, "has_gpu", lambda: False)
-    with compiling_beside() as compiler:
+    monkeypatch.setattr(compile_ahead, "has_gpu", lambda: False)
+    with compiling_ahead() as compiler:
         assert compiler._process is None
 
 
