@@ -6,6 +6,7 @@ call("pack", folder, code=2).said  # all that it prints, in one line
 
 import functools
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +54,12 @@ def call(*words: object, code: int | None = 0, input: str | None = None, app: An
     """code: the exit code that is right; None: any. app: of other commands than amoeba's."""
     if app is None:
         from amoeba.cli import app
-    done = CliRunner().invoke(app, [str(word) for word in words], input=input)
+    ours = logging.getLogger("amoeba")
+    before = ours.propagate, ours.level, [*ours.handlers]
+    try:
+        done = CliRunner().invoke(app, [str(word) for word in words], input=input)
+    finally:  # a command takes our log for itself
+        ours.propagate, level, ours.handlers[:] = before
+        ours.setLevel(level)
     assert code is None or done.exit_code == code, done.output
     return Called(done.exit_code, done.stdout, done.stderr, done.output)
