@@ -156,6 +156,29 @@ def test_a_resumed_run_ends_with_the_same_bits(start_from, run, whole, command):
     assert aside.exists() == (start_from is not None)
 
 
+def forget(run: Path, *names: str) -> None:
+    """As a version that did not know these wrote its record."""
+    record = json.loads((run / "config.json").read_text())
+    kept = {name: value for name, value in record.items() if name not in ("digest", *names)}
+    (run / "config.json").write_text(json.dumps(kept))
+
+
+@once
+def test_a_run_of_a_version_without_a_setting_had_its_default(run: Path, command: str) -> None:
+    forget(run, "weight_decay")
+    told = settings_of(KINDS[command], str(run), None, {})
+    said = refusal(dataclasses.replace(told, weight_decay=0.25))
+    assert f"--weight-decay: expected {told.weight_decay}, as in the run" in said
+    resume(run, command)
+
+
+@once
+def test_a_run_without_what_it_began_with_is_refused(run: Path, command: str) -> None:
+    forget(run, "began_with")
+    said = refusal(settings_of(KINDS[command], str(run), None, {}))
+    assert "config.json: expected the record of a run; got one without began_with. Start a new run" in said
+
+
 @once
 def test_an_unknown_checkpoint_is_refused(run: Path, command: str) -> None:
     told = settings_of(KINDS[command], str(run), None, {})

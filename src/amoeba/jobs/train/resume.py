@@ -25,6 +25,7 @@ from amoeba.integrations.gguf_files import is_gguf, parts_of
 from amoeba.jobs.presets import PRESETS
 from amoeba.jobs.settings import AT_RESUME, RunSettings, Settings, TrainSettings, load_settings, read_settings
 from amoeba.jobs.train.manifest import DIGEST, MANIFEST, damages, digest_fits
+from amoeba.jobs.train.optimizer_files import GROUPS
 from amoeba.jobs.train.run_folder import RunReport, step_of
 from amoeba.stream.store.index import INDEX, is_store
 from amoeba.system.files import sampled_hash, shell_command, shell_words
@@ -105,6 +106,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def check_settings(settings: RunSettings, record: dict[str, Any], folder: Path, kept: str, command: str) -> None:
+    defaults = {entry.name: entry.default for entry in fields(settings) if entry.default is not dataclasses.MISSING}
+    record = defaults | record  # a run of a version without this setting had no other value
     for name, now in json.loads(json.dumps(settings.as_dict())).items():
         if name not in record or now == record[name] or AT_RESUME[name] in ("changeable", "place"):
             continue
@@ -202,7 +205,8 @@ def check_whole(checkpoint: Path, found: list[Path], folder: Path, command: str)
 
 
 def _trouble(checkpoint: Path) -> list[str]:
-    return damages(checkpoint) if (checkpoint / MANIFEST).is_file() else [f"{MANIFEST} is missing"]
+    missing = [f"{name} is missing" for name in (MANIFEST, GROUPS) if not (checkpoint / name).is_file()]
+    return missing or damages(checkpoint)
 
 
 # --- the end
