@@ -121,10 +121,9 @@ class Run:
         folder, ranks, record = self.folder, self.rank_zero, read_record(self.folder)
         check_settings(self.settings, record, folder, kept, self.command)
         if missing := [name for name in ("model_config", "began_with") if name not in record]:
+            got = f"one without {' and '.join(missing)}"
             remedy = f"start a new run with another --out; the checkpoints in {folder / 'checkpoints'} are unchanged"
-            raise bad_value(
-                str(folder / "config.json"), "the record of a run", f"no {' and no '.join(missing)}", remedy
-            )
+            raise bad_value(str(folder / "config.json"), "the record of a run", got, remedy)
         with ranks.all_or_none("what was left half-written"):
             if ranks.here:
                 remove_unfinished(folder, kept)
