@@ -1,13 +1,14 @@
-"""While packages are imported nobody looks for garbage; afterwards as before."""
+"""While packages are imported nobody looks for garbage, afterwards as before; and imports next to something else."""
 
 import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from amoeba.system.fast_imports import loading
+from amoeba.system.fast_imports import importing, loading
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +46,29 @@ def test_nothing_is_frozen_when_the_process_ends() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["True", "0"]
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "imported_slowly.py").write_text("import time\ntime.sleep(0.2)\nready = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_slowly", raising=False)
+    return "imported_slowly"
+
+
+def test_a_module_is_whole_when_the_block_ends(slow: str) -> None:
+    with importing([slow]):
+        pass
+    assert sys.modules[slow].ready
+
+
+def test_what_cannot_be_imported_keeps_neither_the_next_one_nor_the_block(slow: str) -> None:
+    with importing(["no_such_module_anywhere", slow]):
+        done = True
+    assert done and sys.modules[slow].ready
+
+
+def test_a_block_that_fails_waits_too(slow: str) -> None:
+    with pytest.raises(KeyError), importing([slow]):
+        raise KeyError
+    assert sys.modules[slow].ready
